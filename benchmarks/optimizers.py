@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import shardtree as st
-from shardtree.codec.archives._zip import WrittenRecord, descriptor, directory, local_header
-from shardtree.codec.pickles import Global, Persistent, Reduced, write_pickle
+from shardtree.formats.archives._zip import WrittenRecord, descriptor, directory, local_header
+from shardtree.formats.pickles import Global, Persistent, Reduced, write_pickle
 from shardtree.interop.megatron_optimizer import model_space
 
 from ._measuring import Action, Bar, Settings, peak, print_bars, run

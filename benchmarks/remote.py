@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 import shardtree as st
-from shardtree.storage import object_storage
+from shardtree.stores import object_storage
 
 from ._measuring import Bar, Settings, peak, print_bars, run
 

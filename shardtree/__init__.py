@@ -8,6 +8,7 @@ it; **bytes** land in a folder or in the target's memory. Everything before the 
 import inspect
 import typing
 
+from . import _old_names
 from .errors import CheckpointingException as CheckpointingException
 from .lazy import LazyTensor as LazyTensor
 from .lazy import lazy_map as lazy_map
@@ -44,6 +45,8 @@ from .trees import unbox as unbox
 from .trees import without_data as without_data
 
 __version__ = "0.1.0"
+
+_old_names.install()
 
 # A type checker sees plain names, and no __getattr__, which would hide misspelt ones from it.
 if typing.TYPE_CHECKING:

@@ -9,6 +9,7 @@ import typing
 from functools import cache
 
 from ._ambient import collector_paused
+from ._moved import new_address
 
 
 def import_quickly(module: str, package: str) -> types.ModuleType:
@@ -61,7 +62,7 @@ def notebook_html(value: object) -> str:
 
 
 def later(package: str, modules: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
-    """Return a package's `__getattr__`: it loads a name from its module.
+    """Return a package's `__getattr__`: it loads a name from its module, or a module that was below the package before.
 
     Args:
         package: its name.
@@ -69,10 +70,24 @@ def later(package: str, modules: typing.Mapping[str, str]) -> typing.Callable[[s
     """
 
     def load(name: str) -> object:
-        if name not in modules:
+        value = getattr(import_quickly(modules[name], package), name) if name in modules else _moved(package, name)
+        if value is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        value = getattr(import_quickly(modules[name], package), name)
         # What the caller has put in the place of a name stays.
         return vars(sys.modules[package]).setdefault(name, value)
 
     return load
+
+
+def _moved(package: str, name: str) -> types.ModuleType | None:
+    """Return the module that had a name below a package before modules moved, None if there was none."""
+    old = f"{package}.{name}"
+    new = new_address(old)
+    if name.startswith("_") or new == old:
+        return None
+    try:
+        return import_quickly(old, package)
+    except ModuleNotFoundError as error:
+        if error.name not in (old, new):
+            raise
+        return None

@@ -13,6 +13,6 @@ LEAVES: dict[str, str] = {
     "html_of": "display:html_of",
     "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
     "read_together": "checkpoint.loading._exchange:read_together",
-    "storage_behind": "storage._url:storage_behind",
+    "storage_behind": "stores._url:storage_behind",
     "through_trace": "lenses:through_trace",
 }

@@ -11,11 +11,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from shardtree.codec.archives import decode_archive, encode_archive
 
 import shardtree as st
 from shardtree.checkpoint.conversion._journal import Journal, results_of
 from shardtree.codec import _addresses, decode_tree, encode_tree, named_types
-from shardtree.codec.archives import decode_archive, encode_archive
 from shardtree.storage import MemoryStorage
 from shardtree.testing import outline
 from shardtree.trees import Record
@@ -102,13 +102,20 @@ def test_a_class_that_the_root_has_is_stored_by_the_root_s_name() -> None:
     assert {"shardtree.Mesh", "shardtree.PartitionSpec", "shardtree.ShardedTensor"} <= at_the_root
 
 
+IN_JOURNALS = {
+    "shardtree.strategies.torch_dist._write.RankFile",
+    "shardtree.strategies.zarr._save.RankFiles",
+}
+"""Stored names of classes that aren't public, which journals of conversions have, and the addresses that they had."""
+
+
 def test_the_table_has_no_row_of_a_class_that_is_or_was_nowhere() -> None:
     lines = (line.split() for line in (FOLDER.parent / "addresses.txt").read_text().splitlines())
     was = {pickled for _, *last in lines for pickled in last}
     for address, name in _addresses.STORED_NAMES.items():
         kind = resolve_name(name)
-        assert kind in CLASSES, name
-        assert address in was | {pickled_as(kind)}, address
+        assert kind in CLASSES or name in IN_JOURNALS, name
+        assert address in was | IN_JOURNALS | {pickled_as(kind)}, address
 
 
 def test_every_public_class_has_an_instance_in_the_files() -> None:

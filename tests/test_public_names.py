@@ -111,8 +111,8 @@ print(*sys.modules)
     )
     formats = (
         *(f"shardtree.strategies.{one}" for one in others),
-        "shardtree.codec.archives",
-        "shardtree.codec.pickles",
+        "shardtree.formats.archives",
+        "shardtree.formats.pickles",
     )
     assert [name for name in loaded if name.startswith(formats)] == []
     rooms_of = {name for name in loaded if name.startswith("shardtree.checkpoint.")}
@@ -122,13 +122,13 @@ print(*sys.modules)
 
 
 @pytest.mark.parametrize(
-    "package", [shardtree.checkpoint, shardtree.plans, shardtree.storage, shardtree.strategies.huggingface]
+    "package", [shardtree.checkpoint, shardtree.plans, shardtree.storage, shardtree.formats.huggingface]
 )
 def test_a_type_checker_sees_the_names_that_a_package_defers(package: ModuleType) -> None:
     tree = ast.parse(Path(str(package.__file__)).read_text())
     (choice,) = (node for node in tree.body if isinstance(node, ast.If))
     found = [node for node in choice.body if isinstance(node, ast.ImportFrom)]
-    seen = {alias.name: f".{node.module}" for node in found for alias in node.names}
+    seen = {alias.name: f"{'.' * node.level}{node.module}" for node in found for alias in node.names}
     (table,) = (node for node in ast.walk(ast.Module(choice.orelse, [])) if isinstance(node, ast.Dict))
     assert ast.literal_eval(table) == seen
     assert all(hasattr(package, name) for name in seen)

@@ -2,6 +2,8 @@
 
 import typing
 
+from .._deferred import later
+
 __all__ = [
     "AsyncCallsQueue",
     "CheckpointDifference",
@@ -35,7 +37,6 @@ __all__ = [
     "verify",
 ]
 
-# A save needs no conversion, a load no series: each is imported when it is asked for.
 if typing.TYPE_CHECKING:
     from ._comparison import CheckpointDifference, KindDifference, compare
     from ._contents import (
@@ -46,7 +47,7 @@ if typing.TYPE_CHECKING:
     )
     from ._differences import ValueDifference
     from ._fingerprint import fingerprint
-    from ._no_checkpoint import step_prefix as step_prefix
+    from ._no_checkpoint import step_prefix
     from ._open import is_checkpoint, remove_sharded_tensors
     from ._replicas import ReplicaDifference, check_replicas
     from ._verify import verify

@@ -9,6 +9,7 @@ from functools import partial
 
 from .._ambient import shielded
 from ..errors import CorruptCheckpoint, StorageError, UnsafeFile, UnsupportedValue, error_text, plural
+from ..formats.manifest import manifest_findings
 from ..geometry import as_int
 from ..storage import Directory, in_turn
 from ..strategies import (
@@ -30,7 +31,6 @@ from ..strategies import (
     refused_findings,
     unless_replaced,
 )
-from ..strategies.manifest import manifest_findings
 from ..world import one_process
 from ._dispatch import are_objects_beside, common_backend, given_options, sharded_backend, strategy_of
 from ._open import open_at

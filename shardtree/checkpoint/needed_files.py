@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ..errors import CheckpointingException, CorruptCheckpoint
+from ..formats.manifest import read_manifest
 from ..storage import Storage
 from ..strategies import Fields, StrategyAction, find_strategy
-from ..strategies.manifest import read_manifest
 from ._dispatch import common_backend, sharded_backend
 from .opened import OpenCheckpoint, index_of
 

@@ -14,8 +14,9 @@ from rich.text import Text
 from ..checkpoint import ConversionReport, convert, open_checkpoint
 from ..codec import dtype_from_name
 from ..errors import CheckpointingException, RemoteError, StrategyError, WorldError, error_text, plural, shorten
+from ..formats import huggingface
 from ..interop.megatron_optimizer import model_space
-from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
+from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
 from ..world import World, launched_world, on_rank_zero

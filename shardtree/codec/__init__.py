@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ._addresses import addresses_of
+from ._arrays import NUMPY_NAME, NUMPY_SCALARS, has_wrong_characters
 from ._crc32 import crc32, crc32_thread_bytes
 from ._dtypes import (
     bit_view,
@@ -15,12 +16,14 @@ from ._dtypes import (
     format_tag,
     is_dense,
     is_plain_memory,
+    is_quantised,
     is_tagged,
     kind_from_file,
     kind_in_file,
     row_major_bits,
 )
 from ._header import (
+    MAX_INT,
     Entry,
     canonical_json,
     decode_header,
@@ -30,6 +33,6 @@ from ._header import (
     header_length,
     parse_json,
 )
-from ._nodes import named_types
+from ._nodes import MAX_DEPTH, Child, exactly, named_types, path_to, plainer, record_of, step_of, type_name
 from ._tree import decode_tree, encode_tree
-from ._values import is_unicode
+from ._values import PATHS, device_of, is_unicode, path_of

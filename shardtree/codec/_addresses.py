@@ -6,6 +6,8 @@ root's where the root has the class, as users write `st.Mesh`, and its room's ot
 
 from __future__ import annotations
 
+from .._moved import new_address
+
 _HOMES = {
     "shardtree": {
         "checkpoint.loading._strict": "StrictHandling",
@@ -72,6 +74,8 @@ _HOMES = {
         "strategies.index._columns": "Index",
         "strategies.index._save": "RankFiles StoredItem",
     },
+    "shardtree.strategies.torch_dist._write": {"strategies.torch_dist._write": "RankFile"},
+    "shardtree.strategies.zarr._save": {"strategies.zarr._save": "RankFiles"},
     "shardtree.testing": {
         "testing._layouts": "Piece",
         "testing._optimizer_states": "OptimizerState",
@@ -88,14 +92,16 @@ _HOMES = {
 }
 """Public module → modules below shardtree that hold its classes, or held them when files were written → the classes.
 
-Files name the old modules, so a row that was right once is never removed: a moved class gets one more.
+Files name the old modules, so a row that was right once is never removed: a class that moves alone gets one more; of
+modules that move, `_moved` has the new address. Private classes are in journals of conversions.
 """
 
 STORED_NAMES = {
-    f"shardtree.{home}.{name}": f"{public}.{name}"
+    address: f"{public}.{name}"
     for public, homes in _HOMES.items()
     for home, names in homes.items()
     for name in names.split()
+    for address in (f"shardtree.{home}.{name}", new_address(f"shardtree.{home}.{name}"))
 }
 """Address of a class in the module that holds or held it → the name under which it is stored."""
 

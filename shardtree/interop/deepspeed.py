@@ -13,8 +13,8 @@ import torch
 
 from ..checkpoint import OpenCheckpoint, is_checkpoint
 from ..checkpoint.conversion import left_out_keys
-from ..codec.archives import StreamedTensor, streamed_archive
 from ..errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue, error_text
+from ..formats.archives import StreamedTensor, streamed_archive
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
 from ..storage import Directory, Storage, locked, make_folder, storage_at, tensor_buffers

@@ -26,7 +26,15 @@ from ._integrity import (
     write_problems,
 )
 from ._objects import ObjectColumns, join_objects, kind_problems, object_columns, object_problems
-from ._problems import Faults, Problem, doubled_faults, integrity_error, place_text, problem_lines, sharding_faults
+from ._problems import (
+    Faults,
+    Problem,
+    doubled_faults,
+    integrity_error,
+    place_text,
+    problem_lines,
+    sharding_faults,
+)
 from ._rank_trees import RankTrees, tensor_shards, tree_columns, trees_by_rank
 from ._stored import Grid, StoredLayout, chunk_grids
 from ._unshard import unshard

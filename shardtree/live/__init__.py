@@ -2,18 +2,26 @@
 
 import typing
 
-from ._memory import make_buffers
-from ._move import Route, Transport, long_pieces_apart, move
-
-if typing.TYPE_CHECKING:
-    from ._redistribute import redistribute
-else:
-    from .._deferred import later
-
-    # A load moves what ranks read for each other, and needs neither lenses nor traces for that.
-    __getattr__ = later(__name__, {"redistribute": "._redistribute"})
-
 __all__ = [
     "Transport",
     "redistribute",
 ]
+
+if typing.TYPE_CHECKING:
+    from ._memory import make_buffers
+    from ._move import Route, Transport, long_pieces_apart, move
+    from ._redistribute import redistribute
+else:
+    from .._deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "Route": "._move",
+            "Transport": "._move",
+            "long_pieces_apart": "._move",
+            "make_buffers": "._memory",
+            "move": "._move",
+            "redistribute": "._redistribute",
+        },
+    )

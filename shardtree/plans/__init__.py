@@ -5,6 +5,7 @@ This room isn't settled: its names may still change, those of the root alone sta
 
 import typing
 
+from .._deferred import later
 from ._convert import convert
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
 from ._fit import (
@@ -30,7 +31,29 @@ from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, re
 from ._save import held_places, level_writes, main_writes
 from ._without_scales import ScaledValues, find_scaled
 
-# A save or load plans its own reads and writes: what moves between ranks, or in memory, is imported when asked for.
+__all__ = [
+    "Explanation",
+    "FailedCheck",
+    "Gap",
+    "Misfit",
+    "Mismatch",
+    "Origin",
+    "Provenance",
+    "RankReads",
+    "ReadCost",
+    "Refusal",
+    "ReshardPlan",
+    "ScaledValues",
+    "Schedule",
+    "Transfers",
+    "Undecided",
+    "Unexpected",
+    "peak_bytes",
+    "plan_reshard",
+    "reshard",
+    "with_relays",
+]
+
 if typing.TYPE_CHECKING:
     from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
     from ._in_memory import (
@@ -43,7 +66,16 @@ if typing.TYPE_CHECKING:
         take_source,
         take_target,
     )
-    from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
+    from .resharding import (
+        Origin,
+        Provenance,
+        ReshardPlan,
+        Schedule,
+        Transfers,
+        peak_bytes,
+        plan_reshard,
+        with_relays,
+    )
 else:
     from .._deferred import later
 
@@ -72,26 +104,3 @@ else:
             "with_relays": ".resharding",
         },
     )
-
-__all__ = [
-    "Explanation",
-    "FailedCheck",
-    "Gap",
-    "Misfit",
-    "Mismatch",
-    "Origin",
-    "Provenance",
-    "RankReads",
-    "ReadCost",
-    "Refusal",
-    "ReshardPlan",
-    "ScaledValues",
-    "Schedule",
-    "Transfers",
-    "Undecided",
-    "Unexpected",
-    "peak_bytes",
-    "plan_reshard",
-    "reshard",
-    "with_relays",
-]

@@ -5,6 +5,7 @@ This room isn't settled: its names may still change, those of the root alone sta
 
 import typing
 
+from .._deferred import later
 from ._blocks import (
     BLOCK_BYTES,
     BlockHasher,
@@ -67,7 +68,17 @@ from ._folders import (
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
 from ._opened import RequestReader, fetch_ahead, opened
-from ._owner import Claim, claim, is_alive, is_claimed, made_here, maker_is_dead, owner_note, process_token, release
+from ._owner import (
+    Claim,
+    claim,
+    is_alive,
+    is_claimed,
+    made_here,
+    maker_is_dead,
+    owner_note,
+    process_token,
+    release,
+)
 from ._refusals import Refusal, Refusals, SaveReport
 from ._requests import fetch_cost
 from ._storage import (
@@ -107,19 +118,14 @@ __all__ = [
     "wrapped",
 ]
 
-# What is behind URLs is imported when it is asked for.
 if typing.TYPE_CHECKING:
-    from ._fsspec import FsspecStorage as FsspecStorage
-    from ._object_url import in_larger_requests as in_larger_requests
-    from ._object_url import object_storage
+    from ..stores import object_storage
 else:
     from .._deferred import later
 
     __getattr__ = later(
         __name__,
         {
-            "FsspecStorage": "._fsspec",
-            "in_larger_requests": "._object_url",
-            "object_storage": "._object_url",
+            "object_storage": "..stores",
         },
     )

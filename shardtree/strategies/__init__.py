@@ -3,8 +3,36 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
-from ._actions import PROTOCOLS, Commit, Copies, Describe, Recognize, Resolution, Strategies, Strategy, StrategyAction
-from ._checks import IN_COMMON, check_fit, check_taken, misfit, old_unique_key
+from .._deferred import later
+from ._actions import (
+    PROTOCOLS,
+    Commit,
+    Copies,
+    Describe,
+    Recognize,
+    Resolution,
+    SaveSharded,
+    Strategies,
+    Strategy,
+    StrategyAction,
+)
+from ._checks import (
+    IN_COMMON,
+    Comparison,
+    Read,
+    check_fit,
+    check_objects_known,
+    check_objects_written,
+    check_seen,
+    check_taken,
+    checked_data,
+    first_difference,
+    is_object,
+    memory_of,
+    misfit,
+    old_unique_key,
+    pieces_of,
+)
 from ._findings import (
     Checked,
     Damage,
@@ -15,16 +43,23 @@ from ._findings import (
     by_reason,
     is_damaged,
     refused_findings,
+    span_findings,
     stored_parts,
+    untaken_findings,
 )
 from ._metadata import (
+    check_lengths,
     check_unchanged,
     check_unreplaced,
+    checked_entry,
+    checked_name,
     decode_metadata,
     fetch_checked,
+    fields_of_backend,
     is_deciding,
     is_of_others,
     metadata_bytes,
+    read_checked,
     read_metadata,
     refuse_replaced,
     replace_metadata,
@@ -95,6 +130,9 @@ from .index import (
     write_file,
 )
 from .index._metadata import PairsMapping
+
+# What was a package of formats here is found by its old name.
+__getattr__ = later(__name__, {})
 
 __all__ = [
     "AsyncRequest",

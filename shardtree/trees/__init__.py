@@ -16,7 +16,16 @@ from ._checks import (
     refuse_without_elements,
     refuse_wrappers,
 )
-from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
+from ._common import (
+    United,
+    common_with_holes,
+    comparable,
+    restrict,
+    unite,
+    united,
+    values_only,
+    without_holes,
+)
 from ._difference import Difference, diff, value_at
 from ._edit import (
     as_integers,
@@ -79,7 +88,15 @@ from ._partition import combine, extract_nonpersistent, extract_sharded, merge, 
 from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
 from ._plain import flat, nested, rebox, unbox
 from ._register import node_data, register_dataclass
-from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
+from ._scaled import (
+    BY_SCALES,
+    SCALED_DTYPES,
+    plain_matcher,
+    refuse_scaled,
+    scaled_line,
+    scaled_values,
+    those_of,
+)
 from ._states import StateKey, state_keys
 from ._transform import Transform, target_through, targets_through
 from ._wrappers import factory_of, has_factories, unwrap

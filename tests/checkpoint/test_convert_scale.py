@@ -10,9 +10,9 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint.conversion import _write, convert
+from shardtree.formats.huggingface import _save as huggingface
+from shardtree.formats.zarr import _layout as zarr
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.huggingface import _save as huggingface
-from shardtree.strategies.zarr import _layout as zarr
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, backend: tuple[str, int], tensors: int) -> int:

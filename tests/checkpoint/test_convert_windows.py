@@ -12,8 +12,8 @@ import zarr
 
 import shardtree as st
 from shardtree.checkpoint.conversion._passage import Passage
+from shardtree.formats.zarr import _load
 from shardtree.lazy import stored
-from shardtree.strategies.zarr import _load
 
 ROWS, COLUMNS = 4, 2**20
 

@@ -13,10 +13,10 @@ import torch
 import shardtree as st
 from shardtree import optim, retention
 from shardtree.errors import CheckpointingException, MetadataError
+from shardtree.formats.huggingface._save import save_sharded_up_to
 from shardtree.retention import SavedStep
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction
-from shardtree.strategies.huggingface._save import save_sharded_up_to
 
 Make = Callable[[int], Any]
 

@@ -161,7 +161,7 @@ BUCKETS = ROOT / "tests" / "fixtures" / "megatron_0161_dp_reshardable_tp2dp2" / 
 
 
 def test_buckets_are_listed_as_they_are_stored_and_no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.strategies.torch_dist._optimizer.read_bucket", None)
+    monkeypatch.setattr("shardtree.formats.torch_dist._optimizer.read_bucket", None)
     found = document("inspect", BUCKETS, "--key", "**bucket**", "--key", "decoder.**")
     assert {row["key"] for row in found["tensors"]} >= {"decoder.layers.mlp.linear_fc2.weight"}
     assert not any(row["key"].startswith("optimizer.state.") for row in found["tensors"])

@@ -29,7 +29,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.codec import decode_tree, encode_tree, row_major_bits
-from shardtree.codec.archives import (
+from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
+from shardtree.formats.archives import (
     add_record,
     archive_head,
     archive_length,
@@ -39,8 +40,7 @@ from shardtree.codec.archives import (
     find_record,
     tensor_place,
 )
-from shardtree.codec.pickles import Global, Persistent, Reduced, write_pickle
-from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
+from shardtree.formats.pickles import Global, Persistent, Reduced, write_pickle
 from shardtree.testing import STORABLE_DTYPES, common_states, outline, tensors
 from shardtree.trees import HOLE, Record
 
@@ -724,7 +724,7 @@ def test_megatrons_own_classes_come_back_and_as_they_are_where_they_are_named() 
 
 @given(st.data())
 def test_any_calls_of_the_table_are_read_or_refused(data: st.DataObject) -> None:
-    from shardtree.codec.archives._decode import _CLASSES
+    from shardtree.formats.archives._decode import _CLASSES
 
     names = st.sampled_from(sorted(_CLASSES)).map(lambda name: Global(*name))
     leaves = st.none() | st.integers(-3, 3) | st.sampled_from([2**40, 2.5, "f4", "U4", "latin1", b"abc", True, "0"])

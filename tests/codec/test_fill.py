@@ -7,8 +7,8 @@ from math import prod
 import pytest
 import torch
 
-from shardtree.codec.archives import Record, StoredTensor, box_of, fill_tensor, filled_tensor, reach, strips
 from shardtree.errors import CorruptCheckpoint
+from shardtree.formats.archives import Record, StoredTensor, box_of, fill_tensor, filled_tensor, reach, strips
 
 COUNT = 2**21
 

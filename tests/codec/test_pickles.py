@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.codec.pickles import (
+from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
+from shardtree.formats.pickles import (
     Constructor,
     Global,
     New,
@@ -27,8 +28,7 @@ from shardtree.codec.pickles import (
     read_pickle,
     write_pickle,
 )
-from shardtree.codec.pickles._read import _HANDLERS, _unknown
-from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
+from shardtree.formats.pickles._read import _HANDLERS, _unknown
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardtree.codec.archives import StreamedTensor, archive_records, decode_archive, streamed_archive
 from shardtree.errors import UnsupportedValue
+from shardtree.formats.archives import StreamedTensor, archive_records, decode_archive, streamed_archive
 
 DTYPES = [torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
 

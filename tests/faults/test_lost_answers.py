@@ -13,7 +13,7 @@ import torch
 from fsspec.spec import AbstractBufferedFile
 
 import shardtree as st
-from shardtree.storage import FsspecStorage
+from shardtree.stores._fsspec import FsspecStorage
 from tests.checkpoint.parts import FORMATS
 from tests.storage.storages import ObjectStore
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardtree as st
-from shardtree.storage import _object_store
+from shardtree.stores import _object_store
 from shardtree.strategies._metadata import replace_metadata
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
 from tests.s3 import jobs

@@ -12,7 +12,7 @@ import pytest
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
-from shardtree.strategies.archives import ValueAt
+from shardtree.formats.rank_archives import ValueAt
 from tests.faults.sampling import EXHAUSTIVE, SEED
 from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
 from tests.fuzz.seeds import Files

@@ -17,7 +17,7 @@ import torch
 
 import shardtree as st
 from shardtree.codec import Entry, encode_header
-from shardtree.strategies.zarr._cells import encode_shard_index
+from shardtree.formats.zarr._cells import encode_shard_index
 
 Files = dict[str, bytes]
 """A checkpoint: each file's content by its name in the folder."""

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec.archives._decode import FACTORIES
 from shardtree.errors import TreeError, UnsafeFile, UnsupportedValue
+from shardtree.formats.archives._decode import FACTORIES
 from shardtree.storage import MemoryStorage
 from tests.checkpoint.parts import FORMATS
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.codec import dtype_name, row_major_bits
 from shardtree.errors import CheckpointingException
-from shardtree.strategies.zarr._layout import array_name
+from shardtree.formats.zarr._layout import array_name
 from shardtree.testing import (
     GlobalState,
     even_layout,

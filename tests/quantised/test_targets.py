@@ -13,8 +13,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import UnsupportedValue
-from shardtree.lazy import only_filled
-from shardtree.lenses import Lens, StoredForm, as_factory, compose, computed, transposed
+from shardtree.lazy import computed, only_filled
+from shardtree.lenses import Lens, StoredForm, as_factory, compose, transposed
 from shardtree.quantised import FORMS, Form, _form
 from shardtree.storage import MemoryStorage
 from tests.quantised.stored import stored

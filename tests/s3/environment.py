@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardtree.storage import object_storage
+from shardtree.stores import object_storage
 from tests.s3.server import Server, serving
 
 KEY, SECRET, TOKEN = "AKIAPLANTEDKEY000001", "planted/secret+access+key+of+40+letters", "planted-session-token"

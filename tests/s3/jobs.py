@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import shardtree as st
-from shardtree.storage import _object_store, object_storage
+from shardtree.stores import _object_store, object_storage
 
 ROOT = "s3://bucket/runs"
 ROWS = 300

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardtree.storage import _object_store
+from shardtree.stores import _object_store
 from tests.s3.environment import s3
 from tests.s3.server import Server
 

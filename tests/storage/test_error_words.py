@@ -8,7 +8,7 @@ import pytest
 
 from shardtree.errors import StorageError
 from shardtree.storage import LocalStorage
-from shardtree.storage._object_errors import request_failure
+from shardtree.stores._object_errors import request_failure
 
 XML = (
     'Generic S3 error: Client error with status 404 Not Found: <?xml version="1.0" encoding="UTF-8"?>\n'

@@ -20,7 +20,6 @@ from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.storage import (
     BLOCK_BYTES,
-    FsspecStorage,
     MemoryStorage,
     ReadReport,
     StoredFile,
@@ -30,6 +29,7 @@ from shardtree.storage import (
     block_hashes,
     fetch,
 )
+from shardtree.stores._fsspec import FsspecStorage
 from shardtree.testing import random_bits
 from tests.storage.threads import torch_threads
 from tests.trees.samples import assert_caught

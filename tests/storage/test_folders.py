@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from shardtree.storage import (
-    FsspecStorage,
     LocalStorage,
     MemoryStorage,
     Storage,
@@ -21,6 +20,7 @@ from shardtree.storage import (
     storage_at,
     wrapped,
 )
+from shardtree.stores._fsspec import FsspecStorage
 from shardtree.testing import watched
 
 KINDS = ["local", "memory", "watched", "objects"]

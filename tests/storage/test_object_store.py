@@ -18,16 +18,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError
-from shardtree.storage import (
-    SizedBuffers,
-    _fetch,
-    _object_store,
-    _object_streams,
-    _requests,
-    _transports,
-    owner_note,
-    write_parts,
-)
+from shardtree.storage import SizedBuffers, _fetch, _requests, _transports, owner_note, write_parts
+from shardtree.stores import _object_store, _object_streams
 from tests.cli.checkpoints import run
 from tests.s3.environment import ROOT, at, s3
 from tests.s3.server import Request, Server

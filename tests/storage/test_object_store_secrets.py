@@ -9,7 +9,9 @@ import fsspec
 import pytest
 
 import shardtree as st
-from shardtree.storage import FsspecStorage, _object_errors, object_storage, storage_at
+from shardtree.storage import storage_at
+from shardtree.stores import _object_errors, object_storage
+from shardtree.stores._fsspec import FsspecStorage
 from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at
 from tests.s3.jobs import tree
 from tests.s3.server import Server

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import SizedBuffers, _object_store
-from shardtree.storage._object_streams import parts_of
+from shardtree.storage import SizedBuffers
+from shardtree.stores import _object_store
+from shardtree.stores._object_streams import parts_of
 from tests.s3.environment import ROOT, at
 from tests.s3.server import Server
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import UnsupportedValue
+from shardtree.formats.rank_archives import _copies
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.archives import _copies
 from tests.strategies import folders
 from tests.strategies.folders import archive
 from tests.trees.samples import assert_caught

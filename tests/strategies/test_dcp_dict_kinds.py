@@ -14,11 +14,11 @@ from hypothesis import strategies as some
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardtree as st
-from shardtree.codec.archives import encode_archive
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
+from shardtree.formats.archives import encode_archive
+from shardtree.formats.torch_dist import _common, _dict_kinds
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, formats_with
-from shardtree.strategies.torch_dist import _common, _dict_kinds
 from tests.trees.samples import assert_caught
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

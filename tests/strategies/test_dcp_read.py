@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 
 import shardtree as st
 from shardtree.errors import UnsafeFile
-from shardtree.strategies.torch_dist._common import nested
+from shardtree.formats.torch_dist._common import nested
 from shardtree.testing import first_difference
 from shardtree.trees import HOLE
 from shardtree.world import run_processes

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardtree as st
 from shardtree.errors import TreeError, UnsupportedValue
+from shardtree.formats.torch_dist._common import named_values
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.torch_dist._common import named_values
 from shardtree.testing import outline
 
 DCP = ("dcp", 1)

@@ -14,9 +14,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, NotACheckpoint, UnsupportedValue
+from shardtree.formats.deepspeed import _flat
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
-from shardtree.strategies.deepspeed import _flat
 from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, truth, wrong_in_layout
 from tests.strategies.zero_folders import Save, folder_of, model_file, optimizer_file, put, saves
@@ -104,13 +104,13 @@ SAVE = Save([{"a": (5, 3), "b": (4,), "c": (2, 2)}, {"d": (7,), "e": ()}], ranks
 def test_the_law_catches_parameters_in_the_order_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = _flat.group_pieces
     broken = lambda key, params, vectors: kept(key, sorted(params), vectors)  # noqa: E731
-    monkeypatch.setattr("shardtree.strategies.deepspeed._contents.group_pieces", broken)
+    monkeypatch.setattr("shardtree.formats.deepspeed._contents.group_pieces", broken)
     with pytest.raises(CorruptCheckpoint, match="rounded, isn't the weight"):
         wrong_tensors(dataclasses.replace(SAVE, ranks=2, order="round robin"))
 
 
 def test_the_law_catches_zero3_cut_as_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.strategies.deepspeed._contents.split_pieces", _flat.group_pieces)
+    monkeypatch.setattr("shardtree.formats.deepspeed._contents.split_pieces", _flat.group_pieces)
     assert wrong_tensors(dataclasses.replace(SAVE, stage=3)) != []
 
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.codec.archives import describe_archive
-from shardtree.codec.archives._describe import _Places
-from shardtree.codec.archives._zip import open_archive
 from shardtree.errors import CorruptCheckpoint, ShapeError
+from shardtree.formats.archives import describe_archive
+from shardtree.formats.archives._describe import _Places
+from shardtree.formats.archives._zip import open_archive
+from shardtree.formats.deepspeed._listing import zero_files
+from shardtree.formats.dtensor_files import rank_files
+from shardtree.formats.rank_archives import ArchiveFile, Piece, Tensors, contents_of
 from shardtree.strategies import Damage
-from shardtree.strategies.archives import ArchiveFile, Piece, Tensors, contents_of
-from shardtree.strategies.deepspeed._listing import zero_files
-from shardtree.strategies.dtensor_files import rank_files
 from shardtree.strategies.index import decode_index, encode_index
 from tests.fuzz import seeds
 from tests.fuzz.slots import sealed

@@ -12,9 +12,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
+from shardtree.formats.torch_dist import _buckets, _optimizer
+from shardtree.formats.torch_dist._parameter_order import Order, known_orders
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.torch_dist import _buckets, _optimizer
-from shardtree.strategies.torch_dist._parameter_order import Order, known_orders
 
 from .buckets import STATES, Job, Kind, layer_kinds, write
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 import shardtree as st
 from shardtree.errors import UnsupportedValue
+from shardtree.formats.torch_dist import _optimizer
 from shardtree.interop.megatron_optimizer import model_space
-from shardtree.strategies.torch_dist import _optimizer
 from tests.cli.checkpoints import run
 from tests.strategies.optimizer_formats import FIXTURES
 
@@ -21,7 +21,7 @@ STEPS = {f"optimizer.state.step.{key}": torch.tensor(3.0) for key in MODEL}
 
 
 def test_a_picture_of_the_whole_shows_the_largest_buckets_and_reads_no_weights(monkeypatch):
-    monkeypatch.setattr("shardtree.strategies.torch_dist._optimizer.read_bucket", None)
+    monkeypatch.setattr("shardtree.formats.torch_dist._optimizer.read_bucket", None)
     opened = st.open_checkpoint(FOLDER)
     assert "6 tensors in 4 files" in str(st.draw(opened)) and "bucket" in opened._repr_html_()
     assert opened.stored_layout(MODEL[0]).columns.keys == (MODEL[0],)

@@ -17,11 +17,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardtree as st
-from shardtree.codec.pickles import Global, New, Persistent, Reduced, write_pickle
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, TreeError, UnsupportedValue
+from shardtree.formats.pickles import Global, New, Persistent, Reduced, write_pickle
+from shardtree.formats.rank_archives import _parts
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
-from shardtree.strategies.archives import _parts
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
 from tests.strategies import folders
 from tests.strategies.folders import archive

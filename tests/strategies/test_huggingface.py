@@ -23,10 +23,11 @@ from shardtree.errors import (
     StorageError,
     UnsupportedValue,
 )
+from shardtree.formats import huggingface
+from shardtree.formats.huggingface._listing import Listing
+from shardtree.formats.huggingface._load import read_headers
 from shardtree.storage import MemoryStorage, wrapped
-from shardtree.strategies import StrategyAction, default_strategies, huggingface
-from shardtree.strategies.huggingface._listing import Listing
-from shardtree.strategies.huggingface._load import read_headers
+from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import GlobalState, check_roundtrip, even_layout, layouts, random_bits, shapes
 from tests.options import save_keywords
 from tests.storage.storages import STORAGES

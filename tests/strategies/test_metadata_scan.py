@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardtree.codec.pickles import read_pickle
 from shardtree.errors import CheckpointingException
-from shardtree.strategies.torch_dist import _metadata_file as file_module
-from shardtree.strategies.torch_dist import _metadata_scan as scan_module
-from shardtree.strategies.torch_dist import _pickled_columns as columns_module
-from shardtree.strategies.torch_dist._metadata_content import metadata_classes
+from shardtree.formats.pickles import read_pickle
+from shardtree.formats.torch_dist import _metadata_file as file_module
+from shardtree.formats.torch_dist import _metadata_scan as scan_module
+from shardtree.formats.torch_dist import _pickled_columns as columns_module
+from shardtree.formats.torch_dist._metadata_content import metadata_classes
 
 NUMBERS = hs.one_of(hs.integers(0, 3), hs.sampled_from([255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**40, 2**59]))
 BROKEN = (CheckpointingException, ValueError, TypeError, KeyError, OverflowError)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 
-from shardtree.codec.pickles import Reduced, write_pickle
+from shardtree.formats.pickles import Reduced, write_pickle
+from shardtree.formats.torch_dist import _metadata_write as module
+from shardtree.formats.torch_dist._metadata_write import Archive, Contents, Paths, encode_index_file
 from shardtree.layouts import ShardColumns, TensorKind
-from shardtree.strategies.torch_dist import _metadata_write as module
-from shardtree.strategies.torch_dist._metadata_write import Archive, Contents, Paths, encode_index_file
 
 NUMBERS = hs.one_of(
     hs.integers(0, 3),

@@ -13,9 +13,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
+from shardtree.formats.torch_dist import _model_states
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
-from shardtree.strategies.torch_dist import _model_states
 
 BACKEND = ("torch_dist", 1)
 SKIP = LoadOptions(verify=None)

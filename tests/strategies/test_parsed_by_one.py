@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.strategies.huggingface import _load
-from shardtree.strategies.torch_dist import _listing
+from shardtree.formats.huggingface import _load
+from shardtree.formats.torch_dist import _listing
 from shardtree.world import World, simulate
 
 RANKS = 3

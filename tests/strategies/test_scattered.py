@@ -18,14 +18,14 @@ from hypothesis import strategies as some
 from torch.distributed.tensor import Shard
 
 import shardtree as st
-from shardtree.codec import archives
-from shardtree.codec.archives import _fill
-from shardtree.codec.pickles import Global, Persistent, Reduced, write_pickle
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
+from shardtree.formats import archives
+from shardtree.formats.archives import _fill
+from shardtree.formats.pickles import Global, Persistent, Reduced, write_pickle
+from shardtree.formats.rank_archives import _scattered
+from shardtree.formats.torch_dist import _load
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import Damage, LoadOptions
-from shardtree.strategies.archives import _scattered
-from shardtree.strategies.torch_dist import _load
 from shardtree.testing import Layout, bits, cut, even_layout, layouts
 from tests.interop.dtensor_cases import Case
 from tests.strategies import folders

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue
+from shardtree.formats.torch_checkpointing import recognize
 from shardtree.strategies import Damage
-from shardtree.strategies.torch_checkpointing import recognize
 from shardtree.testing import first_difference
 from shardtree.trees import HOLE, leaves_with_paths, path_key
 from tests.faults.test_wrong_values import foreign

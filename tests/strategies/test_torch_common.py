@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec.archives import add_record, encode_archive
-from shardtree.codec.pickles import write_pickle
 from shardtree.errors import CheckpointingException
+from shardtree.formats.archives import add_record, encode_archive
+from shardtree.formats.pickles import write_pickle
+from shardtree.formats.torch import COMMON_FILE, load_common, save_common
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import Checkpoint, LoadOptions, PendingSave, SaveOptions
-from shardtree.strategies.torch import COMMON_FILE, load_common, save_common
 from shardtree.testing import outline
 from shardtree.trees import HOLE, common_with_holes, without_holes
 from shardtree.world import one_process

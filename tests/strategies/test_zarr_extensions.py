@@ -14,9 +14,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, ShapeError, UnsafeFile, UnsupportedValue
+from shardtree.formats.zarr import _extensions
+from shardtree.formats.zarr._extensions import check_group, understood
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.zarr import _extensions
-from shardtree.strategies.zarr._extensions import check_group, understood
 from tests.strategies.folders import folder_of
 from tests.strategies.zarr_nodes import LITTLE, V3_GROUP, encoded, regular, v3_node
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.codec import bit_view
-from shardtree.codec.archives import encode_archive
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, ShapeError, StrategyError, UnsafeFile, UnsupportedValue
+from shardtree.formats.archives import encode_archive
 from shardtree.storage import MemoryStorage
 from shardtree.testing import Layout, even_layout, layouts, random_bits
 from tests.strategies import folders

@@ -23,9 +23,9 @@ from shardtree.errors import (
     StorageError,
     StrategyError,
 )
+from shardtree.formats.zarr._cells import crc32c
+from shardtree.formats.zarr._layout import array_name
 from shardtree.storage import MemoryStorage, files_in
-from shardtree.strategies.zarr._cells import crc32c
-from shardtree.strategies.zarr._layout import array_name
 from shardtree.testing import (
     GlobalState,
     Layout,

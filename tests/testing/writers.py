@@ -10,8 +10,8 @@ import torch
 from optree import tree_leaves
 
 from shardtree.codec import bit_view
-from shardtree.codec.archives import encode_archive
 from shardtree.errors import UnsupportedValue
+from shardtree.formats.archives import encode_archive
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.storage import Directory, MemoryStorage, Storage, storage_at
 from shardtree.testing import assemble

@@ -10,11 +10,12 @@ from math import prod
 
 from ...errors import IntegrityError, error_text, render_path
 from ...fingerprints import PartialFingerprint, add_fingerprints
+from ...formats import huggingface
 from ...layouts import TensorKind
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
-from ...strategies import huggingface, stored_fingerprints
+from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, values_only
 from ...world import World, agree, gather, on_rank_zero
 from .._comparison import BoxReader, group_bytes, plain_difference, value_differences

@@ -20,16 +20,8 @@ from ...errors import (
 )
 from ...geometry import as_int
 from ...mapping import ShardedTensor
-from ...storage import (
-    Directory,
-    can,
-    in_larger_requests,
-    in_turn,
-    listed,
-    remove_folder,
-    storage_at,
-    with_own_refusals,
-)
+from ...storage import Directory, can, in_turn, listed, remove_folder, storage_at, with_own_refusals
+from ...stores import in_larger_requests
 from ...strategies import (
     METADATA_FILE,
     LoadOptions,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import AlreadyACheckpoint, StorageError, StrategyError, error_text
+from ...formats import huggingface
 from ...storage import (
     Directory,
     Storage,
     folder_in,
-    in_larger_requests,
     is_folder,
     locked,
     move,
@@ -19,7 +19,8 @@ from ...storage import (
     sync_folder,
     with_own_refusals,
 )
-from ...strategies import Strategies, StrategyAction, default_strategies, huggingface, table_of
+from ...stores import in_larger_requests
+from ...strategies import Strategies, StrategyAction, default_strategies, table_of
 from ..saving._start import named_file
 
 _DRAFT = "model.safetensors"

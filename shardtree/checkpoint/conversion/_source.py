@@ -16,7 +16,8 @@ from ...errors import KeyMismatch, UnsafeFile, UnsupportedValue, WorldError, err
 from ...geometry import slices
 from ...lazy import Fetch, stored
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Directory, in_larger_requests, storage_at
+from ...storage import Directory, storage_at
+from ...stores import in_larger_requests
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
 from ...trees import HOLE, holds_tensors, key_matcher, leaves_with_paths, near_patterns, path_key, shell_differences

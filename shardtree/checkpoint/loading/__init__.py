@@ -9,7 +9,16 @@ from ._groups import Shards, by_dtype, groups_of, stored_shard, traits_of_load
 from ._objects import ObjectsFit, fit_objects, objects_metadata
 from ._plain import asking_whole
 from ._prospect import prospect
-from ._read import Destination, Reading, as_stored, convert_all, deliver, destination_of, read_into, read_shards
+from ._read import (
+    Destination,
+    Reading,
+    as_stored,
+    convert_all,
+    deliver,
+    destination_of,
+    read_into,
+    read_shards,
+)
 from ._strict import (
     RAISING,
     RANK_VALUES,

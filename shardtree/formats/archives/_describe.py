@@ -1,0 +1,338 @@
+"""Archives of trees with many tensors: the tree, with where each tensor's elements are in place of the tensors.
+
+DTensors are read without torch.distributed: the mesh position and the placements, as plain records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from operator import mul
+from typing import Any, Literal
+
+import torch
+
+from ...codec import element_count, exactly
+from ...errors import UnsupportedValue, error_text
+from ..pickles import Constructor, Stub, inert, read_pickle
+from ._classes import NAMED, constructors
+from ._decode import VALUES
+from ._fill import filled_tensor
+from ._payload import StoredTensor, describe_tensor, stored_tensor
+from ._tensors import (
+    DTYPES,
+    NUMPY,
+    STORAGE_KINDS,
+    StorageKind,
+    StorageReference,
+    lazy_bits,
+    rebuilders,
+    storage_reference,
+)
+from ._zip import Archive, Read, Record, open_archive
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a tensor lies along one axis of a mesh.
+
+    Attributes:
+        kind: whether the axis cuts the tensor, cuts what other axes left, copies it, or holds terms of a sum.
+        dim: the tensor's axis that is cut.
+        split_factor: of "strided": in how many pieces the axes to its right have cut before.
+    """
+
+    kind: Literal["shard", "strided", "replicate", "partial"]
+    dim: int = 0
+    split_factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorParts:
+    """Where a rank's part of a DTensor belongs.
+
+    Attributes:
+        placements: one for each axis of the mesh.
+        sizes: lengths of the mesh's axes.
+        position: the rank's, on each axis.
+        rank: its number among all ranks, None where the mesh doesn't tell.
+    """
+
+    placements: tuple[Placement, ...]
+    sizes: tuple[int, ...]
+    position: tuple[int, ...]
+    rank: int | None
+
+
+Element = Callable[[Any, tuple[int, ...]], int]
+"""Returns the element of a tensor of integers at a position."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSubclass:
+    """A subclass of a tensor before its state is known.
+
+    Attributes:
+        dtype: of the elements.
+        shape: the global tensor's.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def local_tensor(self, state: Any, element: Element) -> tuple[Any, DTensorParts]:
+        """Return the local tensor, and where it belongs.
+
+        Args:
+            state: the DTensor's.
+            element: returns an element of a tensor of integers in it.
+        """
+        fields = _fields(state)
+        spec = _fields(_stub(fields["_spec"], "DTensorSpec").state)
+        mesh = _fields(_stub(spec["mesh"], "DeviceMesh").state)
+        placements = tuple(map(_placement, exactly(tuple, spec["placements"])))
+        sizes = _sizes(mesh)
+        position = tuple(exactly(int, at) for at in _items(mesh["_coordinate_on_dim"]))
+        fits = len(placements) == len(sizes) == len(position)
+        if not fits or any(not 0 <= at < size for at, size in zip(position, sizes, strict=True)):
+            raise ValueError(f"a DTensor of {len(placements)} placements at {position} of a mesh {sizes}"[:200])
+        return fields["_local_tensor"], DTensorParts(placements, sizes, position, _rank(mesh, position, element))
+
+
+def _subclass(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
+    if kind is not _DTENSOR:
+        raise TypeError("a subclass of torch.Tensor that isn't a DTensor")
+    lengths = tuple(exactly(int, length) for length in _items(shape))
+    if type(dtype) is not torch.dtype:
+        raise TypeError("a DTensor without a dtype")
+    element_count(lengths)
+    return TensorSubclass(dtype, lengths)
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    """Return the attributes of an object's state: a dict, or a dict or None with a dict of slots."""
+    if type(state) is tuple and len(state) == 2:
+        return {**exactly(dict, state[0] or {}), **exactly(dict, state[1] or {})}
+    return exactly(dict, state)
+
+
+def _stub(value: Any, name: str) -> Stub:
+    if type(value) is not Stub or value.type_name.rpartition(".")[2] != name:
+        raise TypeError(f"a {type(value).__name__} in place of a {name}")
+    return value
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError("something in place of a tuple")
+    return tuple(value)
+
+
+def _placement(value: Any) -> Placement:
+    if type(value) is not Stub:
+        raise TypeError(f"a {type(value).__name__} in place of a placement")
+    name = value.type_name.rpartition(".")[2]
+    if name == "Replicate":
+        return Placement("replicate")
+    if name in ("Partial", "_Partial"):
+        return Placement("partial")
+    fields = _fields(value.state)
+    if name == "Shard":
+        return Placement("shard", exactly(int, fields["dim"]))
+    if name == "_StridedShard":
+        return Placement("strided", exactly(int, fields["dim"]), exactly(int, fields["split_factor"]))
+    raise TypeError(f"a {name} in place of a placement")
+
+
+def _sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
+    """Return the lengths of a mesh's axes."""
+    if "mesh" in mesh:  # a tensor of ranks, up to torch 2.8
+        return tuple(mesh["mesh"].shape)
+    layout = _stub(mesh["_layout"], "_MeshLayout")
+    fields = _fields(layout.state)
+    if "axes" in fields:
+        return tuple(_size(_fields(_stub(axis, "_FlatLayout").state)["shape"]) for axis in _items(fields["axes"]))
+    shape = fields["shape"]
+    return tuple(map(_size, _items(shape))) if isinstance(shape, (tuple, list)) else (exactly(int, shape),)
+
+
+def _size(shape: Any) -> int:
+    return prod(map(_size, shape)) if isinstance(shape, (tuple, list)) else exactly(int, shape)
+
+
+def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> int | None:
+    """Return the number of the rank whose mesh it was."""
+    if mesh.get("_rank") is not None:
+        return exactly(int, mesh["_rank"])
+    if "mesh" not in mesh:
+        return None  # a submesh's own layout says nothing about the root's ranks
+    return element(mesh["mesh"], position)
+
+
+def _of_fsdp1(*args: Any) -> Any:
+    fix = "Save with FSDP2, or load it with FSDP1 and save a whole or a torch.distributed.checkpoint state dict."
+    raise UnsupportedValue(error_text("a ShardedTensor, as FSDP1 saves its parameters", fix=fix))
+
+
+def _call(*args: Any) -> Any:
+    raise TypeError("a call of a tensor's class")
+
+
+_TENSOR, _DTENSOR = Constructor(_call), Constructor(_call)  # classes, told apart by identity
+
+_OLD, _NEW = "torch.distributed._tensor", "torch.distributed.tensor"
+_STUBS = {
+    "placement_types": ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard", "DTensorSpec", "TensorMeta"),
+    "_dtensor_spec": ("DTensorSpec", "TensorMeta", "ShardOrderEntry"),
+}
+
+_DTENSOR_CLASSES: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_wrapper_subclass"): Constructor(_subclass),
+    **{(module, "DTensor"): _DTENSOR for module in (_NEW, f"{_NEW}._api", f"{_OLD}.api", f"{_NEW}.api")},
+    **{
+        (f"{package}.{module}", name): inert(f"{package}.{module}.{name}")
+        for package in (_OLD, _NEW)
+        for module, names in _STUBS.items()
+        for name in names
+    },
+    ("torch.distributed.device_mesh", "DeviceMesh"): inert("torch.distributed.device_mesh.DeviceMesh"),
+    **{
+        ("torch.distributed._mesh_layout", name): inert(f"torch.distributed._mesh_layout.{name}")
+        for name in ("_MeshLayout", "_FlatLayout")
+    },
+    ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): Constructor(_of_fsdp1),
+}
+"""Names of torch's classes of DTensors in pickles, since 2.4."""
+
+_MOST_AXES = 64
+_FIX = (
+    "Nothing but data is read from such a file; an enum, a dataclass or a named tuple needs LoadOptions(types=(...))."
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredDTensor:
+    """A rank's part of a DTensor, which isn't read.
+
+    Attributes:
+        local: its own elements.
+        shape: the global tensor's.
+        parts: where they belong in it.
+    """
+
+    local: StoredTensor
+    shape: tuple[int, ...]
+    parts: DTensorParts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Description:
+    """An archive's value without its tensors' elements.
+
+    Attributes:
+        value: what was saved; tensors are `StoredTensor` and `StoredDTensor`.
+        records: the archive's, in the order of their bytes.
+    """
+
+    value: Any
+    records: tuple[Record, ...]
+
+
+def describe_archive(
+    read: Read,
+    length: int,
+    *,
+    what: str,
+    file: str,
+    classes: Mapping[tuple[str, str], Any] | None = None,
+    types: Iterable[type] = (),
+) -> Description:
+    r"""Return the value that torch.save saved, with descriptions in place of tensors; the bytes may be untrusted.
+
+    Only the directory and the pickle are read. DTensors are described without torch.distributed.
+
+    Args:
+        read: returns the bytes from one byte of the archive up to another.
+        length: of the archive, in bytes.
+        what: the archive, for messages.
+        file: the archive's name, for `StoredTensor.file`.
+        classes: further names that the pickle may have, and what they are.
+        types: enums, dataclasses and named tuples that may be in it.
+
+    Raises:
+        CorruptCheckpoint: it isn't such an archive, or contradicts itself.
+        UnsafeFile: it names something that isn't data.
+        UnsupportedValue: a tensor is quantised, sparse, or of a kind that isn't read.
+
+    Examples:
+        >>> import io
+        >>> out = io.BytesIO()
+        >>> torch.save({"w": torch.arange(6.0)[2:], "step": 7}, out)
+        >>> data = out.getvalue()
+        >>> found = describe_archive(lambda begin, end: data[begin:end], len(data), what="example", file="w.pt").value
+        >>> found["step"], found["w"].shape, data[found["w"].begin :][:4]
+        (7, (4,), b'\x00\x00\x00@')
+    """
+    archive = open_archive(read, length, what)
+    places = _Places(archive, file)
+    names = {
+        **VALUES,
+        **NAMED,
+        **NUMPY,
+        **STORAGE_KINDS,
+        **DTYPES,
+        **rebuilders(places.tensor, _with_lazy_bits, StoredTensor, StoredDTensor),
+        **_DTENSOR_CLASSES,
+        ("torch", "Tensor"): _TENSOR,
+        ("torch._tensor", "_rebuild_from_type_v2"): Constructor(places.subclass),
+        **(classes or {}),
+        **constructors(types),
+    }
+    content = archive.checked_data("data.pkl")
+    helpers = frozenset({StorageKind, StorageReference, TensorSubclass})
+    value = read_pickle(content, names, what=what, persistent_load=storage_reference, fix=_FIX, helpers=helpers)
+    return Description(value, tuple(archive.records.values()))
+
+
+def _with_lazy_bits(tensor: StoredTensor, extra: Any) -> StoredTensor:
+    conj, neg = lazy_bits(tensor.dtype, extra)
+    return replace(tensor, conj=conj, neg=neg) if conj or neg else tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Finds the places of an archive's tensors.
+
+    Attributes:
+        archive: the archive.
+        file: its name.
+    """
+
+    archive: Archive
+    file: str
+
+    def tensor(self, *arguments: Any) -> StoredTensor:
+        """Return the tensor of a storage and a layout in it."""
+        return stored_tensor(describe_tensor(*arguments), self.archive, self.file)
+
+    def subclass(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+        """Return a tensor with attributes, or of a subclass."""
+        tensor = function.make(*args) if type(function) is Constructor and type(args) is tuple else None
+        if type(tensor) is StoredTensor and kind is _TENSOR:
+            return tensor  # attributes of the object, such as DeepSpeed's ids, aren't needed
+        if type(tensor) is not TensorSubclass:
+            raise TypeError("a tensor's subclass that isn't known")
+        local, parts = tensor.local_tensor(state, self._element)
+        if type(local) is not StoredTensor or local.dtype != tensor.dtype or len(tensor.shape) > _MOST_AXES:
+            raise ValueError("a DTensor whose local tensor isn't a tensor of its dtype")
+        return StoredDTensor(local, tensor.shape, parts)
+
+    def _element(self, tensor: Any, position: tuple[int, ...]) -> int:
+        if type(tensor) is not StoredTensor or tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError("a mesh whose ranks aren't a tensor of integers")
+        # Alone, and not the whole mesh, which every DTensor has, and which strides of 0 make as large as they like.
+        begin = tensor.begin + sum(map(mul, position, tensor.stride)) * tensor.dtype.itemsize
+        return int(
+            filled_tensor(self.archive.read, replace(tensor, begin=begin, shape=(), stride=()), self.archive.what)
+        )

@@ -1,0 +1,361 @@
+"""Archives of one tensor: where the tensor's bytes are, and the bytes before and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+
+from ...codec import check_storable, dtype_name
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text
+from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
+from ._tensors import (
+    DTYPES,
+    STORAGE_KINDS,
+    StorageReference,
+    TensorLayout,
+    rebuilders,
+    storage_reference,
+    tensor_layout,
+)
+from ._zip import (
+    ALIGNMENT,
+    Archive,
+    Read,
+    WrittenRecord,
+    append,
+    descriptor,
+    directory,
+    local_header,
+    open_archive,
+    read_directory,
+)
+from ._zip import Record as ZipRecord
+
+# Finding the tensor's bytes.
+
+# Enough for the pickle at the beginning and the zip directory at the end of an archive of one tensor: two small reads
+# in place of the whole archive, whose payload can then be read straight into its target.
+_HEAD, _TAIL = 1024, 2048
+_MOST_CACHED = 1000
+"""Bytes; longer pickles aren't cached. That of one tensor is commonly shorter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor of an archive that isn't read.
+
+    Attributes:
+        file: the archive's name, as the caller gave it.
+        dtype: of the elements.
+        shape: lengths.
+        stride: elements from one to the next, by axis.
+        begin: the byte of the file where its first element is.
+        record: the record that it lies in.
+        conj: whether elements are the conjugates of what is stored.
+        neg: whether elements are what is stored, negated.
+    """
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    begin: int
+    record: ZipRecord
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the stored bytes are its elements, adjacent and in row-major order."""
+        if self.conj or self.neg:
+            return False
+        size = 1
+        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length not in (0, 1) and step != size:
+                return False
+            size *= max(length, 1)
+        return True
+
+    @property
+    def fills_record(self) -> bool:
+        """Whether the record consists of its elements, in row-major order."""
+        nbytes = prod(self.shape) * self.dtype.itemsize
+        return self.is_row_major and (self.begin, nbytes) == (self.record.begin, self.record.nbytes)
+
+
+def tensor_place(read: Read, length: int, *, what: str) -> StoredTensor:
+    """Return where the elements of an archive's only tensor are; only the archive's beginning and end are read.
+
+    The tensor may be a parameter. Archives of anything else, such as two tensors, a list, or a lazily conjugated
+    tensor, need `decode_archive`.
+
+    Args:
+        read: returns the bytes from one byte of the archive up to another.
+        length: of the archive, in bytes.
+        what: the archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: it isn't such an archive.
+        UnsafeFile: it names something that doesn't belong to a tensor.
+
+    Examples:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(torch.arange(6.0).reshape(2, 3), file)
+        >>> data = file.getvalue()
+        >>> place = tensor_place(lambda begin, end: data[begin:end], len(data), what="example")
+        >>> place.shape, place.record.nbytes, place.fills_record
+        ((2, 3), 24, True)
+    """
+    archive = open_archive(_cached_ends(read, length), length, what)
+    value = _read_description(bytes(archive.checked_data("data.pkl")), what)
+    if type(value) is not DescribedTensor:
+        raise CorruptCheckpoint(error_text(f"{what}: not an archive of one tensor", found=type(value).__name__))
+    try:
+        return stored_tensor(value, archive, what)
+    except ValueError as error:
+        raise CorruptCheckpoint(error_text(f"{what}: {error}")) from None
+
+
+def archive_ends(length: int) -> list[tuple[int, int]]:
+    """Return what `tensor_place` and `archive_records` usually read of an archive: first bytes, and one past the last.
+
+    Examples:
+        >>> archive_ends(1_000_000), archive_ends(2000)
+        ([(0, 1024), (997952, 1000000)], [(0, 2000)])
+    """
+    return [(0, length)] if length <= _HEAD + _TAIL else [(0, _HEAD), (length - _TAIL, length)]
+
+
+def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, ...]:
+    """Return the records of an archive, in the order of their bytes, each with its CRC32; payloads aren't read.
+
+    Args:
+        read: returns the bytes from one byte of the archive up to another.
+        length: of the archive, in bytes.
+        what: the archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: it isn't a zip, or its records are compressed, encrypted or overlap.
+
+    Examples:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(7, file)
+        >>> data = file.getvalue()
+        >>> archive_records(lambda begin, end: data[begin:end], len(data), what="example")[0].name
+        'archive/data.pkl'
+    """
+    return read_directory(_cached_ends(read, length), length, what)
+
+
+def _read_description(data: bytes, what: str) -> Any:
+    if len(data) > _MOST_CACHED:
+        return _parse(data, what)
+    try:
+        return _cached_parse(data)
+    except CheckpointingException:
+        return _parse(data, what)  # raises the same error, with the name of this archive
+
+
+@lru_cache(maxsize=1024)
+def _cached_parse(data: bytes) -> Any:
+    return _parse(data, "")  # cached: most archives of a checkpoint differ only in their tensors' elements
+
+
+def _parse(data: bytes, what: str) -> Any:
+    return read_pickle(data, _CLASSES, what=what, persistent_load=storage_reference)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DescribedTensor:
+    """A tensor in a pickle whose storage isn't read.
+
+    Attributes:
+        storage: the storage.
+        place: where the tensor's elements are in it.
+    """
+
+    storage: StorageReference
+    place: TensorLayout
+
+
+def describe_tensor(storage: Any, *arguments: Any) -> DescribedTensor:
+    """Return where a tensor's elements are in a storage; see `tensor_layout`."""
+    if type(storage) is not StorageReference:
+        raise TypeError("a tensor without a storage")
+    return DescribedTensor(storage, tensor_layout(storage.dtype, storage.nbytes, arguments))
+
+
+T = TypeVar("T")
+
+
+def not_lazy(tensor: T, extra: Any) -> T:
+    """Return a tensor, after checking that it isn't conjugated or negated lazily."""
+    if extra and (type(extra) is not dict or any(extra.values())):
+        raise ValueError("a tensor that is conjugated or negated lazily")
+    return tensor
+
+
+def stored_tensor(tensor: DescribedTensor, archive: Archive, file: str) -> StoredTensor:
+    """Return where the elements of a described tensor are in its archive.
+
+    Raises:
+        ValueError: its storage isn't there.
+    """
+    record, place = archive.records.get(f"data/{tensor.storage.key}"), tensor.place
+    if record is None or record.nbytes < tensor.storage.nbytes:
+        raise ValueError(f"the bytes of storage {tensor.storage.key[:100]!r} aren't there")
+    begin = record.begin + place.offset * place.dtype.itemsize
+    return StoredTensor(file, place.dtype, place.shape, place.stride, begin, record)
+
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    **STORAGE_KINDS,
+    **DTYPES,
+    **rebuilders(describe_tensor, not_lazy, DescribedTensor),
+    ("collections", "OrderedDict"): Constructor(dict),
+}
+
+
+def _cached_ends(read: Read, length: int) -> Read:
+    """Return a reader that has cached both ends of the archive, and reads only what lies between them."""
+    spans = archive_ends(length)
+    parts = [memoryview(read(begin, end)).cast("B") for begin, end in spans]
+    head, tail, start = parts[0], parts[-1], spans[-1][0]
+
+    def from_ends(begin: int, end: int) -> Any:
+        if end <= len(head):
+            return head[begin:end]
+        return tail[begin - start : end - start] if begin >= start else read(begin, end)
+
+    return from_ends
+
+
+# Writing an archive around a tensor's row-major bytes, byte for byte as torch.save of torch 2.13 does.
+
+_NAMES_HASH = 15728199511854643026  # torch's hash of these records' names, which never change
+_STORAGE_NAMES = {kind.dtype: name for (module, name), kind in STORAGE_KINDS.items() if kind.dtype is not None}
+
+
+def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """Return the bytes of an archive of one tensor that come before the tensor's bytes.
+
+    Head, row-major little-endian bytes and tail together are an archive that `torch.load` reads.
+
+    Args:
+        dtype: of the elements.
+        shape: lengths.
+
+    Returns:
+        A multiple of 64 bytes.
+
+    Raises:
+        UnsupportedValue: the dtype is quantised.
+
+    Examples:
+        >>> import io, zlib
+        >>> from shardtree.formats.archives import archive_tail
+        >>> payload = bytes([1, 2, 3, 4, 5, 6])
+        >>> head = archive_head(torch.uint8, (2, 3))
+        >>> data = head + payload + archive_tail(torch.uint8, (2, 3), zlib.crc32(payload))
+        >>> torch.load(io.BytesIO(data), weights_only=True)
+        tensor([[1, 2, 3],
+                [4, 5, 6]], dtype=torch.uint8)
+    """
+    return _head(dtype, tuple(shape))[0]
+
+
+def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
+    """Return the bytes of an archive of one tensor that come after the tensor's bytes.
+
+    Args:
+        dtype: of the elements.
+        shape: lengths.
+        crc32: of the tensor's bytes, as `zlib.crc32` returns it.
+
+    Examples:
+        >>> len(archive_tail(torch.uint8, (2, 3), 0)) == len(archive_tail(torch.uint8, (2, 3), 2**32 - 1))
+        True
+    """
+    # The CRC32 is in the tail only, in a descriptor and in the directory: so a writer can hash the bytes while it
+    # writes them, and never goes back.
+    head, before = _head(dtype, tuple(shape))
+    nbytes = _nbytes(dtype, shape)
+    records = [*before[:-1], WrittenRecord(before[-1].name, crc32, nbytes, before[-1].at)]
+    return finish_archive(bytearray(descriptor(records[-1])), len(head) + nbytes, records)
+
+
+def archive_length(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the length of an archive of one tensor: head, the tensor's bytes and tail.
+
+    Examples:
+        >>> archive_length(torch.uint8, (2, 3)) == len(archive_head(torch.uint8, (2, 3))) + 6 + len(
+        ...     archive_tail(torch.uint8, (2, 3), 0)
+        ... )
+        True
+    """
+    return _framing_length(dtype, tuple(shape)) + _nbytes(dtype, shape)
+
+
+@lru_cache(maxsize=4096)
+def _framing_length(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return len(archive_head(dtype, shape)) + len(archive_tail(dtype, shape, 0))
+
+
+def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
+    """Return the head, and its records; the last one is the tensor's, without its CRC32."""
+    check_storable(dtype, "archive_head")
+    out, records = begin_archive(_pickle(dtype, shape))
+    payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
+    out += local_header(payload)
+    return bytes(out), (*records, payload)
+
+
+def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    # Newer dtypes have no storage class: torch writes an untyped storage, counted in bytes, and names the dtype itself.
+    name = _STORAGE_NAMES.get(dtype)
+    kind = Global("torch.storage", "UntypedStorage") if name is None else Global("torch", name)
+    count = _nbytes(dtype, shape) if name is None else prod(shape)
+    strides = tuple(prod(max(length, 1) for length in shape[axis + 1 :]) for axis in range(len(shape)))
+    hooks = Reduced(Global("collections", "OrderedDict"), ())
+    arguments = (Persistent(("storage", kind, "0", "cpu", count)), 0, shape, strides, False, hooks)
+    if name is not None:
+        return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v2"), arguments), protocol=2)
+    with_dtype = (*arguments, Global("torch", dtype_name(dtype)))
+    return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), with_dtype), protocol=2)
+
+
+def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
+    """Return the records that an archive begins with, before those of tensors: its bytes so far, and their list."""
+    out, records = bytearray(), list[WrittenRecord]()
+    append(out, 0, records, "data.pkl", content)
+    append(out, 0, records, ".format_version", b"1")
+    append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
+    append(out, 0, records, "byteorder", b"little")
+    return out, records
+
+
+def finish_archive(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
+    """Return bytes of an archive that begin at byte `at`, with all that comes after them; the list gets its records."""
+    append(out, at, records, "version", b"3\n")
+    append(out, at, records, ".data/serialization_id", _serialization_id(records))
+    return bytes(out + directory(records, at + len(out)))
+
+
+def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
+    """Return the id of an archive: torch's hash of the records' names, then one of their CRC32s."""
+    seed = 0
+    for record in records:
+        seed ^= (record.crc32 + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % 2**64
+    return b"%020d%020d" % (_NAMES_HASH, seed)

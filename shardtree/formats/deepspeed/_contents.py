@@ -1,0 +1,250 @@
+"""What is in a checkpoint of ZeRO-1, 2 or 3: masters and moments as ranges of their parameters, weights beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import CorruptCheckpoint, error_text
+from ...storage import Storage, in_threads, is_folder, threads_of
+from ...strategies import Checkpoint, Comparison
+from ..archives import StoredTensor
+from ..rank_archives import (
+    ArchiveFile,
+    Contents,
+    Tensors,
+    contents_of,
+    filled,
+    hyperparameters,
+    is_whole_archive,
+    piece_of,
+    read_archives,
+    rows_from_contents,
+    state_key,
+)
+from ._files import CLASSES, Model, Optimizer, check_flat, check_length, plain, read_model, read_optimizer
+from ._flat import Parameter, Vector, group_pieces, split_length, split_paddings, split_pieces
+from ._listing import LATEST, LATEST_UNIVERSAL, check_count, tag_folder, zero_files
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in the files of a save, from their pickles alone.
+
+    Raises:
+        CorruptCheckpoint: a rank's file is missing, is of another save, or the files contradict each other.
+        UnsupportedValue: the save was cut in a way that its files don't say how to join.
+        UnsafeFile: a file names something that isn't data.
+    """
+    storage = checkpoint.storage
+    listing = zero_files(storage, tag_folder(storage) or "")
+    files = read_archives(checkpoint, [*listing.models, *listing.optimizers], CLASSES)
+    models, optimizers = files[: len(listing.models)], files[len(listing.models) :]
+    tensors = Tensors()
+    if not optimizers:
+        model = read_model(checkpoint, models, None, tensors)
+        _check_whole(checkpoint, models, model)
+        return contents_of(files, tensors, common=plain(model.common), where=storage.where)
+    optimizer = read_optimizer(checkpoint, optimizers, len(models), models[0].saved.member("dp_world_size", 0).count())
+    by = f"partition_count in {storage.where(optimizers[0].name)!r}"
+    check_count(storage, listing.folder, "optimizer", len(optimizers), optimizer.ranks, by)
+    if optimizer.is_zero3:
+        check_count(storage, listing.folder, "model", len(models), optimizer.ranks, by)
+        _check_copies(checkpoint, optimizer)
+    model = read_model(checkpoint, models, optimizer.paddings, tensors)
+    if len(optimizer.masters) != len(model.groups):
+        what = f"open: {storage.where(optimizers[0].name)!r} isn't of one save with {storage.where(models[0].name)!r}"
+        found, expected = f"{len(optimizer.masters)} groups of masters", f"{len(model.groups)}, as in param_shapes"
+        raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix="Copy all files of one save."))
+    for number, parameters in enumerate(model.groups):
+        if parameters:
+            _add_group(checkpoint, tensors, model, optimizer, number)
+    groups = hyperparameters(optimizer.param_groups[0])
+    common = model.common | {"zero": optimizer.scaler, "optimizer": {"param_groups": groups}}
+    check = partial(_check_paddings, model.groups, optimizer) if optimizer.is_zero3 else None
+    return contents_of(files, tensors, common=plain(common), check=check, where=storage.where)
+
+
+def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
+    """Raise where two ranks have the same masters and states: ZeRO-3 stores no weights to compare masters with."""
+    first_vectors: dict[tuple[tuple[int, int], ...], Vector] = {}
+    for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
+        vectors = [group[rank] for group in optimizer.masters]
+        states = (value for group in optimizer.states[rank].values() for value in group.values())
+        tensors = [vector.tensor for vector in vectors] + [one for one in states if isinstance(one, StoredTensor)]
+        same = tuple((tensor.record.crc32, tensor.record.nbytes) for tensor in tensors)
+        other = first_vectors.setdefault(same, vectors[0])
+        if other is vectors[0] or not _has_values(checkpoint, vectors):
+            continue
+        where, other_where = (checkpoint.storage.where(one.tensor.file) for one in (vectors[0], other))
+        what = f"open: {where!r} is a copy of {other_where!r}"
+        fix = "Copy each rank's own file, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, found="the same masters and states on two ranks", fix=fix))
+
+
+def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
+    """Return whether a vector has more than two values: zeros and ones, or padding, may be equal by chance."""
+    first = [replace(vector.tensor, shape=(min(_LOOKED_AT, *vector.tensor.shape),)) for vector in vectors]
+    return any(tensor.shape[0] and filled(checkpoint, tensor).unique().numel() > 2 for tensor in first)
+
+
+_LOOKED_AT = 65536
+
+
+def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Raise where a rank's moments are no padding where they should be, and another rank's are.
+
+    DeepSpeed pads gradients with zeros, so that moments are zeros there, whatever the masters are. Where decay is a
+    part of the gradient, they aren't; but then no other rank's are zeros there either.
+
+    Raises:
+        CorruptCheckpoint: ranks' files were exchanged.
+    """
+    ranks = range(optimizer.ranks)
+    paddings = [split_paddings(parameters, optimizer.ranks) for parameters in groups]
+    places = [
+        [(number, *place) for number, by_rank in enumerate(paddings) for place in by_rank[rank]] for rank in ranks
+    ]
+
+    def zeros(rank: int, other: int) -> bool:
+        """Whether a rank's moments are zeros where another rank's padding is."""
+        return not any(bool(filled(checkpoint, part).any()) for part in moments(rank, places[other]))
+
+    def moments(rank: int, padding: Sequence[tuple[int, int, int]]) -> Iterator[StoredTensor]:
+        for number, begin, count in padding[:: -(-len(padding) // _LOOKED_AT_PADDINGS)]:
+            shape = optimizer.masters[number][rank].tensor.shape
+            for state in optimizer.states[rank].get(number, {}).values():
+                if isinstance(state, StoredTensor) and state.shape == shape:
+                    begin_byte = state.begin + begin * state.dtype.itemsize
+                    yield replace(state, begin=begin_byte, shape=(min(count, _LOOKED_AT),))
+
+    threads = threads_of(checkpoint.storage, checkpoint.options.threads)
+    own = in_threads(lambda rank: not places[rank] or zeros(rank, rank), [*ranks], threads)
+    for rank in (rank for rank, is_own in zip(ranks, own, strict=True) if not is_own):
+        other = next((other for other in ranks if other != rank and zeros(other, rank)), None)
+        if other is not None:
+            where, other_where = (
+                checkpoint.storage.where(optimizer.masters[0][one].tensor.file) for one in (rank, other)
+            )
+            what = f"load: {where!r} isn't its rank's own: moments where padding should be, as {other_where!r} has it"
+            fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
+            raise CorruptCheckpoint(error_text(what, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
+
+
+_LOOKED_AT_PADDINGS = 4
+"""Of each rank, from all its parameters: of a stranger's moments one is enough not to be zero."""
+
+
+def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:
+    """Raise where weights would have to be derived from masters, of which there is no file."""
+    names = [
+        repr(name)
+        for name, one in model.parameters.items()
+        if name in model.module and model.module[name].shape != one.shape
+    ]
+    if names:
+        where = checkpoint.storage.where(models[0].name)
+        what = f"open: {where!r} has no elements of these, which ZeRO-3 keeps in the masters"
+        raise CorruptCheckpoint(error_text(what, offenders=names, fix="Copy the optim_states files of all ranks too."))
+
+
+def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer: Optimizer, number: int) -> None:
+    """Add the masters and states of one group's parameters."""
+    parameters, masters = model.groups[number], optimizer.masters[number]
+    flat = {"param": masters}
+    # A vector is as long as the rank's whole partition, with its padding, or without it as its master.
+    lengths = {vector.tensor.shape for vector in masters}
+    ranks = [one.get(number, {}) for one in optimizer.states]
+    for state in ranks[0]:
+        values = [one.get(state) for one in ranks]
+        vectors = [one for one in values if isinstance(one, StoredTensor) and _is_flat(one, lengths)]
+        if len(vectors) == len(values):
+            flat[state] = [Vector(master.file, one) for master, one in zip(masters, vectors, strict=True)]
+        else:
+            _add_for_each(checkpoint, tensors, state, parameters, values, masters)
+    for state, ranks_of in flat.items():
+        _add_flat(checkpoint, tensors, state, parameters, ranks_of, model.where if optimizer.is_zero3 else None)
+    steps = optimizer.group_steps(number)
+    if "step" not in ranks[0] and isinstance(steps[0], (int, float)):
+        _add_for_each(checkpoint, tensors, "step", parameters, steps, masters)
+    if not optimizer.is_zero3:
+        _compare(tensors, model, parameters, list(flat))
+
+
+def _is_flat(value: StoredTensor, lengths: set[tuple[int, ...]]) -> bool:
+    return len(value.shape) == 1 and (value.shape in lengths or value.shape > max(lengths))
+
+
+def _add_flat(
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    state: str,
+    parameters: Sequence[Parameter],
+    vectors: Sequence[Vector],
+    split_by: str | None,
+) -> None:
+    """Add a state that has an element for each of the parameters', which ZeRO-3 splits by shapes in a model's file."""
+    cut = group_pieces if split_by is None else split_pieces
+    what = f"the flat vector of {state!r}"
+    if split_by is None:
+        check_flat(checkpoint, vectors, what)
+    else:
+        by = f"param_shapes in {split_by!r}"
+        check_length(checkpoint, vectors, split_length(parameters, len(vectors)), what, by)
+    for parameter in parameters:
+        tensors.add(state_key(state, parameter.name), vectors[0].tensor.dtype, parameter.shape)
+    tensors.pieces.extend(cut(partial(state_key, state), parameters, vectors))
+
+
+def _add_for_each(
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    state: str,
+    parameters: Sequence[Parameter],
+    values: Sequence[Any],
+    masters: Sequence[Vector],
+) -> None:
+    """Add for each parameter what each rank has once for its group: a number, or what can't be told for each."""
+    value, others = values[0], [one if isinstance(one, (StoredTensor, int, float)) else None for one in values[1:]]
+    first, *places = (checkpoint.storage.where(master.tensor.file) for master in masters)
+    keys = [state_key(state, parameter.name) for parameter in parameters]
+    if isinstance(value, StoredTensor) and not value.shape:
+        for key in keys:
+            tensors.add(key, value.dtype, (), [piece_of(key, masters[0].file, value)])
+    elif isinstance(value, (int, float)):
+        for key in keys:
+            tensors.add_number(key, value, first)
+    else:
+        kind = f"of shape {value.shape}" if isinstance(value, StoredTensor) else f"that is a {type(value).__name__}"
+        for key in keys:
+            tensors.add(key, torch.float32, ())
+            tensors.refused[key] = f"the group has one {kind}, not one for each element"
+        return
+    for other, place in zip(others, places, strict=True):
+        tensors.add_copy(keys, value, other, (first, place))
+
+
+def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], states: Sequence[str]) -> None:
+    """Note for each state whose master must be the weight that ZeRO-1 and 2 store beside it."""
+    for parameter in parameters:
+        if parameter.name in model.module and 0 not in parameter.shape:
+            pair = Comparison(state_key("param", parameter.name), parameter.name)
+            tensors.compared.update((state_key(state, parameter.name), pair) for state in states)
+
+
+load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)
+
+
+def is_whole(storage: Storage, name: str) -> bool:
+    """Return whether a file names a folder that is there, as `latest` does, or is an archive with all of its records.
+
+    Raises:
+        CorruptCheckpoint: It is part of an archive.
+    """
+    if name.rpartition("/")[2] not in (LATEST, LATEST_UNIVERSAL):
+        return is_whole_archive(storage, name)
+    tag = storage.read(name).decode("utf-8", "replace").strip()
+    return bool(tag) and is_folder(storage, tag)

@@ -1,0 +1,296 @@
+"""What DeepSpeed's files say: the model's tensors, parameters in flat vectors, their states, and the common state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...errors import CorruptCheckpoint, error_text
+from ...strategies import Checkpoint
+from ...trees import map_shards
+from ..archives import StoredTensor
+from ..pickles import Constructor, Stub, inert
+from ..rank_archives import ArchiveFile, Piece, Tensors, ValueAt, piece_of, state_key
+from ._flat import Parameter, Vector, split_pieces
+
+# What pickles of DeepSpeed name, beside tensors and plain data. None of it is imported.
+
+
+def _stage(number: Any) -> int:
+    if type(number) is not int:
+        raise TypeError("a ZeRO stage that isn't a number")
+    return number
+
+
+CLASSES: Mapping[tuple[str, str], Any] = {
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Constructor(_stage),
+    **{
+        (module, name): inert(f"{module}.{name}")
+        for module, names in {
+            "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+            "deepspeed.utils.tensor_fragment": ("fragment_address", "tensor_fragment"),
+            "deepspeed.checkpoint.universal_checkpoint": ("SubparamShape",),
+        }.items()
+        for name in names
+    },
+}
+
+_NOT_COMMON = frozenset(
+    {"module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"}
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """What the model files say.
+
+    Attributes:
+        where: the first file, for messages.
+        groups: the trainable parameters of each group, in the order of the flat vectors.
+        module: rank 0's tensors by name; those of ZeRO-3's parameters are empty.
+        common: what else the files hold.
+    """
+
+    where: str
+    groups: Sequence[Sequence[Parameter]]
+    module: Mapping[str, StoredTensor]
+    common: dict[str, Any]
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """The trainable parameters by name."""
+        return {parameter.name: parameter for group in self.groups for parameter in group}
+
+
+def _shapes(shapes: ValueAt) -> dict[str, tuple[int, ...]]:
+    return {name: shape.shape() for name, shape in shapes.members(str).items()}
+
+
+def read_model(
+    checkpoint: Checkpoint,
+    files: Sequence[ArchiveFile],
+    paddings: Sequence[Sequence[int]] | None,
+    tensors: Tensors,
+) -> Model:
+    """Return what the model files say, and add the tensors that aren't trained: buffers, frozen parameters.
+
+    Args:
+        checkpoint: where the files are.
+        files: by data-parallel rank; their numbers are their positions.
+        paddings: elements after each parameter of each group, where the optimizer's files have them; else None.
+        tensors: filled with the model's own tensors.
+
+    Raises:
+        CorruptCheckpoint: a file isn't as DeepSpeed writes it, or the files contradict each other.
+    """
+    first = files[0].saved
+    modules = [file.saved.member("module") for file in files]
+    module = {name: one.value for name, one in modules[0].members(str).items()}
+    field = first.member("param_shapes", [])
+    shapes = map(_shapes, [field] if isinstance(field.value, dict) and field.value else field.items())
+    groups = [_group(names, paddings, number, files[0].where) for number, names in enumerate(shapes)]
+    parameters = {parameter.name: parameter for group in groups for parameter in group}
+    own = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
+    # Only the first rank's file names them under ZeRO-3.
+    owners = {name: owner.of(str) for name, owner in first.member("shared_params", {}).members(str).items()}
+    frozen_shapes = _shapes(first.member("frozen_param_shapes", {}))
+    for name, tensor in own.items():
+        owner = owners.get(name, name)
+        if owner in parameters and tensor.shape != parameters[owner].shape:
+            tensors.add_derived(name, tensor.dtype, parameters[owner].shape, state_key("param", owner))
+        elif owner in frozen_shapes and tensor.shape != frozen_shapes[owner]:
+            _add_frozen(checkpoint, files, name, Parameter(owner, frozen_shapes[owner]), tensors)
+        else:
+            tensors.add(name, tensor.dtype, tensor.shape, _whole(name, 0, tensor))
+            _compare_replicas(files, modules, name, tensor, tensors)
+    others = {name: value for name, value in module.items() if name not in own}
+    common = {key: value for key, value in first.value.items() if key not in _NOT_COMMON}
+    return Model(files[0].where, groups, own, common | ({"module": others} if others else {}))
+
+
+def _group(
+    shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[Sequence[int]] | None, number: int, where: str
+) -> list[Parameter]:
+    skips: Sequence[int] = next(iter(paddings[number:]), ()) if paddings else [0] * len(shapes)
+    if len(skips) != len(shapes):
+        raise CorruptCheckpoint(
+            error_text(
+                f"open: group {number} of the optimizer isn't that of the model in {where!r}",
+                found=f"{len(skips)} in param_alignment_paddings[{number}]",
+                expected=f"{len(shapes)}, by param_shapes[{number}]",
+                fix="Files of two saves lie in the folder; load another checkpoint.",
+            )
+        )
+    return [Parameter(name, shape, skip) for (name, shape), skip in zip(shapes.items(), skips, strict=True)]
+
+
+def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
+    return [piece_of(key, number, tensor)] if prod(tensor.shape) else []
+
+
+def _compare_replicas(
+    files: Sequence[ArchiveFile], modules: Sequence[ValueAt], name: str, tensor: StoredTensor, tensors: Tensors
+) -> None:
+    """Add the copies that ranks of ZeRO-3 have of a tensor, which must be alike."""
+    for file, module in zip(files[1:], modules[1:], strict=True):
+        other = module.member(name).value
+        if not prod(tensor.shape):
+            return
+        places = files[0].where, file.where
+        tensors.add_copy([name], tensor, other if isinstance(other, StoredTensor) else None, places)
+
+
+def _add_frozen(
+    checkpoint: Checkpoint, files: Sequence[ArchiveFile], name: str, parameter: Parameter, tensors: Tensors
+) -> None:
+    """Add a frozen parameter of ZeRO-3: each rank has its part, cut as trained ones are."""
+    parts = (file.saved.member("frozen_param_fragments").member(parameter.name) for file in files)
+    vectors = [Vector(number, part.of(StoredTensor)) for number, part in enumerate(parts)]
+    by = f"frozen_param_shapes in {files[0].where!r}"
+    expected = -(-prod(parameter.shape) // len(vectors))
+    check_length(checkpoint, vectors, expected, f"its part of {parameter.name!r}", by)
+    pieces = split_pieces(lambda _: name, [parameter], vectors)
+    tensors.add(name, vectors[0].tensor.dtype, parameter.shape, pieces)
+
+
+def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: int, what: str, by: str) -> None:
+    """Raise unless each rank's vector has that many elements, as another place says, which is named.
+
+    Raises:
+        CorruptCheckpoint: one hasn't.
+    """
+    check_flat(checkpoint, vectors, what)
+    wrong = [
+        f"{checkpoint.storage.where(vector.tensor.file)!r}: {vector.tensor.shape}"
+        for vector in vectors
+        if vector.tensor.shape != (expected,)
+    ]
+    if wrong:
+        what = f"open: {what} has another length than the parameters"
+        fix = "A file is of another save, or of another number of ranks; copy all files of one save."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, expected=f"({expected},), by {by}", fix=fix))
+
+
+def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> None:
+    """Raise unless the ranks' vectors are adjacent elements of one dtype, as the places of parameters in them assume.
+
+    Raises:
+        CorruptCheckpoint: one isn't.
+    """
+    dtype = vectors[0].tensor.dtype
+    wrong = [
+        f"{checkpoint.storage.where(one.file)!r}: {one.shape} {str(one.dtype).removeprefix('torch.')}"
+        for one in (vector.tensor for vector in vectors)
+        if len(one.shape) != 1 or not one.is_row_major or one.dtype != dtype
+    ]
+    if wrong:
+        what = f"open: {what} isn't adjacent elements of one axis and one dtype on each rank"
+        fix = "A file was damaged, or is of another save; copy all files of one save."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+
+
+def plain(value: Any) -> Any:
+    """Return a value with a dict in place of each object of DeepSpeed's."""
+
+    def unstubbed(leaf: Any) -> Any:
+        return leaf.state if isinstance(leaf, Stub) else leaf
+
+    return map_shards(unstubbed, value)
+
+
+_MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Optimizer:
+    """What the optimizer files say. A group is what has flat vectors: a param group, or a sub-group of ZeRO-3.
+
+    Attributes:
+        is_zero3: whether parameters are cut each by itself.
+        ranks: how many ranks saved.
+        paddings: elements after each parameter of each group; None where there are none.
+        masters: of each group, by rank.
+        states: by rank, a group's states by its number.
+        param_groups: by rank, hyperparameters; () where the files have none.
+        owners: the groups of each of them.
+        steps: by rank, the step of all, where it is in none of these.
+        scaler: what the loss scaler was.
+    """
+
+    is_zero3: bool
+    ranks: int
+    paddings: Sequence[Sequence[int]] | None
+    masters: Sequence[Sequence[Vector]]
+    states: Sequence[Mapping[Any, Mapping[str, Any]]]
+    param_groups: Sequence[Sequence[Mapping[str, Any]]]
+    owners: Sequence[Sequence[int]]
+    steps: Sequence[Any]
+    scaler: Mapping[str, Any]
+
+    def group_steps(self, group: int) -> list[Any]:
+        """Return by rank a group's step, where it is among its hyperparameters, as FusedAdam has it, or one of all."""
+        owner = next((owner for owner, groups in enumerate(self.owners) if group in groups), None)
+        rank_groups = [{} if owner is None else groups[owner] for groups in self.param_groups]
+        return [own.get("step", step) for own, step in zip(rank_groups, self.steps, strict=True)]
+
+
+def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: int, saved_by: int) -> Optimizer:
+    """Return what the optimizer files say.
+
+    Args:
+        checkpoint: where they are.
+        files: by rank.
+        first: the number of the first file.
+        saved_by: how many ranks saved, by the model file, for files that don't say it; 0 where it doesn't either.
+
+    Raises:
+        CorruptCheckpoint: a file isn't as DeepSpeed writes it, or files have different groups.
+    """
+    inner = [file.saved.member("optimizer_state_dict") for file in files]
+    # By the keys, since BF16_Optimizer names no stage, and the stages are cut in different ways.
+    is_zero3 = _MASTERS[True] in inner[0].of(dict)
+    vectors = [[tensor.of(StoredTensor) for tensor in one.member(_MASTERS[is_zero3]).items()] for one in inner]
+    counts = {len(one) for one in vectors}
+    if len(counts) > 1:
+        what = f"open: {files[0].where!r} and the other ranks' files have different groups of parameters"
+        raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
+    masters = [[Vector(first + rank, one[group]) for rank, one in enumerate(vectors)] for group in range(max(counts))]
+    for number, ranks in enumerate(masters):
+        check_flat(checkpoint, ranks, f"the flat vector of group {number}")
+    base = [one.member("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for one in inner]
+    groups = [[] if isinstance(one.value, list) else one.member("param_groups").items() for one in base]
+    if len(own := {*map(len, groups)}) > 1:
+        what = f"open: {files[0].where!r} and the other ranks' files have different groups of hyperparameters"
+        raise CorruptCheckpoint(error_text(what, found=f"{sorted(own)} groups", fix="Copy all files of one save."))
+    paddings = inner[0].member("param_alignment_paddings", [])
+    return Optimizer(
+        is_zero3=is_zero3,
+        ranks=_ranks(inner[0].member("partition_count", saved_by or len(files))),
+        paddings=[[number.count() for number in group.items()] for group in paddings.items()] or None,
+        masters=masters,
+        states=[_states(one) for one in base],
+        param_groups=[[group.of(dict) for group in each] for each in groups],
+        owners=[
+            [owner.count() for owner in group.member("params", [number]).items()] if is_zero3 else [number]
+            for number, group in enumerate(groups[0])
+        ],
+        steps=[one.member("base_optimizer_state_step").value for one in inner],
+        scaler={key: value for key, value in inner[0].of(dict).items() if key in _SCALER},
+    )
+
+
+def _ranks(count: ValueAt) -> int:
+    """Return how many ranks saved: one number, or one for each group."""
+    counts = count.items() if isinstance(count.value, (list, tuple)) else [count]
+    return max((each.count() for each in counts), default=0)
+
+
+def _states(base: ValueAt) -> dict[Any, dict[str, Any]]:
+    # elastic_checkpoint: a list by group, and no hyperparameters
+    by_group = dict(enumerate(base.items())) if isinstance(base.value, list) else base.member("state").members(int)
+    return {group: {name: one.value for name, one in states.members(str).items()} for group, states in by_group.items()}
+
+
+_SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")

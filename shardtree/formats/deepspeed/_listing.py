@@ -1,0 +1,181 @@
+"""Which files of a folder are a ZeRO checkpoint's: the tag's folder, and each rank's file of the one save."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text, missing_numbers
+from ...storage import Storage, is_folder
+from ...strategies import Fields, fields_of_backend
+
+ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+
+STATES = "zero"
+"""The folder of the parameters' folders in a Universal Checkpoint."""
+
+# `pp_rank` is the data-parallel rank, by history. Without other leading zeros: a rank has one file.
+_DATA, _TENSOR = r"(0|[1-9]\d{0,8})", r"(\d{2}|[1-9]\d{2,8})"
+_MODEL = re.compile(rf"(?:zero_pp_rank_{_DATA}_)?mp_rank_{_TENSOR}_model_states\.pt", re.ASCII)
+_OPTIMIZER = re.compile(rf"(bf16_|fp16_|)zero_pp_rank_{_DATA}_mp_rank_{_TENSOR}_optim_states\.pt", re.ASCII)
+_OTHERS = (
+    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "layers of a pipeline, a file for each"),
+    (re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"), "experts, a file for each"),
+    (re.compile(r"(bf16_|fp16_|)expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "experts' optimizer states"),
+)
+_MOST_BYTES = 4096  # of a tag: guards against a file that fills the memory
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFiles:
+    """The files of a checkpoint.
+
+    Attributes:
+        folder: that they are in, with a slash; empty if it is the checkpoint's own.
+        models: of the model, by data-parallel rank: one for ZeRO-1 and 2.
+        optimizers: of the optimizer, by data-parallel rank.
+    """
+
+    folder: str
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+
+
+def recognize(storage: Storage) -> Fields | None:
+    """Return the fields of metadata.json for a folder that DeepSpeed saved to, or a tag's folder in it; else None.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> recognize(MemoryStorage()) is None
+        True
+    """
+    folder = tag_folder(storage)
+    names = () if folder is None else storage.names(folder.rstrip("/"))
+    if not any(map(_is_model, names)) or STATES in names:
+        return None
+    return fields_of_backend(*ZERO)
+
+
+def recognize_universal(storage: Storage) -> Fields | None:
+    """Return the fields of metadata.json for a Universal Checkpoint, or a folder whose `latest` names one; else None.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> recognize_universal(MemoryStorage()) is None
+        True
+    """
+    return None if universal_folder(storage) is None else fields_of_backend(*UNIVERSAL)
+
+
+def universal_folder(storage: Storage) -> str | None:
+    """Return the folder with the parameters' folders, with a slash, or ""; None if there is none."""
+    for latest in (LATEST, LATEST_UNIVERSAL):
+        folder = tag_folder(storage, latest)
+        if folder is None:
+            continue
+        names = storage.names(folder.rstrip("/"))
+        if STATES in names and any(name.endswith("_model_states.pt") for name in names):
+            return folder
+    return None
+
+
+def _is_model(name: str) -> bool:
+    return _MODEL.fullmatch(name) is not None or any(pattern.fullmatch(name) for pattern, _ in _OTHERS)
+
+
+def tag_folder(storage: Storage, latest: str = LATEST) -> str | None:
+    """Return the folder of the files, with a slash: that which `latest` names, or "" where there is no such file.
+
+    None where there is neither.
+    """
+    if storage.length("") is not None:
+        return None
+    length = storage.length(latest)
+    if length is None:
+        return ""
+    if length > _MOST_BYTES:
+        return None
+    try:
+        tag = storage.read(latest).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        return None
+    return f"{tag}/" if _is_in_folder(storage, tag) else None
+
+
+def _is_in_folder(storage: Storage, tag: str) -> bool:
+    try:
+        return bool(tag) and is_folder(storage, tag)
+    except CheckpointingException:  # a name that leads out of the folder
+        return False
+
+
+def zero_files(storage: Storage, folder: str) -> ZeroFiles:
+    """Return a checkpoint's files by data-parallel rank, as numbers.
+
+    Raises:
+        UnsupportedValue: the save was cut in a way that its files don't say how to join.
+        CorruptCheckpoint: files of two saves lie in the folder, or a rank's is missing.
+    """
+    names = storage.names(folder.rstrip("/"))
+    where = storage.where(folder.rstrip("/"))
+    _check_joinable(names, where)
+    models = {int(match[1] or 0): name for name in names if (match := _MODEL.fullmatch(name))}
+    if not models:
+        fix = f"Copy every rank's file, and {LATEST!r}, which names their folder."
+        raise CorruptCheckpoint(error_text(f"open: {where!r} has no model_states files", fix=fix))
+    prefixes: dict[str, dict[int, str]] = {}
+    for name in names:
+        if match := _OPTIMIZER.fullmatch(name):
+            prefixes.setdefault(match[1], {})[int(match[2])] = name
+    two = [min(ranks.values()) for ranks in prefixes.values()] if len(prefixes) > 1 else []
+    if "mp_rank_00_model_states.pt" in names and any(name.startswith("zero_pp_rank") for name in models.values()):
+        two = ["mp_rank_00_model_states.pt", next(name for name in models.values() if name.startswith("zero_pp_rank"))]
+    if two:
+        fix = "Move the other save's files away: only you know which belong together."
+        pair = " beside ".join(two)
+        raise CorruptCheckpoint(error_text(f"open: {where!r} has files of two saves", found=pair, fix=fix))
+    optimizers = next(iter(prefixes.values()), {})
+    for kind, ranks in (("model_states", models), ("optim_states", optimizers)):
+        size = max(ranks, default=-1) + 1
+        if size > len(ranks):
+            missing, count = map(str, missing_numbers(ranks, len(ranks), size)), size - len(ranks)
+            what = f"open: {where!r} lacks the {kind} files of data-parallel ranks"
+            raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix="Copy every rank's file."))
+    in_order = (tuple(folder + ranks[rank] for rank in sorted(ranks)) for ranks in (models, optimizers))
+    return ZeroFiles(folder, *in_order)
+
+
+def _check_joinable(names: Iterable[str], where: str) -> None:
+    matches = [match for name in names if (match := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
+    tensor_parallel = [match[0] for match in matches if int(match[match.re.groups]) > 0]
+    wrong = [f"{tensor_parallel[0]!r}: a slice of tensor parallelism"] if tensor_parallel else []
+    for pattern, what in _OTHERS:
+        wrong += [f"{name!r}: {what}" for name in names if pattern.fullmatch(name)][:1]
+    if wrong:
+        fix = "Nothing in the files says how these join: convert with DeepSpeed's ds_to_universal, or load there."
+        raise UnsupportedValue(error_text(f"open: {where!r} can't be joined", offenders=wrong, fix=fix))
+
+
+def check_count(storage: Storage, folder: str, kind: str, count: int, expected: int, by: str) -> None:
+    """Raise unless there is a file for each data-parallel rank of the save, and no other.
+
+    Args:
+        storage: where they are.
+        folder: in it.
+        kind: of files, for the message.
+        found: how many there are.
+        expected: how many ranks saved.
+        by: what says so.
+
+    Raises:
+        CorruptCheckpoint: there are fewer, or more.
+    """
+    if count == expected:
+        return
+    fewer = "Copy every rank's file; without one, its part of each tensor is missing."
+    fix = fewer if count < expected else "Files of an older save of more ranks lie beside them: move those away."
+    what = f"open: {storage.where(folder.rstrip('/'))!r} hasn't one {kind} file for each rank"
+    raise CorruptCheckpoint(error_text(what, found=f"{count} files", expected=f"{expected}, by {by}", fix=fix))

@@ -1,0 +1,19 @@
+"""A file for each rank with its parts of DTensors, as verl and hand-written FSDP2 loops save them with torch.save."""
+
+import typing
+
+from ..._deferred import later
+from ._listing import PATTERNS, RankFiles, rank_files, recognize
+
+if typing.TYPE_CHECKING:
+    from ._contents import Entries, read_contents
+else:
+    from ..._deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "Entries": "._contents",
+            "read_contents": "._contents",
+        },
+    )

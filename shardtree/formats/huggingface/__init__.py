@@ -1,0 +1,21 @@
+"""Hugging Face models: safetensors files of whole tensors, and the index JSON that lists them."""
+
+import typing
+
+from ..._deferred import later
+from ._listing import recognize
+
+if typing.TYPE_CHECKING:
+    from ._save import MAX_FILE_BYTES, save_sharded_up_to
+    from ._texts import without_framework
+else:
+    from ..._deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "MAX_FILE_BYTES": "._save",
+            "save_sharded_up_to": "._save",
+            "without_framework": "._texts",
+        },
+    )

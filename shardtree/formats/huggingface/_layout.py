@@ -1,0 +1,208 @@
+"""The layout of a model's files, as the safetensors library would write them: known before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ...codec import Entry, encode_header, kind_in_file
+from ...errors import MetadataError, UnsupportedValue, error_text
+from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
+from ...layouts import TensorKind
+from ...mapping import ShardedTensor
+from ...storage import Buffer, tensor_buffers
+from ...strategies import checked_data
+from ._texts import TEXTS, header_texts
+
+HEADER_BYTES = 64 * 1024 * 1024
+"""A new file begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
+
+# The library's order: larger items first, so that each lies at a multiple of its size.
+_TAGS = (
+    "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 "
+    "F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 F6_E3M2 F6_E2M3 F4 BOOL"
+).split()
+_ORDER = {tag: position for position, tag in enumerate(_TAGS)}
+
+Kinds = Mapping[str, TensorKind]
+
+_TORCH = header_texts(None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model.
+
+    Attributes:
+        header: its first bytes.
+        length: in bytes, with the header.
+        bytes_before: where each tensor begins in it.
+    """
+
+    header: bytes
+    length: int
+    bytes_before: Mapping[str, int]
+
+
+def model_files(
+    kinds: Kinds,
+    *,
+    max_file_bytes: int,
+    header_bytes: int = HEADER_BYTES,
+    writers: Mapping[str, int] | None = None,
+    texts: Mapping[str, str] = _TORCH,
+) -> tuple[ModelFile, ...]:
+    """Return the files of a model; a single one without tensors if it has none.
+
+    Args:
+        kinds: of the tensors, by name, in the order in which files take them.
+        max_file_bytes: a file has no more bytes of tensors than that, unless it's one tensor.
+        header_bytes: the most that a header may take.
+        writers: who writes each tensor; a file has tensors of one writer then. None where several write to a file.
+        texts: The strings beside the tensors, the same in every file: a program may open any of them alone.
+
+    Raises:
+        UnsupportedValue: safetensors files can't hold a dtype, a pair of values that has no axis, or a name.
+        MetadataError: The strings leave no room for tensors in a header.
+
+    Examples:
+        >>> import torch
+        >>> kinds = {"a": TensorKind(torch.int8, (3,), 0), "b": TensorKind(torch.int64, (), 0)}
+        >>> [dict(file.bytes_before) for file in model_files(kinds, max_file_bytes=100)]
+        [{'b': 152, 'a': 160}]
+        >>> len(model_files(kinds, max_file_bytes=8))
+        2
+    """
+    _check_storable(kinds)
+    room = header_bytes - sum(_text_bytes(name) + _text_bytes(text) for name, text in texts.items())
+    if room < 0:
+        what, expected = f"save: strings of {TEXTS!r}", f"at most {header_bytes} bytes, the room that a header has"
+        raise MetadataError(error_text(what, found=f"{header_bytes - room} bytes", expected=expected))
+    return tuple(_file(names, kinds, texts) for names in _groups(kinds, max_file_bytes, room, writers or {}))
+
+
+def _text_bytes(text: str) -> int:
+    return 6 * len(text)  # of a character in JSON, at most
+
+
+def tensor_bytes(kind: TensorKind) -> int:
+    """Return how many bytes a whole tensor has."""
+    return prod(kind.global_shape) * kind.dtype.itemsize
+
+
+def _check_storable(kinds: Kinds) -> None:
+    wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if kind_in_file(kind.dtype, kind.global_shape) is None]
+    if wrong:
+        what = "save: dtypes that safetensors files don't have, or not in that shape"
+        fix = "Cast or reshape them, or save in the native format."
+        raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
+    if TEXTS in kinds:
+        what = f"save: a tensor in a safetensors file can't be named {TEXTS!r}"
+        raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
+
+
+def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mapping[str, int]) -> Iterator[list[str]]:
+    group, size, header = list[str](), 0, 0
+    for name, kind in kinds.items():
+        # 200 leaves room for the numbers of a shape and the offsets.
+        nbytes, more = tensor_bytes(kind), _text_bytes(name) + 24 * len(kind.global_shape) + 200
+        is_full = size + nbytes > max_file_bytes or header + more > header_bytes
+        if group and (is_full or writers.get(name) != writers.get(group[0])):
+            yield group
+            group, size, header = [], 0, 0
+        group.append(name)
+        size, header = size + nbytes, header + more
+    if group or not kinds:
+        yield group
+
+
+def _file(names: Sequence[str], kinds: Kinds, texts: Mapping[str, str]) -> ModelFile:
+    entries, end = list[Entry](), 0
+    in_file = {name: kind_in_file(kinds[name].dtype, kinds[name].global_shape) for name in names}
+    tagged = [(name, *kind) for name, kind in in_file.items() if kind is not None]
+    for name, tag, shape in sorted(tagged, key=lambda row: (_ORDER[row[1]], row[0])):
+        start, end = end, end + tensor_bytes(kinds[name])
+        entries.append(Entry(name, tag, shape, start, end))
+    header = encode_header(entries, texts, alignment=8)
+    return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})
+
+
+# A shard's bytes, cut into the runs that are adjacent in the whole tensor, each with its place in the file
+
+_PIECE_BYTES = 1024 * 1024
+
+_STEP = 4096
+"""Runs that are computed at a time: a shard of columns has one for each row, which may be millions."""
+
+
+def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer]]:
+    r"""Yield the bytes of a shard, each piece with its place in the file.
+
+    Args:
+        shard: with data.
+        begin: the byte of the file at which the whole tensor begins.
+
+    Raises:
+        ShapeError: the data no longer has the dtype or shape of the shard.
+
+    Examples:
+        >>> import torch
+        >>> right = ShardedTensor.from_rank_offsets("w", torch.tensor([[1], [2]], dtype=torch.int8), (1, 1, 2))
+        >>> [(byte, bytes(piece)) for byte, piece in shard_pieces(right, 100)]
+        [(101, b'\x01'), (103, b'\x02')]
+    """
+    buffers = tensor_buffers(checked_data(shard))
+    buffer, at = memoryview(b""), 0
+    for byte, length in shard_runs(shard):
+        place, end = begin + byte, begin + byte + length
+        while place < end:
+            if at == buffer.nbytes:
+                buffer, at = next(buffers), 0
+            size = min(end - place, buffer.nbytes - at, _PIECE_BYTES)
+            yield place, buffer[at : at + size]
+            place, at = place + size, at + size
+
+
+def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
+    """Yield (byte, length) of the runs that a shard has in its whole tensor, in the order of the shard's own bytes.
+
+    Examples:
+        >>> import torch
+        >>> list(shard_runs(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 2), (1, 1, 2))))
+        [(8, 8), (24, 8)]
+    """
+    whole = box_column([shard.global_shape], fill=1)
+    offset = box_column([shard.global_offset], fill=0)
+    shape = box_column([(1,) * shard.prepend_axis_num + shard.local_shape], fill=1)
+    if shard.flattened_range is not None:
+        start, stop = (np.array([edge]) for edge in (shard.flattened_range.start, shard.flattened_range.stop))
+        _, inside, shapes, _ = flat_boxes(shape, start, stop)
+        offsets = offset + inside
+    else:
+        offsets, shapes = offset, shape
+    for row in range(len(offsets)):
+        yield from _box_runs(whole, offsets[row : row + 1], shapes[row : row + 1], shard.dtype.itemsize)
+
+
+def _box_runs(whole: Column, offset: Column, shape: Column, item_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of a box, given with its whole tensor's shape as columns of one row."""
+    if not volumes(shape)[0]:
+        return
+    strides = row_major_strides(whole)[0]
+    axes = shape.shape[1]
+    # A run spans an axis if all axes below it are whole.
+    whole_below = [bool((shape[0, axis + 1 :] == whole[0, axis + 1 :]).all()) for axis in range(axes)]
+    outer = whole_below.index(True)
+    length = int(shape[0, outer:].prod()) * item_size
+    first = int((offset[0] * strides).sum()) * item_size
+    rows = shape[:, :outer]
+    row_strides = row_major_strides(rows) if outer else rows
+    count = int(volumes(rows)[0])
+    for start in range(0, count, _STEP):
+        number = np.arange(start, min(start + _STEP, count))
+        at = number[:, None] // row_strides % rows if outer else np.zeros((number.size, 0), dtype=np.int64)
+        for byte in (first + (at * strides[:outer]).sum(axis=1) * item_size).tolist():
+            yield byte, length

@@ -1,0 +1,235 @@
+"""The files of a model, and which tensor is in which: the index JSON, checked before it is used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from ...codec import decode_header, header_length, parse_json
+from ...errors import CorruptCheckpoint, error_text
+from ...storage import Storage, listed
+from ...strategies import Checkpoint, Fields, fields_of_backend
+
+# The names of a Hugging Face model's files, and the choice of the one by which a folder is read
+
+BACKEND, VERSION = "huggingface", 1
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+SINGLE_FILE = f"model{SUFFIX}"
+INDEX_FILE = f"model{INDEX_SUFFIX}"
+
+_USUAL_STEMS = ("model", "diffusion_pytorch_model")
+_ONE_OF_SEVERAL = re.compile(r"(.*-)?\d+-of-\d+\.safetensors", re.DOTALL)
+
+
+def recognize(storage: Storage) -> Fields | None:
+    """Return the fields of metadata.json for a model's folder or a single safetensors file; None for anything else.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> recognize(MemoryStorage()) is None
+        True
+    """
+    if find_weights(storage) is None:
+        return None
+    return fields_of_backend(BACKEND, VERSION)
+
+
+def is_whole(storage: Storage, name: str) -> bool:
+    """Return whether a safetensors file is as long as its header says, or an index is JSON.
+
+    Raises:
+        CorruptCheckpoint: It isn't.
+    """
+    with storage.open(name) as reader:
+        if name.endswith(INDEX_SUFFIX):
+            parse_json(reader.read(), name)
+        else:
+            length = header_length(reader.read(0, 8), reader.length)
+            decode_header(reader.read(0, 8 + length), reader.length)
+        return reader.length > 0
+
+
+def find_weights(storage: Storage) -> str | None:
+    """Return the name of the file by which a model is read, None if there is none, or several that could be meant.
+
+    In this order, as in transformers: the single file of a usual name, the index of a usual name, the only index, the
+    only safetensors file. One of several files, such as ``model-00001-of-00003.safetensors``, isn't a model by itself.
+
+    Args:
+        storage: a folder, or a single file, whose name in it is "".
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> storage.replace("adapter_model.safetensors", b"", durable=False)
+        >>> find_weights(storage)
+        'adapter_model.safetensors'
+    """
+    with listed(storage, deep=False) as listing:
+        if listing.length("") is not None:
+            return "" if listing.where().endswith(SUFFIX) else None
+        names = listing.names()
+    singles = [name for name in names if name.endswith(SUFFIX) and not _ONE_OF_SEVERAL.fullmatch(name)]
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    for stem in _USUAL_STEMS:
+        for group in (singles, indexes):
+            suffix = SUFFIX if group is singles else INDEX_SUFFIX
+            if f"{stem}{suffix}" in group:
+                return f"{stem}{suffix}"
+    return next((group[0] for group in (indexes, singles) if len(group) == 1), None)
+
+
+def file_name(number: int, count: int) -> str:
+    """Return the name of one of several files, counted from 0.
+
+    Examples:
+        >>> file_name(0, 3)
+        'model-00001-of-00003.safetensors'
+    """
+    return f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}"
+
+
+def draft_name(save_id: str, number: int, count: int) -> str:
+    """Return the name that a file has until the commit, by which no program takes it for a model.
+
+    Examples:
+        >>> draft_name("save-1", 0, 3)
+        'save-1/model-00001-of-00003.safetensors'
+    """
+    return f"{save_id}/{file_name(number, count)}"
+
+
+_MOST_BYTES = 512 * 1024 * 1024  # of an index: guards against one that fills the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of a model, known before one is opened.
+
+    Attributes:
+        name: of the file that lists them: the index, or the single file.
+        files: names in the checkpoint's storage, each once.
+        weight_map: the file of each tensor; None if all tensors of all files belong to the model.
+        total_size: bytes of all tensors, from the index; None if it isn't there.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    weight_map: Mapping[str, str] | None = None
+    total_size: float | None = None
+
+
+def read_listing(checkpoint: Checkpoint) -> Listing:
+    """Return the files of a model.
+
+    Raises:
+        CorruptCheckpoint: nothing that could be a model is there (any more), or the index isn't sound.
+    """
+    # With another format's common state, metadata.json is the commit and lists the files: the index comes after it.
+    tensor_files = checkpoint.fields.get("tensor_files")
+    if tensor_files is not None:
+        if (
+            isinstance(tensor_files, list)
+            and all(_is_inside(name) for name in tensor_files)
+            and len(set(tensor_files)) == len(tensor_files)
+        ):
+            return Listing("metadata.json", tuple(tensor_files))
+        raise _unsound("metadata.json", f"tensor_files = {tensor_files!r}"[:500], "names of files in the same folder")
+    name = find_weights(checkpoint.storage)
+    if name is None:
+        where = checkpoint.storage.where()
+        expected = "one .safetensors file, or one .safetensors.index.json"
+        raise CorruptCheckpoint(error_text(f"open: {where!r} holds no model's weights", expected=expected))
+    return read_index_json(checkpoint.storage, name) if name.endswith(INDEX_SUFFIX) else Listing(name, (name,))
+
+
+def read_index_json(storage: Storage, name: str) -> Listing:
+    """Return the content of an index file.
+
+    Raises:
+        CorruptCheckpoint: it isn't JSON of the form ``{"weight_map": {tensor: file}}``, or a file isn't in the folder.
+    """
+    where = storage.where(name)
+    length = storage.length(name)
+    if length is None or length > _MOST_BYTES:
+        raise _unsound(where, "no such file" if length is None else f"{length} bytes", f"at most {_MOST_BYTES} bytes")
+    value = parse_json(storage.read(name), f"open: {where!r}")
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict):
+        raise _unsound(where, "no weight_map", '{"weight_map": {tensor: file}}')
+    # Each file's name is checked once, not once for each of its tensors.
+    inside = {file for file in {each for each in weight_map.values() if isinstance(each, str)} if _is_inside(file)}
+    for key, file in weight_map.items():
+        if not isinstance(file, str) or file not in inside:
+            raise _unsound(where, f"{key[:200]!r}: {file!r}"[:500], "names of files in the same folder")
+    return Listing(name, tuple(sorted(set(weight_map.values()))), weight_map, _total_size(value))
+
+
+def _total_size(value: Mapping[str, Any]) -> float | None:
+    metadata = value.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return total if isinstance(total, (int, float)) and not isinstance(total, bool) else None
+
+
+def _is_inside(name: Any) -> bool:
+    """Return whether a name stays inside the folder: an index of another program may try to name any file."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and path.name != ""
+
+
+def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:
+    fix = "It was damaged or edited; fetch it again."
+    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))
+
+
+# Tied tensors: one that another's values stand for, which an index may list although no file has it
+
+_CONFIG = "config.json"
+_TIED = re.compile(
+    r"(.*\.)?(lm_head|embed_out|embed_tokens|shared|wte|output_layer|word_embeddings)\.weight", re.DOTALL
+)
+
+
+def are_tied(storage: Storage, keys: Iterable[str], stored_keys: Iterable[str]) -> bool:
+    """Return whether a model's config says that its embeddings are tied, and keys are such, with one of them stored.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> storage.replace("config.json", b'{"tie_word_embeddings": true}', durable=False)
+        >>> are_tied(storage, ["lm_head.weight"], ["model.embed_tokens.weight"])
+        True
+    """
+    if not all(map(_TIED.fullmatch, keys)) or not any(map(_TIED.fullmatch, stored_keys)):
+        return False
+    length = storage.length(_CONFIG)
+    if length is None or length > _MOST_BYTES:
+        return False
+    try:
+        config = parse_json(storage.read(_CONFIG), _CONFIG)
+    except CorruptCheckpoint:
+        return False
+    # Of a model of several kinds of input, the part that has words says it.
+    parts = [config, *config.values()] if isinstance(config, dict) else []
+    return any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts)
+
+
+# Listing the files of a model's weights
+
+
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the weights' files and of their index; a config or tokenizer isn't the checkpoint's own.
+
+    Raises:
+        CorruptCheckpoint: the index isn't sound.
+    """
+    listing = read_listing(checkpoint)
+    index = INDEX_FILE if "tensor_files" in checkpoint.fields else listing.name
+    return tuple({*listing.files, index})

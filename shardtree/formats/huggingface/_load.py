@@ -1,0 +1,335 @@
+"""Loading a Hugging Face model, by an index of its files' headers, and checking it as far as the format allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..._ambient import collector_paused
+from ...codec import Entry, decode_header_and_metadata, header_length, kind_from_file
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...geometry import box_column
+from ...layouts import ShardColumns, TensorKind
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Reader, ReadReport, Storage, StoredFile, in_threads, opened, threads_of
+from ...strategies import METADATA_FILE, Checkpoint, Damage, Finding, Unchecked, check_taken, untaken_findings
+from ...strategies.index import Index, IndexMetadata, build_index, load_from_index, stored_columns
+from ._listing import INDEX_FILE, Listing, are_tied, find_weights, read_index_json, read_listing
+from ._texts import TEXTS, joined_texts
+
+# Reading the header of a safetensors file of any writer
+
+_FIRST_BYTES = 64 * 1024  # enough for most headers: one read in place of two
+_MOST_REQUESTS = 256
+_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """The header of a file.
+
+    Attributes:
+        name: in the checkpoint's storage.
+        length: in bytes.
+        data_start: the byte from which `Entry.start` counts.
+        entries: in the order of their bytes.
+        texts: the strings beside the tensors.
+    """
+
+    name: str
+    length: int
+    data_start: int
+    entries: tuple[Entry, ...]
+    texts: dict[str, str]
+
+
+def read_header(storage: Storage, name: str) -> WeightFile:
+    """Return the header of a file.
+
+    Raises:
+        CorruptCheckpoint: there is no such file, or its header isn't one or doesn't fit the file.
+    """
+    header = _header_if_there(storage, name)
+    if header is None:
+        what, fix = f"open: {storage.where(name)!r} belongs to the checkpoint", "Fetch it again, or load another one."
+        raise CorruptCheckpoint(error_text(what, found="no such file", fix=fix))
+    return header
+
+
+def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
+    where, size = storage.where(name), storage.length(name)
+    if size is None:
+        return None
+    with opened(storage, name, size) as reader:
+        length = reader.length
+        first = _bytes(reader, 0, min(length, _FIRST_BYTES))
+        try:
+            end = 8 + header_length(first, length)
+            data = first + _bytes(reader, len(first), end) if end > len(first) else first
+            entries, data_start, texts = decode_header_and_metadata(data, length)
+            return WeightFile(name, length, data_start, entries, texts)
+        except CorruptCheckpoint as error:
+            found, fix = str(error), "It was damaged, or not fetched to its end; fetch it again, or load another one."
+            if first.startswith(_POINTER):  # as in a model that was cloned without git-lfs
+                found, fix = "a pointer of git-lfs", "Fetch the file itself: git lfs pull."
+            what = f"open: {where!r} is not a sound safetensors file"
+            raise CorruptCheckpoint(error_text(what, found=found, fix=fix)) from error
+
+
+def read_headers(storage: Storage, listing: Listing) -> list[WeightFile]:
+    """Return the headers of a model's files, read side by side: where each is a request, all of them at once.
+
+    Of a model with an index, files may be missing, as in a download that wasn't finished; not all of them.
+
+    Raises:
+        CorruptCheckpoint: as `read_header`.
+    """
+    names, threads = listing.files, threads_of(storage, None, _MOST_REQUESTS)
+    headers = in_threads(partial(_header_if_there, storage), names, threads)
+    if listing.weight_map is None or not any(headers):
+        return [
+            read_header(storage, name) if header is None else header
+            for name, header in zip(names, headers, strict=True)
+        ]
+    return [header for header in headers if header is not None]
+
+
+def _bytes(reader: Reader, begin: int, end: int) -> bytearray:
+    data = bytearray(end - begin)
+    reader.read_into(begin, [memoryview(data)])
+    return data
+
+
+_MOST_AXES = 64  # NumPy's limit
+_MOST_NUMBERS = (
+    2**25
+)  # in a column: boxes get as many axes as the widest tensor, so one crafted entry could fill memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What is in a model's files.
+
+    Attributes:
+        index: its tensors, each as one chunk.
+        refusals: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
+        texts: the strings that the files keep beside their tensors, joined.
+        needed: Least length of each file that must be there, by name; 0 for one that the index names and that isn't.
+    """
+
+    index: Index
+    refusals: Mapping[str, str]
+    texts: Mapping[str, str | dict[str, str]]
+    needed: Mapping[str, int]
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in a model's files; their headers are read once.
+
+    Raises:
+        CorruptCheckpoint: the index or a header isn't sound, they don't fit each other, or a file is missing.
+    """
+    return checkpoint.once(parse)
+
+
+def parse(checkpoint: Checkpoint) -> Contents:
+    """Return what one rank reads of a model for all, so that not every rank reads every file's header."""
+    # An entry for each tensor and no garbage, through which the collector would look again and again.
+    with collector_paused():
+        listing = read_listing(checkpoint)
+        return contents(listing, read_headers(checkpoint.storage, listing))
+
+
+def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
+    """Return what is in a model's files, given their headers.
+
+    A tensor that the index doesn't list isn't part of the model, whatever file it lies in. One that it lists and that
+    isn't in its file, such as a tied one, or whose file isn't there, is missing; the others load.
+
+    Raises:
+        CorruptCheckpoint: a tensor is in two files, or in another one than is listed; or none is there.
+    """
+    rows = _rows(listing, files)
+    refusals = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))} | absent(listing, files)
+    loadable_rows = sorted(
+        ((file, entry) for file, entry in rows if entry.name not in refusals), key=lambda row: row[1].name
+    )
+    if len(loadable_rows) * max((len(entry.shape) for _, entry in loadable_rows), default=0) > _MOST_NUMBERS:
+        raise CorruptCheckpoint(error_text(f"open: {listing.name!r}: more tensors with many axes than any model has"))
+    byte = [files[file].data_start + entry.start for file, entry in loadable_rows]
+    index = build_index(
+        _columns([entry for _, entry in loadable_rows]),
+        np.array([file for file, _ in loadable_rows], dtype=np.int64),
+        np.array(byte, dtype=np.int64),
+        files=[StoredFile(file.name, file.length) for file in files],
+    )
+    needed = dict.fromkeys(listing.files, 0) | {file.name: file.length for file in files}
+    return Contents(index, refusals, joined_texts((file.name, file.texts) for file in files), needed)
+
+
+def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
+    """Return the entries that belong to the model, each with the number of its file."""
+    rows: dict[str, tuple[int, Entry]] = {}
+    for number, file in enumerate(files):
+        for entry in file.entries:
+            if listing.weight_map is not None and listing.weight_map.get(entry.name) != file.name:
+                continue
+            if entry.name in rows:
+                other = files[rows[entry.name][0]].name
+                what = f"open: tensor {entry.name[:200]!r} is in two files"
+                raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}"))
+            rows[entry.name] = number, entry
+    index, there = listing.weight_map or {}, {entry.name for file in files for entry in file.entries}
+    wrong = [
+        f"{key[:200]!r} in {file!r}" for key, file in index.items() if key not in rows and (key in there or not rows)
+    ]
+    if wrong:
+        what = f"open: {listing.name!r} lists tensors that aren't in their files"
+        fix = "Files and index are of different saves; fetch them again."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+    return list(rows.values())
+
+
+def absent(listing: Listing, files: Sequence[WeightFile]) -> dict[str, str]:
+    """Return why tensors aren't there that the index lists, by key."""
+    there = {file.name: {entry.name for entry in file.entries} for file in files}
+    lacking = {key: file for key, file in (listing.weight_map or {}).items() if key not in there.get(file, ())}
+    return {
+        key: f"{listing.name!r} lists it, and {file!r} " + ("doesn't have it" if file in there else "isn't there")
+        for key, file in lacking.items()
+    }
+
+
+def _refusal(entry: Entry) -> str:
+    """Return why a tensor can't be loaded; an empty text if it can."""
+    # An error of this tensor alone: the others of the model still load.
+    if not entry.name:
+        return "it has no name"
+    if len(entry.shape) > _MOST_AXES:
+        return f"it has {len(entry.shape)} axes"
+    try:
+        kind_from_file(entry.tag, entry.shape)
+    except UnsupportedValue as error:
+        return str(error)
+    return ""
+
+
+def _columns(entries: Sequence[Entry]) -> ShardColumns:
+    # A model repeats few kinds in many layers; each is one object.
+    unique_kinds = {kind: TensorKind(*kind_from_file(*kind), 0) for kind in {entry[1:3] for entry in entries}}
+    kinds = {entry.name: unique_kinds[entry[1:3]] for entry in entries}
+    shape = box_column([kind.global_shape for kind in kinds.values()], fill=1)
+    return stored_columns(kinds, np.arange(len(entries)), np.zeros_like(shape), shape)
+
+
+def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the model lacks a tensor.
+        ShapeError: a tensor is stored with another shape or dtype.
+        UnsupportedValue: a tensor has a dtype that torch lacks.
+        CorruptCheckpoint: the files aren't sound, or don't fit each other.
+    """
+    model_contents = read_contents(checkpoint)
+    check_taken(model_contents.refusals, [shard.key for shard in shards])
+    return load_from_index(checkpoint, model_contents.index, shards)
+
+
+def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by its name, whole and without data; not those that can't be loaded."""
+    model_contents = read_contents(checkpoint)
+    files = partial(_needed_files, model_contents)
+    return IndexMetadata(model_contents.index, untaken=model_contents.refusals, files=files)
+
+
+def _needed_files(model_contents: Contents) -> Mapping[str, int]:
+    return model_contents.needed
+
+
+def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the strings that the files keep beside their tensors, as ``__metadata__``; {} if there are none."""
+    texts = read_contents(checkpoint).texts
+    return {TEXTS: dict(texts)} if texts else {}
+
+
+# Checking a Hugging Face model as far as its format allows: lengths, headers and the index
+
+_WHY = "this format carries no checksums: lengths, headers and the index are compared"
+
+
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is wrong with a model's files, and that none of their bytes has a checksum.
+
+    A changed value isn't found: only lengths, headers, and whether the index fits the files can be checked.
+    """
+    try:
+        listing = read_listing(checkpoint)
+    except CheckpointingException as error:
+        return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
+    damage = _damage(checkpoint, listing) or _damage_beside(checkpoint, listing)
+    untaken = () if damage else untaken_findings(read_contents(checkpoint).refusals)
+    return (*damage, *_unchecked_files(checkpoint, listing), *untaken)
+
+
+def _unchecked_files(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
+    index = INDEX_FILE if listing.name == METADATA_FILE else listing.name
+    for name in dict.fromkeys([index, *listing.files]):
+        length = checkpoint.storage.length(name)
+        if length is not None:
+            yield Unchecked(name, _WHY, length)
+
+
+def _damage_beside(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
+    """Return what is wrong with the index beside a metadata.json: other programs read the model by it."""
+    # It is written after metadata.json, which is the commit: a save that was killed in between has none.
+    if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:
+        return ()
+    try:
+        return _damage(checkpoint, read_index_json(checkpoint.storage, INDEX_FILE))
+    except CheckpointingException as error:
+        return (Damage(INDEX_FILE, str(error)),)
+
+
+def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
+    files, damages, keys = list[WeightFile](), list[Damage](), _keys(listing)
+    for name in listing.files:
+        try:
+            files.append(read_header(checkpoint.storage, name))
+        except CheckpointingException as error:
+            damages.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
+    # The index is compared only with sound files: a damaged header would make all its tensors seem missing.
+    return tuple(damages) or _contradictions(checkpoint.storage, listing, files)
+
+
+def _keys(listing: Listing) -> dict[str, list[str]]:
+    """Return the tensors that the index lists, by file."""
+    by_file: dict[str, list[str]] = {}
+    for key, file in (listing.weight_map or {}).items():
+        by_file.setdefault(file, []).append(key)
+    return by_file
+
+
+def _contradictions(storage: Storage, listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:
+    """Return where an index and sound files contradict each other."""
+    try:
+        contents(listing, files)
+    except CheckpointingException as error:
+        return (Damage(listing.name, str(error)),)
+    lacking = absent(listing, files)
+    if lacking and are_tied(storage, lacking, [entry.name for file in files for entry in file.entries]):
+        return ()  # it is named with what isn't taken; total_size may count it or not
+    if lacking:
+        why = "tensors that it lists aren't in their files, as where a tied one isn't stored twice"
+        return (Damage(listing.name, why, keys=tuple(sorted(lacking))),)
+    if listing.weight_map is None or listing.total_size is None:
+        return ()
+    entries = (entry for file in files for entry in file.entries if listing.weight_map.get(entry.name) == file.name)
+    total = sum(entry.stop - entry.start for entry in entries)
+    if total == listing.total_size:
+        return ()
+    return (Damage(listing.name, f"total_size is {listing.total_size}, the tensors have {total} bytes"),)

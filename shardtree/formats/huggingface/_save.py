@@ -1,0 +1,307 @@
+"""Saving as a Hugging Face model: all ranks write to the same files, each the runs of its own shards.
+
+The alternatives were a rank that gathers whole tensors, or files that are written twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ...codec import canonical_json
+from ...errors import (
+    AlreadyACheckpoint,
+    IntegrityError,
+    MetadataError,
+    StrategyError,
+    UnsupportedValue,
+    error_text,
+    render_path,
+)
+from ...geometry import as_int
+from ...layouts import ShardColumns, check_access
+from ...mapping import ShardedObject, ShardedTensor
+from ...plans import level_writes
+from ...storage import Buffer, can, digest, make_folder, move, remove_folder, reported_parts, sync_folder, write_parts
+from ...strategies import (
+    METADATA_FILE,
+    AsyncRequest,
+    Fields,
+    PendingSave,
+    SaveSharded,
+    abandoning,
+    check_seen,
+    replace_metadata,
+)
+from ._layout import ModelFile, model_files, shard_pieces
+from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name
+from ._texts import TEXTS, header_texts, paths_without_room
+
+# The commit: files get the names by which a model is recognised, the one that makes it a model last
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's files, the number of each tensor's file, and the rank that writes each file's header."""
+
+    files: tuple[ModelFile, ...]
+    file_of: Mapping[str, int]
+    head_writer: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """What the rows of one save have planned and done, for those that come after.
+
+    Attributes:
+        model: that all ranks write.
+        final_names: the names that its files have got so far; a save that fails removes them.
+    """
+
+    model: Model
+    final_names: list[str] = field(default_factory=list)
+
+
+def commit(pending: PendingSave, fields: Fields) -> None:
+    """Make a folder a model: its files get their names, then the index is written; a single file needs none.
+
+    If another format keeps the common state, metadata.json comes before the index: it is the commit then.
+    """
+    saving: Saving = pending.state
+    files, final_names = saving.model.files, saving.final_names
+    count = len(files)
+    alone = fields["common_backend"] == BACKEND
+    if alone and count == 1:
+        move(pending.storage, draft_name(pending.save_id, 0, 1), SINGLE_FILE)
+        _sync(pending)
+        return
+    for number in range(count):
+        move(pending.storage, draft_name(pending.save_id, number, count), file_name(number, count))
+        final_names.append(file_name(number, count))
+    _sync(pending)
+    if not alone:
+        all_fields = {**fields, "tensor_files": list(final_names)}
+        replace_metadata(pending.storage, pending.before, all_fields, durable=pending.options.durable)
+    pending.storage.replace(INDEX_FILE, index_json(files), durable=pending.options.durable)
+
+
+def _sync(pending: PendingSave) -> None:
+    """Sync the files' new names, and then the removal of the old ones."""
+    # In this order: after a power failure a file may have both names, and must not have none.
+    if pending.options.durable:
+        sync_folder(pending.storage)
+        sync_folder(pending.storage, pending.save_id)
+
+
+def index_json(files: Sequence[ModelFile]) -> bytes:
+    """Return the index of a model of several files.
+
+    Examples:
+        >>> file = ModelFile(bytes(8), 12, {"w": 8})
+        >>> json.loads(index_json([file]))
+        {'metadata': {'total_size': 4}, 'weight_map': {'w': 'model-00001-of-00001.safetensors'}}
+    """
+    weight_map = {key: file_name(number, len(files)) for number, file in enumerate(files) for key in file.bytes_before}
+    total = sum(file.length - len(file.header) for file in files)
+    value = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
+    """Raise if a file has a name that the model needs, and belongs to no model that `overwrite` replaces.
+
+    Raises:
+        AlreadyACheckpoint: names the files.
+    """
+    # They may be another program's, or what a save left that was killed between its renames: that can't be told.
+    names = (file_name(number, len(files)) for number in range(len(files)))
+    there = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
+    if there:
+        what = "save: files of a model without an index are in the way"
+        raise AlreadyACheckpoint(error_text(what, offenders=there, fix="Remove them, or save to another folder."))
+
+
+def abandon(pending: PendingSave, saving: Saving) -> None:
+    """Remove the files of a failed save, unless it is a model already. Never raises."""
+    if pending.world.rank != 0:
+        return
+    files = saving.model.files
+    with abandoning(pending.storage.where(pending.save_id)):
+        for number in range(len(files)):
+            pending.storage.remove(draft_name(pending.save_id, number, len(files)))
+        remove_folder(pending.storage, pending.save_id)
+        if not any(pending.storage.length(name) is not None for name in (INDEX_FILE, METADATA_FILE)):
+            while saving.final_names:
+                pending.storage.remove(saving.final_names.pop())
+
+
+MAX_FILE_BYTES = 5 * 10**9
+"""The most bytes of tensors in one file, as in the tools of the Hub."""
+
+_NATIVE_COMMON = "name common_strategy=('safetensors', 1), which keeps them in files of their own beside the model"
+
+
+def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
+    """Return the function that saves shards as a model with files of at most that many bytes of tensors.
+
+    Args:
+        max_file_bytes: a file with a single tensor may be larger.
+
+    Raises:
+        MetadataError: that isn't a number of bytes.
+
+    Examples:
+        >>> import shardtree as st
+        >>> from shardtree.strategies import StrategyAction, default_strategies
+        >>> row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
+        >>> table = default_strategies | {row: save_sharded_up_to(2 * 10**9)}
+    """
+    most_bytes = as_int(max_file_bytes)
+    if most_bytes is None or most_bytes < 1:
+        found = f"{max_file_bytes!r}"[:200]
+        raise MetadataError(error_text("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
+    return partial(_prepare, most_bytes)
+
+
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[str]:
+    """Prepare a rank's parts of the model's files, and return the request that writes them.
+
+    Raises:
+        UnsupportedValue: there are objects, or dtypes that safetensors files don't have.
+        StrategyError: ranks didn't exchange what they hold.
+        IntegrityError: shards don't tile their tensors.
+        MetadataError: Strings beside the tensors are too long for a header.
+    """
+    return _prepare(MAX_FILE_BYTES, pending, shards)
+
+
+def save_common(pending: PendingSave, common: Any) -> Fields:
+    """Refuse what a model's files can't hold of a common state: all but strings of ``__metadata__``.
+
+    Those were written with the tensors, in each file's header.
+
+    Raises:
+        UnsupportedValue: names every value by its path.
+        StrategyError: another format has the shards, so that there is no model to load this from.
+    """
+    if paths := paths_without_room(common):
+        what = f"save: a Hugging Face model holds tensors and the strings of {TEXTS!r} only, not these values"
+        fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
+        raise UnsupportedValue(error_text(what, offenders=map(render_path, paths), fix=fix))
+    if not isinstance(pending.state, Saving):
+        fix = f"Save the shards as ({BACKEND!r}, {VERSION}) too, or {_NATIVE_COMMON}."
+        raise StrategyError(error_text(f"save: no shards were written in the format {BACKEND!r}", fix=fix))
+    return {}
+
+
+def _prepare(
+    max_file_bytes: int, pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]
+) -> AsyncRequest[str]:
+    objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
+    if objects:
+        what = "save: a Hugging Face model holds tensors only, not these objects"
+        raise UnsupportedValue(
+            error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
+        )
+    if isinstance(pending.state, Saving):  # of another rank that this process plays
+        model = pending.state.model
+    else:
+        is_whole = can(pending.storage).write_parts is None and pending.world.size > 1
+        ranks = pending.world.size if is_whole else None
+        model = _model(_layout(pending), max_file_bytes, ranks, header_texts(pending.common))
+    saving = Saving(model)
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    return AsyncRequest(
+        world=pending.world,
+        async_fn=partial(_write, pending, model, tensors),
+        commit=partial(_check_written, pending, model.files),
+        abandon=partial(abandon, pending, saving),
+        state=saving,
+    )
+
+
+def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts: Mapping[str, str]) -> Model:
+    """Return a model's files.
+
+    Args:
+        columns: all ranks' shards.
+        max_file_bytes: the most bytes of tensors in a file.
+        ranks: how many there are where each file has to be of one of them; None where they may share files.
+        texts: Strings of each file's header.
+    """
+    kinds, writers = dict(zip(columns.keys, columns.kinds, strict=True)), None
+    if ranks is not None:
+        writers = _writers(columns, ranks)
+        kinds = {key: kinds[key] for key in sorted(kinds, key=writers.__getitem__)}
+    files = model_files(kinds, max_file_bytes=max_file_bytes, writers=writers, texts=texts)
+    file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
+    heads = tuple(max((writers[key] for key in file.bytes_before), default=0) if writers else 0 for file in files)
+    return Model(files, file_of, heads)
+
+
+def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
+    """Return the first rank that writes to each tensor, as a save shares it out; 0 for those without elements."""
+    rows = np.flatnonzero(level_writes(columns, ranks))
+    # Backwards, so that the first counts. A tensor of several ranks can't be written: the storage's error says why.
+    writers = dict(zip(columns.key[rows][::-1].tolist(), columns.rank[rows][::-1].tolist(), strict=True))
+    return {key: writers.get(number, 0) for number, key in enumerate(columns.keys)}
+
+
+def _layout(pending: PendingSave) -> ShardColumns:
+    """Return all ranks' shards, which are known to tile their tensors."""
+    if pending.layout is None:
+        what = "save: a Hugging Face model's files are written together, and the ranks don't know each other's shards"
+        raise StrategyError(error_text(what, fix="Leave validate_access_integrity on."))
+    if pending.world.size == 1:
+        check_access(pending.layout)  # several ranks have checked this when they exchanged their layouts
+    return pending.layout
+
+
+def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> str:
+    """Write this rank's parts, and return the hash of the strings by whose length it placed them."""
+    files, rank = model.files, pending.world.rank
+    if rank == 0:
+        check_free(pending, files)
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
+    # Sorted by place, so that each file is written from front to back.
+    file_of = model.file_of
+    rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
+    own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
+    for number, file in enumerate(files):
+        has_head = model.head_writer[number] == rank
+        if has_head or number in own:
+            parts = reported_parts(_parts(file, own.get(number, []), has_head=has_head), pending.options.progress)
+            name = draft_name(pending.save_id, number, len(files))
+            write_parts(pending.storage, name, file.length, parts, durable=pending.options.durable)
+    return digest(canonical_json(header_texts(pending.common)))
+
+
+def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
+    """Return the sort key of a file's shards: where their first element lies."""
+    start = 0 if shard.flattened_range is None else shard.flattened_range.start
+    return file.bytes_before[shard.key], shard.global_offset, start
+
+
+def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) -> Iterator[tuple[int, Buffer]]:
+    if has_head:
+        yield 0, memoryview(file.header)
+    for shard in shards:
+        yield from shard_pieces(shard, file.bytes_before[shard.key])
+
+
+def _check_written(pending: PendingSave, files: Sequence[ModelFile], hashes: Sequence[str]) -> Fields:
+    """Raise unless all ranks have placed their parts after the same strings, and rank 0 sees the files."""
+    others = [f"rank {rank}" for rank, own in enumerate(hashes) if own != hashes[0]]
+    if others:  # of what save's `preprocess_common_before_consistancy_check` leaves out, ranks may hold their own
+        what = f"save: ranks disagree with rank 0 about the strings of {TEXTS!r}, which every file's header has"
+        raise IntegrityError(error_text(what, offenders=others, fix="Give all ranks the same strings."))
+    names = (draft_name(pending.save_id, number, len(files)) for number in range(len(files)))
+    check_seen(pending.storage, zip(names, (file.length for file in files), strict=True), "the ranks")
+    return {}

@@ -1,0 +1,393 @@
+"""The machine that reads pickles: Python's own, without what imports; it calls what is listed, and works within limits.
+
+A few bytes can make a tuple that contains another one twice, which contains another one twice, and so on. It takes
+little memory, but hashing it, or copying it without its sharing, takes endless time and memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, Protocol
+
+from ...errors import UnsafeFile, error_text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constructor:
+    r"""The function that a reader calls for a class or function that a pickle names.
+
+    Attributes:
+        make: called with the pickle's arguments, of any types; returns the value. An exception makes the file corrupt.
+        build: called with the value and the pickle's state for it; changes the value in place, at most once. None: no
+            state is accepted.
+        keys: called with the arguments before `make`; returns what `make` will hash.
+
+    Examples:
+        >>> from shardtree.formats.pickles import read_pickle
+        >>> data = b"cbuiltins\ncomplex\n(F1\nF2\ntR."
+        >>> read_pickle(data, {("builtins", "complex"): Constructor(complex)}, what="example")
+        (1+2j)
+    """
+
+    make: Callable[..., Any]
+    build: Callable[[Any, Any], None] | None = None
+    keys: Callable[..., Iterable[Any]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Stub:
+    """Represents an object of a class that isn't imported. Compared and hashed by identity.
+
+    Attributes:
+        type_name: module and qualified name of its class.
+        args: the arguments of its constructor.
+        state: the state that it was to be filled with; None if the pickle has none.
+    """
+
+    type_name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+
+def inert(type_name: str) -> Constructor:
+    """Return the constructor of stubs for one class.
+
+    Args:
+        type_name: module and qualified name of the class.
+
+    Examples:
+        >>> inert("datetime.date").make(2025, 12, 31)
+        Stub(type_name='datetime.date', args=(2025, 12, 31), state=None)
+    """
+
+    def make(*args: Any) -> Stub:
+        return Stub(type_name, args)
+
+    return Constructor(make, _fill)
+
+
+def _fill(stub: Stub, state: Any) -> None:
+    stub.state = state
+
+
+DEEPEST = 250
+"""How deep containers may be nested; our own writers stop at 100."""
+
+_LEAST_NODES = 1_000_000
+_TIMES_LENGTH = 8
+_COLLISIONS = 1_000
+_MOST_AT_ONCE = 1_000_000
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, type})
+_PLAIN = frozenset({dict, list, tuple, set, frozenset, Stub})
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_SIZED_TYPES = frozenset({*_CONTAINERS, str, bytes, bytearray})
+
+
+class _Guard:
+    """Limits the work that a pickle causes beyond its own length.
+
+    This is hashing keys, and calling constructors with arguments that the pickle refers to again and again.
+    """
+
+    __slots__ = ("_budget", "_collisions", "_first")
+
+    def __init__(self, length: int) -> None:
+        self._budget = max(_LEAST_NODES, _TIMES_LENGTH * length)
+        self._first: dict[int, Any] = {}
+        self._collisions = 0
+
+    def charge(self, arguments: Iterable[Any]) -> None:
+        """Charge for the arguments of a call; raise ValueError if too much was copied by all calls together."""
+        left = self._budget - 1
+        for value in arguments:
+            if type(value) in _SIZED_TYPES:
+                left -= len(value)
+        self._budget = left
+        if left < 0:
+            raise ValueError("it copies the same values too often")
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Raise ValueError if keys would take too long to hash, or too many have the same hash."""
+        for key in keys:
+            kind: Any = type(key)
+            # Hashes of strings depend on a random seed, and those of objects on their addresses: no file can choose
+            # them.
+            if kind is str or kind.__hash__ is object.__hash__:
+                continue
+            self._budget -= _hashed_size(key, self._budget)
+            if self._budget < 0:
+                raise ValueError("keys that take too long to hash")
+            self._compare(key)
+
+    def _compare(self, key: Any) -> None:
+        first = self._first.setdefault(hash(key), key)
+        if first is key or first == key:
+            return
+        # Hashes of numbers are predictable: a file can choose keys that collide, so that each look-up is a search.
+        self._collisions += 1
+        if self._collisions > _COLLISIONS:
+            raise ValueError("too many different keys have the same hash")
+
+
+def _hashed_size(key: Any, most: int) -> int:
+    """Return how many nodes a key has; raise ValueError if they are too many or it is too deep."""
+    # By levels rather than by recursion: hash() of nested tuples recurses in C without a limit, and overflows the
+    # stack.
+    size, level = 0, [key]
+    for _ in range(DEEPEST):
+        size += len(level) + sum(item.bit_length() >> 9 for item in level if type(item) is int)
+        below: list[Any] = []
+        for item in level:
+            below.extend(contents(item))
+            if size + len(below) > most:
+                raise ValueError("a key that takes too long to hash")
+        if not below:
+            return size
+        level = below
+    raise ValueError(f"a key more than {DEEPEST} deep")
+
+
+def contents(value: Any) -> Collection[Any]:
+    """Return what a value contains: items, keys and values, attributes.
+
+    Examples:
+        >>> list(contents({"a": [1]}))
+        ['a', [1]]
+    """
+    kind: Any = type(value)
+    if _is_leaf(kind):
+        return ()
+    if issubclass(kind, dict):
+        return [*value, *value.values()]
+    if issubclass(kind, _CONTAINERS):
+        items: Collection[Any] = value
+        return items
+    attributes = [getattr(value, name) for name in _slots(kind) if hasattr(value, name)]
+    return [*attributes, *getattr(value, "__dict__", {}).values()]
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    groups = [cls.__dict__.get("__slots__", ()) for cls in kind.__mro__]
+    return tuple(name for group in groups for name in ([group] if isinstance(group, str) else group))
+
+
+def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset()) -> None:
+    """Raise if a value has a cycle, is too deep, or would be too large without sharing.
+
+    Args:
+        value: what a pickle made.
+        length: of the pickle, in bytes.
+        helpers: types of helper objects that may be arguments of constructors, but not part of the value.
+
+    Raises:
+        ValueError: it is; says which.
+
+    Examples:
+        >>> pair = [1, 2]
+        >>> check_bounded([pair, pair], 10)
+        >>> pair.append(pair)
+        >>> check_bounded(pair, 10)
+        Traceback (most recent call last):
+        ...
+        ValueError: containers nested more than 250 deep, or one that contains itself
+    """
+    # The walk doesn't mark what it has visited: shared values count each time, as they would cost each later walk.
+    left = max(_LEAST_NODES, _TIMES_LENGTH * length)
+    helpers |= {Constructor}
+    todo = [([value], 0)]
+    while todo:
+        batch, depth = todo.pop()
+        if depth > DEEPEST:
+            raise ValueError(f"containers nested more than {DEEPEST} deep, or one that contains itself")
+        kinds = set(map(type, batch))
+        if kinds & helpers:
+            raise ValueError("a class, a function or a storage in place of a value")
+        size = _size(batch, kinds)
+        if size > left:
+            raise ValueError("too many values in it, counting shared ones each time")
+        # In halves: the contents of a whole level at once could take more memory than the value itself.
+        if size > _MOST_AT_ONCE and len(batch) > 1:
+            middle = len(batch) // 2
+            todo += [(batch[:middle], depth), (batch[middle:], depth)]
+            continue
+        left -= size
+        parts = _batch_contents(batch, kinds)
+        leaves = {kind for kind in set(map(type, parts)) if _is_leaf(kind)}
+        inner = [part for part in parts if type(part) not in leaves]
+        if inner:
+            todo.append((inner, depth + 1))
+
+
+def _size(batch: list[Any], kinds: set[type]) -> int:
+    """Return about how many values those of a batch contain."""
+    containers = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
+    return len(batch) + sum([len(value) for value in batch if type(value) in containers])
+
+
+def _is_leaf(kind: type) -> bool:
+    # Not entered: a class, or a member of an enum, refers to its whole module.
+    return kind in _ATOMS or issubclass(kind, (type, Enum))
+
+
+def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
+    """Return what the values of a batch contain, one after the other."""
+    if kinds <= _PLAIN:
+        return gc.get_referents(*batch)  # for these types the same as `contents`, and ten times as fast
+    plain = [value for value in batch if type(value) in _PLAIN]
+    others = [part for value in batch if type(value) not in _PLAIN for part in contents(value)]
+    return gc.get_referents(*plain) + others
+
+
+class Run:
+    """Stands on the stack, or in a list or dict, for consecutive values that a scan took as columns.
+
+    A run in a dict is a key and its own value, for as many pairs.
+
+    Attributes:
+        first: number of the first value in the scan's columns.
+        last: one past the last one's.
+    """
+
+    __slots__ = ("first", "last")
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+
+class Irregular(ValueError):
+    """A pickle isn't regular enough for a scan; reading it without one is right."""
+
+
+class _Memo(dict[int, Any]):
+    """The values that a pickle numbered. Those that a scan took aren't kept here, but have their numbers.
+
+    Attributes:
+        taken: how many numbers belong to values that a scan took.
+        find: returns such a value by its number; raises KeyError if it isn't kept.
+    """
+
+    __slots__ = ("find", "taken")
+
+    def __init__(self, find: Callable[[int], Any] | None) -> None:
+        super().__init__()
+        self.taken = 0
+        self.find = find
+
+    def __missing__(self, number: int) -> Any:
+        if self.find is None:
+            raise KeyError(number)
+        return self.find(number)
+
+
+class Scan(Protocol):
+    """Takes the regular parts of a pickle from its bytes, many values at a time.
+
+    It is called after each object that is filled, with the position of the next opcode, and returns that of the opcode
+    after what it took; a `Run` is on the stack then, and `machine.memo.taken` counts the numbers that went by.
+    """
+
+    def __call__(self, machine: Machine, at: int) -> int: ...
+
+    def find(self, number: int) -> Any:
+        """Return a value that was taken, by its number in the memo."""
+        ...
+
+
+FIX = "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
+
+_LONGEST_LINE = 10_000
+
+
+class Machine(pickle._Unpickler):
+    """Python's reader of pickles, in Python, which can't be made to run code, nor to take memory or time without end.
+
+    Not pickle.Unpickler with find_class overridden: the machine in C can be made to allocate 64 GB by twenty bytes, and
+    to hash nested tuples for ever, and forbidding classes doesn't change that. This one reads a few million opcodes a
+    second. Its handlers are listed one by one where it is run, so that an opcode of a newer Python isn't among them.
+
+    Attributes:
+        data: the pickle.
+        file: the same, as a file that is read.
+        stack: what was pushed since the last mark.
+        metastack: the stacks below it, one for each earlier mark.
+        memo: number -> value.
+        scan: takes regular parts; None: there is none.
+        made: id -> constructor and value, of values that may still be built. The value is kept, so that its id isn't
+            reused.
+        guard: limits the work.
+    """
+
+    memo: _Memo
+
+    def __init__(
+        self,
+        data: bytes,
+        classes: Mapping[tuple[str, str], Any],
+        what: str,
+        find_outside: Callable[[Any], Any] | None,
+        fix: str,
+        scan: Scan | None = None,
+    ) -> None:
+        # A length that the pickle announces is never allocated: the file gives what is left, and then no opcode comes.
+        self.file = io.BytesIO(data)
+        super().__init__(self.file)
+        self.read = self.file.read
+        self.stack: list[Any] = []
+        self.append = self.stack.append
+        self.metastack: list[list[Any]] = []
+        self.memo = _Memo(None if scan is None else scan.find)
+        self.constructions: dict[int, tuple[Constructor, Any]] = {}
+        self.guard = _Guard(len(data))
+        self.data, self.classes, self.what, self.find_outside = data, classes, what, find_outside
+        self.fix, self.scan = fix, scan
+
+    def pop_mark(self) -> list[Any]:
+        """Pop and return what was pushed since the last mark, and the mark."""
+        items, self.stack = self.stack, self.metastack.pop()
+        self.append = self.stack.append
+        return items
+
+    def readline(self) -> bytes:
+        """Return the bytes up to the end of a line."""
+        line = self.file.readline(_LONGEST_LINE)
+        if line[-1:] != b"\n":
+            raise ValueError("a line without an end")
+        return line
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the constructor or value of a name; the names of Python 2 are those of today's classes."""
+        # torch.save writes protocol 2, in which pickle itself calls int `__builtin__.long`.
+        today = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
+        for place in ((module, name), today):
+            with suppress(KeyError):
+                return self.classes[place]
+        wrong = f"names {module[:100]}.{name[:100]}, which is neither data nor known to be harmless"
+        raise self.unsafe(wrong)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the value of a persistent id."""
+        if self.find_outside is None:
+            raise self.unsafe("refers to something outside of itself")
+        return self.find_outside(pid)
+
+    def _decode_string(self, value: bytes) -> str | bytes:
+        # A string of Python 2 could be either: it is text if it is UTF-8.
+        try:
+            return str(value, "utf-8")
+        except UnicodeDecodeError:
+            return value
+
+    def unsafe(self, wrong: str) -> UnsafeFile:
+        """Return the error for a pickle that contains more than data."""
+        place = f"before byte {self.file.tell()}"
+        return UnsafeFile(error_text(f"{self.what}: it {wrong}", found=place, fix=self.fix))

@@ -1,0 +1,305 @@
+"""What is in a checkpoint of torch.save's files: pieces of tensors as an index, and what is shown but not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import box_column, shared_groups, volumes
+from ...layouts import ShardColumns, TensorKind
+from ...storage import ByteRanges, StoredFile
+from ...strategies import Checkpoint, Comparison
+from ...strategies.index import Index, build_index, int64, stored_columns
+from ..archives import StoredTensor
+from ._copies import Copy, Stored, same_by_checksum
+from ._files import ArchiveFile
+from ._scattered import ByKey, Scattered, too_large
+
+_STATE = "optimizer.state"
+
+
+def state_key(state: str, parameter: str | int) -> str:
+    """Return the key of an optimizer's state of a parameter, as `optim` and Megatron-Core name it.
+
+    Examples:
+        >>> state_key("exp_avg", "head.weight")
+        'optimizer.state.exp_avg.head.weight'
+    """
+    return f"{_STATE}.{state}.{parameter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a tensor in a file: a box of it, or a flat range of all of it.
+
+    Attributes:
+        key: the tensor's.
+        file: number of the file.
+        byte: where they begin in it.
+        offset: of the box; of a flat range zeros.
+        shape: of the box; of a flat range the tensor's.
+        start: first element of the flat range, -1 for a whole box.
+        stop: one past its last element, -1 for a whole box.
+        scattered: The stored tensor whose bytes in another order are the box; None where they are in this one.
+    """
+
+    key: str
+    file: int
+    byte: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int = -1
+    stop: int = -1
+    scattered: StoredTensor | None = None
+
+
+def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] | None = None) -> Piece:
+    """Return the piece that a stored tensor is: a box at an offset, or all of the tensor of a key."""
+    start = (0,) * len(tensor.shape) if offset is None else offset
+    return Piece(key, file, tensor.begin, start, tensor.shape, scattered=None if tensor.is_row_major else tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What is in a checkpoint.
+
+    Attributes:
+        files: of which the index has the numbers.
+        checked: the same files, with the CRC32s of their records.
+        stored: the tensors that have bytes of their own.
+        shown: all tensors: those that are stored, derived or numbers.
+        derived: the master's key, of a tensor that is its master rounded.
+        numbers: tensors without axes that files hold as Python numbers.
+        compared: by the key of a state, what shows that its bytes are the parameter's.
+        refused: why a tensor can't be loaded, by its key, though it is there.
+        copies: of a tensor, by its key, that are compared when it is read; all of it, where any may differ.
+        objects: sharded objects by unique key, their tensors not filled.
+        common: the common state, its tensors not filled.
+        scattered: the boxes whose bytes are in another order, by the key of their tensor; the index has them behind
+            the end of their file.
+        check: reads a little, once, before any tensor is read, and raises if a file isn't its rank's own; None where
+            other comparisons show that.
+    """
+
+    files: Sequence[ArchiveFile]
+    checked: Sequence[StoredFile]
+    stored: Index
+    shown: Index
+    derived: Mapping[str, str]
+    numbers: Mapping[str, torch.Tensor]
+    compared: Mapping[str, Comparison]
+    refused: Mapping[str, str]
+    copies: Mapping[str, Sequence[Copy]]
+    objects: Mapping[str, Any]
+    common: Any
+    scattered: ByKey
+    check: Callable[[Checkpoint], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Tensors:
+    """The tensors of a checkpoint, as they are found file by file.
+
+    Attributes:
+        kinds: of all tensors that are shown, by key.
+        pieces: of those that are stored, in any order, none twice.
+        derived: as in `Contents`, like the others.
+        numbers: likewise.
+        compared: likewise.
+        refused: likewise.
+        copies: likewise, those too that are known to be the same.
+        told: numbers, with the file of each.
+    """
+
+    kinds: dict[str, TensorKind] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    derived: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    compared: dict[str, Comparison] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    told: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def add(self, key: str, dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece] = ()) -> None:
+        """Add a tensor that is shown, with the pieces that are stored of it."""
+        self.kinds[key] = TensorKind(dtype, tuple(shape), 0)
+        self.pieces.extend(pieces)
+
+    def add_number(self, key: str, value: float, where: str) -> None:
+        """Add a number without axes that a file has, as torch's optimizers have their `step`; the first one counts."""
+        first = self.told.setdefault(key, (value, where))
+        if first[1] != where:
+            self.add_copy([key], first[0], value, (first[1], where))
+            return
+        self.add(key, torch.float32, ())
+        try:
+            self.numbers[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+        except OverflowError:  # an int of more than 1024 bits
+            self.refused[key] = "a number that float32 can't hold"
+
+    def add_derived(self, key: str, dtype: torch.dtype, shape: Sequence[int], master: str) -> None:
+        """Add a tensor that is its master, rounded to a dtype."""
+        self.derived[key] = master
+        self.add(key, dtype, shape)
+
+    def add_copy(
+        self,
+        keys: Sequence[str],
+        one: Stored,
+        other: Stored | None,
+        places: tuple[str, str],
+        offset: tuple[int, ...] | None = None,
+    ) -> None:
+        """Add what another file has of a box of each of these tensors; without an offset, of all of it."""
+        axes = len(one.shape) if isinstance(one, StoredTensor) else 0
+        copy = Copy(one, other, places, (0,) * axes if offset is None else offset, same_by_checksum(one, other))
+        for key in keys:
+            self.copies.setdefault(key, []).append(copy)
+
+
+def contents_of(
+    files: Sequence[ArchiveFile],
+    tensors: Tensors,
+    *,
+    common: Any,
+    objects: Mapping[str, Any] | None = None,
+    check: Callable[[Checkpoint], None] | None = None,
+    where: Callable[[str], str] = str,
+) -> Contents:
+    """Return what is in a checkpoint, after checking that pieces cover their tensors.
+
+    Args:
+        files: with tensors' bytes.
+        tensors: what was found in them.
+        common: the common state.
+        objects: as in `Contents`.
+        check: likewise.
+        where: from a file's name to its place, for messages.
+
+    Raises:
+        CorruptCheckpoint: elements of a tensor are in no file, or in two.
+    """
+    kinds, pieces = tensors.kinds, tensors.pieces
+    scattered = [(piece.key, piece.scattered) for piece in pieces if piece.scattered is not None]
+    tensors.refused.update(too_large(scattered, sum(file.length for file in files)))
+    derived, numbers, refused = tensors.derived, tensors.numbers, tensors.refused
+    own = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
+    own_pieces = _behind_ends(files, [piece for piece in pieces if piece.key in own])
+    readable = {key: kind for key, kind in own.items() if key not in refused}
+    _check_tiled(files, readable, [piece for piece in own_pieces if piece.key in readable], where)
+    places: dict[str, list[Piece]] = {}
+    for piece in own_pieces:
+        places.setdefault(piece.key, []).append(piece)
+    # What a derived tensor or a number is shown as is never read: the rows only make the index whole.
+    shown = [replace(piece, key=key) for key, master in derived.items() for piece in places.get(master, ())]
+    shown += [Piece(key, 0, 0, (), ()) for key in numbers]
+    listed = [StoredFile(file.name, file.length) for file in files]
+    rows = [(f"{name}", 0, 0, 0) for name in objects or {}]
+    return Contents(
+        files=files,
+        checked=[_with_checksums(file) for file in files],
+        stored=_index(own, own_pieces, listed, rows),
+        shown=_index(kinds, [*own_pieces, *shown], listed, rows),
+        derived=derived,
+        numbers=numbers,
+        compared=tensors.compared,
+        refused=refused,
+        copies={key: each for key, each in tensors.copies.items() if not all(copy.same for copy in each)},
+        objects=objects or {},
+        common=common,
+        scattered=_scattered(own_pieces),
+        check=check,
+    )
+
+
+def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces of which those that are scattered begin behind the end of their file, one after the other."""
+    ends, placed = [file.length for file in files], list[Piece]()
+    for piece in pieces:
+        if piece.scattered is None:
+            placed.append(piece)
+        else:
+            placed.append(replace(piece, byte=ends[piece.file]))
+            ends[piece.file] += prod(piece.shape) * piece.scattered.dtype.itemsize
+    return placed
+
+
+def _scattered(pieces: Sequence[Piece]) -> dict[str, list[Scattered]]:
+    by_key: dict[str, list[Scattered]] = {}
+    for piece in pieces:
+        if piece.scattered is not None:
+            by_key.setdefault(piece.key, []).append(Scattered(piece.offset, piece.scattered))
+    return by_key
+
+
+def _with_checksums(file: ArchiveFile) -> StoredFile:
+    begin, nbytes, crc32 = (
+        np.array([getattr(record, name) for record in file.records], dtype=np.int64)
+        for name in ("begin", "nbytes", "crc32")
+    )
+    return StoredFile(file.name, file.length, ranges=ByteRanges(begin, begin + nbytes, crc32))
+
+
+def _index(
+    kinds: Mapping[str, TensorKind],
+    pieces: Sequence[Piece],
+    files: Sequence[StoredFile],
+    objects: Sequence[tuple[str, int, int, int]],
+) -> Index:
+    file, byte = int64([piece.file for piece in pieces]), int64([piece.byte for piece in pieces])
+    return build_index(piece_columns(kinds, pieces), file, byte, files=files, objects=objects)
+
+
+def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> ShardColumns:
+    """Return pieces of tensors as columns, a row a piece, with the keys sorted."""
+    number = {key: position for position, key in enumerate(sorted(kinds))}
+    axes = max((len(kind.global_shape) for kind in kinds.values()), default=0)
+    return stored_columns(
+        {key: kinds[key] for key in number},
+        int64([number[piece.key] for piece in pieces]),
+        box_column([piece.offset for piece in pieces], fill=0, axes=axes),
+        box_column([piece.shape for piece in pieces], fill=1, axes=axes),
+        int64([piece.start for piece in pieces]),
+        int64([piece.stop for piece in pieces]),
+    )
+
+
+def _check_tiled(
+    files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
+) -> None:
+    """Raise unless the pieces of each tensor tile it: as many elements, and no element twice.
+
+    Flat ranges aren't compared with each other: formats cut them from one vector.
+    """
+    counts = dict.fromkeys(kinds, 0)
+    shapes = box_column([piece.shape for piece in pieces], fill=1)
+    for piece, volume in zip(pieces, volumes(shapes).tolist(), strict=True):
+        counts[piece.key] += piece.stop - piece.start if piece.start >= 0 else volume
+    last = {piece.key: where(files[piece.file].name) for piece in pieces}
+    wrong = [
+        f"{key!r}: {counts[key]} of {prod(kind.global_shape)} elements"
+        + (f", some of them in {last[key]!r}" if key in last else "")
+        for key, kind in kinds.items()
+        if counts[key] != prod(kind.global_shape)
+    ]
+    wrong += [f"{key!r}: some elements twice, and some not at all" for key in _doubled(pieces)] if not wrong else []
+    if wrong:
+        what = "open: the ranks' files don't hold these tensors exactly once"
+        fix = "A rank's file is missing, or of another save; copy all of one save's files, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+
+
+def _doubled(pieces: Sequence[Piece]) -> list[str]:
+    """Return the keys of tensors of which two boxes share an element."""
+    boxes = [piece for piece in pieces if piece.start < 0]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(piece.key for piece in boxes))}
+    offset, shape = ([getattr(piece, name) for piece in boxes] for name in ("offset", "shape"))
+    group = int64([numbers[piece.key] for piece in boxes])
+    shared = set(shared_groups(group, box_column(offset, fill=0), box_column(shape, fill=1)).tolist())
+    return [key for key, number in numbers.items() if number in shared]

@@ -1,0 +1,172 @@
+"""Copies that several ranks' files have of a tensor: equal by their checksums, or compared when the tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ...codec import row_major_bits
+from ...storage import Buffer, Reader
+from ...strategies import Checkpoint, Copies, Resolution
+from ..archives import Box, StoredTensor, box_of, strips
+from ._files import filled, opened_at
+
+_STEP_BYTES = 1024 * 1024
+
+
+class Seen:
+    """What was compared of an open checkpoint so far.
+
+    Attributes:
+        files: whether each file is known to be its rank's own.
+        boxes: of masters that are their weights, once they are rounded.
+        copies: of the tensors whose copies were compared, what to say of those that differ, else nothing.
+    """
+
+    __slots__ = ("boxes", "copies", "files")
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.files = False
+        self.boxes: set[object] = set()
+        self.copies: dict[str, str] = {}
+
+
+Stored = StoredTensor | float
+"""A tensor in a file, or a number in its place, as steps are."""
+
+
+class Copy(NamedTuple):
+    """What two files have of one box of a tensor, which should be copies of each other.
+
+    Attributes:
+        one: what is loaded.
+        other: another file's; None where it has none.
+        places: of the two files, for messages.
+        offset: where the box begins in the tensor.
+        same: whether they are; None where only reading tells.
+    """
+
+    one: Stored
+    other: Stored | None
+    places: tuple[str, str]
+    offset: tuple[int, ...]
+    same: bool | None
+
+    @property
+    def reason(self) -> str:
+        """What to say if they differ."""
+        return f"{self.places[1]!r} and {self.places[0]!r} have different copies of it"
+
+
+AllCopies = Mapping[str, Sequence[Copy]]
+"""By the key of a tensor."""
+
+
+def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
+    """Return whether two files' values are copies of each other, bit for bit; None where only reading tells.
+
+    By the CRC32s of their records, where these are theirs alone.
+    """
+    if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+        return one == other or (one != one and other != other)  # NaNs of all ranks
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    # Strides along axes of one element say nothing, and ranks may have written others.
+    orders = [tensor.is_row_major or (tensor.stride, tensor.conj, tensor.neg) for tensor in (one, other)]
+    if orders[0] != orders[1]:
+        return None
+    places = [
+        (tensor.record.crc32, tensor.record.nbytes, tensor.begin - tensor.record.begin) for tensor in (one, other)
+    ]
+    if places[0] == places[1] and places[0][0]:
+        return True
+    # A record that the tensor fills: another CRC32 means other elements. Of overlapping ones it has others besides.
+    fills = one.is_row_major and all(crc32 and size == _nbytes(one) for crc32, size, _ in places)
+    return False if fills else None
+
+
+def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two stored tensors of one kind have the same elements, bit for bit, by reading them."""
+    if not (one.is_row_major and other.is_row_major):
+        boxes = strips(one, f"load: {checkpoint.storage.where(one.file)!r}")
+        return all(torch.equal(*(_box_bits(checkpoint, tensor, box) for tensor in (one, other))) for box in boxes)
+    nbytes = _nbytes(one)
+    with opened_at(checkpoint, one) as first, opened_at(checkpoint, other) as second:
+        steps = zip(_steps(first, one.begin, nbytes), _steps(second, other.begin, nbytes), strict=True)
+        return all(mine == theirs for mine, theirs in steps)
+
+
+def _box_bits(checkpoint: Checkpoint, tensor: StoredTensor, box: Box) -> torch.Tensor:
+    return row_major_bits(filled(checkpoint, box_of(tensor, box)))
+
+
+def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
+    read: Callable[[int, int], Buffer] = reader.read
+    return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))
+
+
+def _nbytes(tensor: Stored) -> int:
+    return tensor.dtype.itemsize * prod(tensor.shape) if isinstance(tensor, StoredTensor) else 0
+
+
+def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
+    one, other, *_ = copy
+    if copy.same is None and isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
+        return not same_elements(checkpoint, one, other)
+    return not copy.same
+
+
+def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[str]) -> dict[str, str]:
+    """Return those of some tensors of which files have different copies, and what to say; each is compared once."""
+    reasons = checkpoint.once(Seen).copies
+    candidates = dict.fromkeys(key for key in keys if key in copies)
+    for key in candidates.keys() - reasons.keys():
+        reasons[key] = next((copy.reason for copy in copies[key] if _differs(checkpoint, copy)), "")
+    return {key: reasons[key] for key in candidates if reasons[key]}
+
+
+def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
+    """Return how ranks compare all copies together, each a share by bytes; None where there are none to compare."""
+    if checkpoint.options.verify is None or keys.isdisjoint(copies):
+        return None
+    unsure = [(key, copy) for key, each in sorted(copies.items()) for copy in each if not copy.same]
+    keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in unsure])
+    find = partial(_differing, checkpoint, [copy for _, copy in unsure])
+    return Resolution(find, keep, partial(_readable, checkpoint, copies))
+
+
+def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
+    """Yield the boxes of which copies may differ, with all that have one."""
+    for key, each in sorted(copies.items()):
+        boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
+        for one, other, places, offset, _ in each:
+            readers = boxes.setdefault(offset, [(places[0], partial(_read, checkpoint, one))])
+            readers.append((places[1], partial(_read, checkpoint, other)))
+        yield from (Copies(key, offset, readers) for offset, readers in boxes.items())
+
+
+def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
+    result = filled(checkpoint, value)
+    return torch.tensor(result, dtype=torch.float64, device="cpu") if isinstance(result, (int, float)) else result
+
+
+def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
+    """Return the numbers of those copies of a share that differ."""
+    total = sum(_nbytes(copy.one) for copy in copies)
+    numbers, before = [], 0
+    for number, copy in enumerate(copies):
+        # By where its middle lies.
+        mine = (2 * before + _nbytes(copy.one)) * shares // (2 * total or 1)
+        if min(mine, shares - 1) == share and _differs(checkpoint, copy):
+            numbers.append(number)
+        before += _nbytes(copy.one)
+    return numbers
+
+
+def _keep(memo: Seen, reasons: Sequence[tuple[str, str]], numbers_by_rank: Sequence[Sequence[int]]) -> None:
+    differing = sorted((number for numbers in numbers_by_rank for number in numbers), reverse=True)
+    memo.copies = dict.fromkeys((key for key, _ in reasons), "") | dict(reasons[number] for number in differing)

@@ -1,0 +1,205 @@
+"""Files of torch.save, which may be untrusted: their values read by type, and the few tensors that are read at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..._ambient import collector_paused
+from ...codec import element_count
+from ...errors import CorruptCheckpoint, TreePath, error_text, render_path
+from ...storage import Reader, Storage, fetch_ahead, in_threads, opened, threads_of
+from ...strategies import Checkpoint
+from ...trees import map_sharing
+from ..archives import Record, StoredTensor, archive_records, describe_archive, filled_tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueAt:
+    """A value that a file holds, and where. Each method returns what it must be, or raises CorruptCheckpoint.
+
+    Attributes:
+        value: anything.
+        file: for messages.
+        path: in what was saved.
+
+    Examples:
+        >>> ValueAt({"groups": [{"lr": "high"}]}, "optim.pt").member("groups").items()[0].member("lr").of(int, float)
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.CorruptCheckpoint: open: 'optim.pt' isn't as the program of its format writes it
+          found saved['groups'][0]['lr'] is 'high', a str, expected an int or a float
+          It was damaged, or made by another program.
+    """
+
+    value: Any
+    file: str
+    path: TreePath = ()
+
+    def of(self, *kinds: type[Any]) -> Any:
+        """Return the value, of one of these types; a bool is no int."""
+        if not isinstance(self.value, kinds) or (type(self.value) is bool and bool not in kinds):
+            raise self._wrong(_one_of(kinds))
+        return self.value
+
+    def count(self) -> int:
+        """Return an int that isn't negative, and that 64 bits hold."""
+        number: int = self.of(int)
+        if not 0 <= number < 2**63:
+            raise self._wrong("0 or more, in 64 bits")
+        return number
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the lengths that a list or a tuple has."""
+        lengths = tuple(item.count() for item in self.items())
+        try:
+            element_count(lengths)
+        except ValueError:
+            raise self._wrong("a shape whose elements 64 bits can count") from None
+        return lengths
+
+    def items(self) -> list[ValueAt]:
+        """Return what a list or a tuple has."""
+        return [ValueAt(item, self.file, (*self.path, at)) for at, item in enumerate(self.of(list, tuple))]
+
+    def member(self, name: str, default: Any = None) -> ValueAt:
+        """Return what a dict has under a name; the default where that is None or isn't there."""
+        value = self.of(dict).get(name)
+        return ValueAt(default if value is None else value, self.file, (*self.path, name))
+
+    def members(self, *keys: type[Any]) -> dict[Any, ValueAt]:
+        """Return what a dict has, whose keys are of these types; those that are numbers count something."""
+        entries = self.of(dict)
+        for key in entries:
+            if not isinstance(key, keys):
+                raise self._wrong(f"keys that are each {_one_of(keys)}, not {_shown(key)}")
+            if isinstance(key, int) and not 0 <= key < 2**63:
+                raise self._wrong(f"keys of 0 or more, in 64 bits, not {_shown(key)}")
+        return {key: ValueAt(value, self.file, (*self.path, key)) for key, value in entries.items()}
+
+    def _wrong(self, expected: str) -> CorruptCheckpoint:
+        what = f"open: {self.file!r} isn't as the program of its format writes it"
+        found = f"{render_path(self.path, 'saved')} is {_shown(self.value)}"
+        fix = "It was damaged, or made by another program."
+        return CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
+
+
+def _one_of(kinds: tuple[type[Any], ...]) -> str:
+    return " or ".join(map(_a_type, kinds))
+
+
+def _a_type(kind: type[Any]) -> str:
+    if kind in (StoredTensor, type(None)):
+        return "a tensor" if kind is StoredTensor else "nothing"
+    return f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
+
+
+def _shown(value: Any) -> str:
+    # Python refuses to show an int of very many digits.
+    is_shown = isinstance(value, (str, float)) or (isinstance(value, int) and value.bit_length() < 128)
+    return f"{repr(value)[:100]}, {_a_type(type(value))}" if is_shown else _a_type(type(value))
+
+
+Classes = Mapping[tuple[str, str], Any]
+"""What names in pickles are: (module, qualified name) -> a constructor or a value."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArchiveFile:
+    """A file of torch.save.
+
+    Attributes:
+        name: in the checkpoint's storage.
+        where: its place, for messages.
+        length: in bytes.
+        value: what was saved, with `StoredTensor` and `StoredDTensor` in place of tensors.
+        records: of the zip, in the order of their bytes.
+    """
+
+    name: str
+    where: str
+    length: int
+    value: Any
+    records: tuple[Record, ...]
+
+    @property
+    def saved(self) -> ValueAt:
+        """The value, to be read by type."""
+        return ValueAt(self.value, self.where)
+
+
+def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes) -> list[ArchiveFile]:
+    """Return files, each described by its directory and its pickle; several at a time.
+
+    Args:
+        checkpoint: where they are, and how it is read.
+        names: of the files.
+        classes: names that pickles of the format may have, beside tensors and plain data.
+
+    Raises:
+        CorruptCheckpoint: a file isn't there, isn't one of torch.save's, or is named twice.
+        UnsafeFile: one names something that isn't data.
+    """
+    same = Counter("/".join(PurePosixPath(name).parts) for name in names)
+    if twice := [repr(name) for name, count in same.items() if count > 1]:
+        what = f"open: {checkpoint.storage.where()!r}: files are named twice"
+        fix = "Each rank, and each tensor that has files of its own, has another one; load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=twice, fix=fix))
+
+    def read(name: str) -> ArchiveFile:
+        where, types = checkpoint.storage.where(name), checkpoint.options.types
+        length = checkpoint.storage.length(name)
+        if length is None:
+            fix = "Copy it to the others, or load another checkpoint."
+            raise CorruptCheckpoint(error_text(f"open: {where!r} belongs to the checkpoint", found="no file", fix=fix))
+        with opened(checkpoint.storage, name, length) as reader:
+            what = f"open: {where!r}"
+            # The pickle is the first record of most, and the directory the last.
+            fetch_ahead(reader, [(0, min(_END_BYTES, length)), (max(0, length - _END_BYTES), length)])
+            with collector_paused():  # a large pickle makes millions of objects and no garbage
+                archive = describe_archive(
+                    reader.read, reader.length, what=what, file=name, classes=classes, types=types
+                )
+            return ArchiveFile(name, where, reader.length, archive.value, archive.records)
+
+    return in_threads(read, names, threads_of(checkpoint.storage, checkpoint.options.threads))
+
+
+_END_BYTES = 64 * 1024
+
+
+def opened_at(checkpoint: Checkpoint, tensor: StoredTensor) -> AbstractContextManager[Reader]:
+    """Open the file of a stored tensor, as far as its record goes."""
+    return opened(checkpoint.storage, tensor.file, tensor.record.begin + tensor.record.nbytes)
+
+
+def filled(checkpoint: Checkpoint, value: Any) -> Any:
+    """Return a value with the elements of its tensors, which are read now: for the common state and objects."""
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        with opened_at(checkpoint, leaf) as reader:
+            return filled_tensor(reader.read, leaf, f"load: {checkpoint.storage.where(leaf.file)!r}")
+
+    return map_sharing(fill, value)
+
+
+def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return an optimizer's groups without the numbers of their parameters, of which each optimizer has its own."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def is_whole_archive(storage: Storage, name: str) -> bool:
+    """Return whether an archive of torch.save has the table of its records, which is written last.
+
+    Raises:
+        CorruptCheckpoint: It hasn't.
+    """
+    with storage.open(name) as reader:
+        archive_records(reader.read, reader.length, what=name)
+        return reader.length > 0

@@ -1,0 +1,151 @@
+"""Parts of tensors in the ranks' files: which box of a tensor each is, by its place on the mesh; which are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ...errors import CorruptCheckpoint, error_text
+from ...strategies import Checkpoint
+from ..archives import DTensorParts, StoredDTensor, StoredTensor
+from ._contents import Tensors, piece_of
+from ._files import ArchiveFile
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+def chunk(length: int, pieces: int, number: int) -> tuple[int, int]:
+    """Return where a piece of an interval begins, and how long it is, cut as torch.chunk does.
+
+    Pieces of the length divided by their number, rounded up, then a shorter one, then empty ones.
+
+    Examples:
+        >>> [chunk(10, 4, number) for number in range(4)], [chunk(3, 4, number)[1] for number in range(4)]
+        ([(0, 3), (3, 3), (6, 3), (9, 1)], [1, 1, 1, 0])
+    """
+    size = -(-length // pieces)
+    begin = min(number * size, length)
+    return begin, min(size, length - begin)
+
+
+def placed_box(shape: tuple[int, ...], parts: DTensorParts) -> Box:
+    """Return the box that a rank holds.
+
+    Args:
+        shape: of the global tensor.
+        parts: the placements, and the rank's position.
+
+    Raises:
+        ValueError: the rank holds terms of a sum, or the placements contradict each other or the shape.
+
+    Examples:
+        >>> from shardtree.formats.archives import Placement
+        >>> rows, left = Placement("shard", 0), Placement("strided", 0, 2)
+        >>> placed_box((8, 6), DTensorParts((rows,), (4,), (1,), 1))
+        ((2, 0), (2, 6))
+        >>> placed_box((8, 6), DTensorParts((left, rows), (2, 2), (1, 0), 2))  # FSDP2 over tensor parallelism
+        ((2, 0), (2, 6))
+    """
+    offset, lengths = [0] * len(shape), list(shape)
+    for axis in _in_order(parts, len(shape)):
+        dim = parts.placements[axis].dim
+        begin, lengths[dim] = chunk(lengths[dim], parts.sizes[axis], parts.position[axis])
+        offset[dim] += begin
+    return tuple(offset), tuple(lengths)
+
+
+def _in_order(parts: DTensorParts, axes: int) -> list[int]:
+    """Return the mesh's axes that cut, in the order in which they do."""
+    cuts = [axis for axis, placement in enumerate(parts.placements) if placement.kind in ("shard", "strided")]
+    for axis, placement in enumerate(parts.placements):
+        if placement.kind == "partial":
+            raise ValueError("a Partial placement: ranks hold terms of a sum, not parts of a tensor")
+        if axis in cuts and not 0 <= placement.dim < axes:
+            raise ValueError(f"a cut of axis {placement.dim} of a tensor with {axes} axes")
+        # FSDP2 over tensor parallelism: it cuts what the axes to its right left, though it stands to their left.
+        right = [other for other in cuts if other > axis and parts.placements[other].dim == placement.dim]
+        if placement.kind == "strided" and placement.split_factor != prod(parts.sizes[other] for other in right):
+            raise ValueError(f"a _StridedShard with split_factor {placement.split_factor} left of {len(right)} cuts")
+    plain = [axis for axis in cuts if parts.placements[axis].kind == "shard"]
+    strided = [axis for axis in cuts if parts.placements[axis].kind == "strided"]
+    return [*plain, *reversed(strided)]
+
+
+RankPart = tuple[int, StoredTensor | StoredDTensor]
+"""The number of the file, and what a rank has of a tensor."""
+
+
+def local_part(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
+    """Return what a rank has of a tensor as a tensor of its own."""
+    return tensor.local if isinstance(tensor, StoredDTensor) else tensor
+
+
+def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | StoredDTensor) -> None:
+    """Raise unless what a file has of a tensor is its rank's own.
+
+    Raises:
+        CorruptCheckpoint: it says that it is another's.
+    """
+    if isinstance(tensor, StoredDTensor) and tensor.parts.rank not in (None, rank):
+        what = f"open: {file.where!r} is another rank's file"
+        fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
+        part = f"the part of rank {tensor.parts.rank} of {key[:200]!r}"
+        raise CorruptCheckpoint(error_text(what, found=part, expected=f"that of rank {rank}", fix=fix))
+
+
+def place_parts(
+    checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
+) -> None:
+    """Add a tensor, with what each rank has of it, to `tensors`; or with the reason why it can't be read."""
+    tensors.add(key, local_part(ranks[0][1]).dtype, ranks[0][1].shape)
+    reason = _place(checkpoint, key, ranks, tensors, files)
+    if reason:
+        tensors.refused[key] = reason
+
+
+def _place(
+    checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
+) -> str:
+    """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
+    boxes: dict[Box, RankPart] = {}
+    reason, one = "", ranks[0][1]
+    first = checkpoint.storage.where(files[ranks[0][0]].name)
+    for number, tensor in ranks:
+        where = checkpoint.storage.where(files[number].name)
+        if _kind(tensor) != _kind(one):
+            reason = reason or f"{where!r} has {_shown(tensor)}, {first!r} {_shown(one)}"
+            if isinstance(one, StoredTensor) and isinstance(tensor, StoredTensor):
+                tensors.add_copy([key], one, tensor, (first, where))
+            continue
+        try:
+            box = _box(tensor)
+        except ValueError as error:
+            return f"{where!r} has {error}"
+        part = boxes.setdefault(box, (number, tensor))
+        if part[0] == number or 0 in box[1]:
+            continue
+        places = checkpoint.storage.where(files[part[0]].name), where
+        tensors.add_copy([key], local_part(part[1]), local_part(tensor), places, box[0])
+    rows = [(box, part) for box, part in boxes.items() if 0 not in box[1]]
+    tensors.pieces.extend(piece_of(key, number, local_part(tensor), offset) for (offset, _), (number, tensor) in rows)
+    return reason
+
+
+def _box(tensor: StoredTensor | StoredDTensor) -> Box:
+    """Return the box that a rank holds; raises ValueError where that can't be told."""
+    local = local_part(tensor)
+    whole = (0,) * len(tensor.shape), tensor.shape
+    box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole
+    if local.shape != box[1]:
+        raise ValueError(f"a part of shape {local.shape}, where its place on the mesh has {box[1]}")
+    return box
+
+
+def _kind(tensor: StoredTensor | StoredDTensor) -> tuple[object, ...]:
+    return type(tensor), tensor.shape, local_part(tensor).dtype
+
+
+def _shown(tensor: StoredTensor | StoredDTensor) -> str:
+    kind = "a part of" if isinstance(tensor, StoredDTensor) else "a plain tensor"
+    return f"{kind} {tensor.shape} {str(local_part(tensor).dtype).removeprefix('torch.')}"

@@ -1,0 +1,318 @@
+"""The rows of a format that consists of torch.save's files: loads, metadata, verify.
+
+Pieces are read as they are stored, masters are rounded, and states are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...layouts import TensorKind, shard_columns
+from ...mapping import ShardedObject, ShardedTensor
+from ...plans import LoadPlan, ReadCost, find_unexpected, plan_load
+from ...storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
+from ...strategies import (
+    Checkpoint,
+    Comparison,
+    Damage,
+    Finding,
+    Resolution,
+    Strategy,
+    check_fit,
+    check_lengths,
+    check_objects_known,
+    first_difference,
+    memory_of,
+    pieces_of,
+    span_findings,
+)
+from ...strategies.index import (
+    IndexMetadata,
+    chunks_of,
+    file_at,
+    file_contents,
+    find_texts,
+    kind_at,
+    plan_shards,
+    regions_between,
+    texts,
+)
+from ..archives import Record
+from ..torch import HEADERS
+from ._contents import Contents
+from ._copies import Seen, differing_among, resolution
+from ._files import ArchiveFile, filled
+from ._scattered import in_order, read_scattered, scattered_cost
+
+
+def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype.
+        UnsupportedValue: a tensor can't be read.
+        CorruptCheckpoint: stored bytes aren't what was saved, or aren't those of their parameter.
+    """
+    check_fit(
+        find_unexpected({shard.key for shard in shards}, texts(contents.shown.key_text, contents.shown.key_start))
+    )
+    _check_loadable(checkpoint, contents, shards)
+    computed = [shard for shard in shards if shard.key in contents.derived or shard.key in contents.numbers]
+    if computed:  # the plan is only made for what it checks: shapes and dtypes
+        plan_shards(contents.shown, computed, shard_columns(computed))
+    own = [shard for shard in shards if shard.key not in contents.derived and shard.key not in contents.numbers]
+    report = ReadReport(uncompared=_uncompared(checkpoint, contents, {shard.key for shard in own}))
+    if checkpoint.options.verify is not None:
+        _check_files(checkpoint, contents)
+        for shard in own:
+            report += _compare(checkpoint, contents, shard)
+    if own:
+        report += _read(checkpoint, contents, own)
+    for shard in computed:
+        report += _compute(checkpoint, contents, shard)
+    return report
+
+
+def _check_files(checkpoint: Checkpoint, contents: Contents) -> None:
+    memo = checkpoint.once(Seen)
+    if contents.check is not None and not memo.files:
+        contents.check(checkpoint)
+        memo.files = True
+
+
+def _uncompared(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> tuple[str, ...]:
+    return tuple(sorted(keys & contents.compared.keys())) if checkpoint.options.verify is None else ()
+
+
+def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> None:
+    refused = _refused_among(checkpoint, contents, {shard.key for shard in shards}, reads=True)
+    wrong = [f"{key!r}: {reason}" for key, reason in sorted(refused.items())]
+    if wrong:
+        fix = "Leave them out of the target. Where copies differ, LoadOptions(verify=None) reads the first rank's."
+        raise UnsupportedValue(error_text("load: tensors that can't be told", offenders=wrong, fix=fix))
+
+
+def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str], *, reads: bool) -> dict[str, str]:
+    """Return why some of these tensors can't be loaded.
+
+    Args:
+        checkpoint: where they are; with ``verify=None`` copies aren't compared.
+        contents: of it.
+        keys: of the tensors that are meant.
+        reads: whether copies are compared whose checksums don't say whether they are equal.
+    """
+    unique_keys = dict.fromkeys(keys)
+    refused = {key: contents.refused[key] for key in unique_keys if key in contents.refused}
+    if checkpoint.options.verify is None:
+        return refused
+    if reads:
+        return differing_among(checkpoint, contents.copies, unique_keys) | refused
+    copies = ((key, copy) for key in unique_keys for copy in contents.copies.get(key, ()))
+    unlike = [(key, copy.reason) for key, copy in copies if copy.same is False]
+    return dict(reversed(unlike)) | refused  # the first of a tensor's copies that differs is named
+
+
+def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
+    plan = plan_shards(contents.stored, shards, shard_columns(shards, checkpoint.world.rank))
+    plan = in_order(plan, [file.length for file in contents.files]) if contents.scattered else plan
+    files = {number: contents.checked[number] for number in plan.files}
+    check_lengths(checkpoint, files.values())
+    options = checkpoint.options
+    memories = [shard.data for shard in shards]
+    report = fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+    return report + read_scattered(checkpoint, contents.scattered, shards) if contents.scattered else report
+
+
+def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
+    """Fill a shard that isn't stored as it is: a number, or its master rounded."""
+    if shard.key in contents.numbers:
+        shard.data.copy_(contents.numbers[shard.key])
+        return ReadReport()
+    report = ReadReport()
+    for piece in pieces_of(shard):
+        master = replace(piece, key=contents.derived[shard.key], data=memory_of(piece), dtype=torch.float32)
+        report += _read(checkpoint, contents, [master])
+        piece.data.copy_(master.data)
+    return report
+
+
+# Comparing masters with weights: what shows that a rank's file is the rank's
+
+
+def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
+    """Raise unless the master of a state, over the same box, is the weight once it is rounded; once for a box.
+
+    A rank's masters and moments lie in one file. So a file that was copied or exchanged shows in its masters, since the
+    weights lie in another one.
+    """
+    pair = contents.compared.get(shard.key)
+    box = (pair, shard.global_offset, shard.local_shape, str(shard.flattened_range))
+    boxes = checkpoint.once(Seen).boxes
+    if pair is None or box in boxes:
+        return ReadReport()
+    read, dtype = partial(_read, checkpoint, contents), _stored_kind(contents, pair.weight).dtype
+    place, report = first_difference(read, pair, shard, dtype)
+    if place is not None:
+        raise _not_its_own(checkpoint, contents, pair, shard.global_shape, place)
+    boxes.add(box)
+    return report
+
+
+def _stored_kind(contents: Contents, key: str) -> TensorKind:
+    (number,) = find_texts(contents.stored.key_text, contents.stored.key_start, [key])
+    return kind_at(contents.stored, number)
+
+
+def _not_its_own(
+    checkpoint: Checkpoint, contents: Contents, pair: Comparison, shape: tuple[int, ...], place: tuple[int, ...]
+) -> CorruptCheckpoint:
+    index = contents.stored
+    (number,) = find_texts(index.key_text, index.key_start, [pair.master])
+    flat = int(np.ravel_multi_index(place, shape)) if place else 0
+    rows = np.flatnonzero((index.chunk_key == number) & (index.chunk_start <= flat) & (flat < index.chunk_stop))
+    rows = rows if rows.size else np.flatnonzero(index.chunk_key == number)
+    name = file_at(index, int(index.chunk_file[rows[0]])).name
+    return CorruptCheckpoint(
+        error_text(
+            f"load: {checkpoint.storage.where(name)!r} isn't the file that was saved with these weights",
+            found=f"element {flat} of the master of {pair.weight!r}, rounded, isn't the weight",
+            expected="masters that are the weights, once they are rounded",
+            fix="A rank's file was copied, exchanged or taken from another step, or the weights were edited; "
+            "load another checkpoint. LoadOptions(verify=None) skips the comparison.",
+        )
+    )
+
+
+def _compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptCheckpoint]:
+    """Yield an error for each parameter whose master isn't its weight, and for a file that isn't its rank's own."""
+    try:
+        _check_files(checkpoint, contents)
+    except CorruptCheckpoint as error:
+        yield error
+    for pair in dict.fromkeys(contents.compared.values()):
+        shape = _stored_kind(contents, pair.master).global_shape
+        whole = ShardedTensor(pair.master, None, torch.float32, shape, shape, (0,) * len(shape), None)
+        try:
+            _compare(checkpoint, contents, whole)
+        except CorruptCheckpoint as error:
+            yield error
+
+
+def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
+    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    return IndexMetadata(
+        contents.shown,
+        refused=partial(_refused_among, checkpoint, contents, reads=False),
+        uncompared=partial(_uncompared, checkpoint, contents),
+        cost=partial(_cost, checkpoint, contents),
+    )
+
+
+def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], shown: LoadPlan) -> ReadCost:
+    """Return what loading shards would read; what a comparison of masters with weights reads isn't counted."""
+    # What is shown has the masters' places in derived tensors' rows, so that it is planned anew.
+    sources = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
+    columns = shard_columns(sources)
+    numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
+    plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
+    plan = in_order(plan, [file.length for file in contents.files])
+    files = {number: contents.checked[number] for number in plan.files}
+    check_lengths(checkpoint, files.values())
+    cost = fetch_cost(files, plan, verify=checkpoint.options.verify)
+    return cost + scattered_cost(contents.scattered, sources)
+
+
+def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
+    """Return a shard without data, in the key and dtype that its bytes have."""
+    key = contents.derived.get(shard.key, shard.key)
+    return replace(shard, key=key, dtype=_stored_kind(contents, key).dtype, data=None)
+
+
+ReadContents = Callable[[Checkpoint], Contents]
+"""Returns what is in a checkpoint; raises CorruptCheckpoint if that can't be read."""
+
+
+def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
+    """Return what a format does that can say what is in its files: six functions, in the order of the last line.
+
+    Args:
+        read_contents: called once for an open checkpoint.
+    """
+
+    def contents(checkpoint: Checkpoint) -> Contents:
+        return checkpoint.once(read_contents)
+
+    def load_common(checkpoint: Checkpoint) -> Any:
+        """Return the stored common tree."""
+        return filled(checkpoint, contents(checkpoint).common)
+
+    def load(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+        """Fill each shard's data, a contiguous tensor, in place, and return what was read."""
+        return load_sharded(checkpoint, contents(checkpoint), shards)
+
+    def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+        """Return the data of each sharded object, in order."""
+        stored_objects, unique_keys = contents(checkpoint).objects, [item.unique_key for item in objects]
+        check_objects_known(unique_keys, [key in stored_objects for key in unique_keys])
+        return [filled(checkpoint, stored_objects[key]) for key in unique_keys]
+
+    def metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+        """Return every stored tensor by key, and object by unique key, whole and without data."""
+        return load_metadata(checkpoint, contents(checkpoint))
+
+    def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+        """Return which records aren't as they were saved, and which parameters' masters aren't their weights."""
+        try:
+            content = contents(checkpoint)
+        except CheckpointingException as error:
+            return (Damage("", str(error)),)
+        return tuple(_verified(checkpoint, content))
+
+    def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
+        """Return how ranks compare copies together, if some of the tensors have any that only reading tells apart."""
+        return resolution(checkpoint, contents(checkpoint).copies, keys)
+
+    return load_common, load, load_objects, metadata, verify, resolve
+
+
+def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
+    records = [(file, record) for file in contents.files for record in file.records if record.crc32]
+
+    def wrong(pair: tuple[ArchiveFile, Record]) -> str:
+        file, record = pair
+        try:
+            with opened(checkpoint.storage, file.name, record.begin + record.nbytes) as reader:
+                crc32 = read_crc32(reader, record.begin, record.begin + record.nbytes)
+        except CheckpointingException as error:
+            return str(error)
+        checkpoint.options.progress(record.nbytes)
+        return "" if crc32 == record.crc32 else f"the CRC32 of record {record.name[:100]!r} of an archive differs"
+
+    problems = in_threads(wrong, records, threads_of(checkpoint.storage, checkpoint.options.threads))
+    numbers = {file.name: number for number, file in enumerate(contents.files)}
+    for (file, record), what in zip(records, problems, strict=True):
+        if what:
+            yield _damage(contents, numbers[file.name], record, what)
+    for file in contents.files:
+        covered = ((record.begin, record.begin + record.nbytes) for record in file.records if record.crc32)
+        yield from span_findings(file.name, HEADERS, file.length, covered)
+    if not any(problems):  # damaged masters differ from their weights in any case
+        yield from (Damage("", str(error)) for error in _compare_all(checkpoint, contents))
+    refused = differing_among(checkpoint, contents.copies, contents.copies) | dict(contents.refused)
+    yield from (Damage("", reason, keys=(key,)) for key, reason in refused.items())
+
+
+def _damage(contents: Contents, number: int, record: Record, what: str) -> Damage:
+    begin, end = record.begin, record.begin + record.nbytes
+    regions = regions_between(contents.stored, file_contents(contents.stored, number), begin, end)
+    behind = {key for key, boxes in contents.scattered.items() if any(box.tensor.record is record for box in boxes)}
+    keys = tuple(sorted({region.key for region in regions} | behind))
+    return Damage(contents.files[number].name, what, begin, end, keys, regions)

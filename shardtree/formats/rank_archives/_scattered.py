@@ -1,0 +1,150 @@
+"""Tensors whose bytes are in another order than row-major: channels_last, transposed, expanded, conjugated lazily.
+
+The index has them behind the end of their file, where no bytes are. They are read box by box, by their strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from operator import add, mul, sub
+
+import numpy as np
+
+from ...errors import CorruptCheckpoint, error_text
+from ...layouts import shard_boxes, shard_columns
+from ...mapping import ShardedTensor
+from ...plans import LoadPlan, ReadCost
+from ...storage import Reader, ReadReport, Verify, read_crc32
+from ...strategies import Checkpoint
+from ..archives import StoredTensor, box_of, fill_tensor, reach
+from ._files import opened_at
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scattered:
+    """A box of a tensor whose elements a file has in another order.
+
+    Attributes:
+        offset: The first index of the box.
+        tensor: The elements of the box in the file.
+    """
+
+    offset: tuple[int, ...]
+    tensor: StoredTensor
+
+
+ByKey = Mapping[str, Sequence[Scattered]]
+"""Such boxes, by the key of their tensor."""
+
+
+_MOST_EXPANDED_BYTES = 32 * 1024 * 1024
+"""Bytes that expanded tensors may have beyond those of all files: a crafted file of a few bytes has no end of them."""
+
+
+def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[str, str]:
+    """Return the reason why some tensors aren't read, by key: expanded ones, once all of them are too large together.
+
+    Args:
+        pieces: The key and the stored tensor of each scattered piece.
+        nbytes: The length of all files together.
+    """
+    reasons, total = dict[str, str](), 0
+    for key, tensor in pieces:
+        size = prod(tensor.shape) * tensor.dtype.itemsize
+        total += max(0, size - reach(tensor))
+        if size > reach(tensor) and total > _MOST_EXPANDED_BYTES + nbytes:
+            reasons[key] = f"{size} bytes, expanded from {reach(tensor)} that are stored: save tensor.contiguous()"
+    return reasons
+
+
+def in_order(plan: LoadPlan, lengths: Sequence[int]) -> LoadPlan:
+    """Return the part of a plan that reads bytes which are there.
+
+    Args:
+        plan: A plan on an index with scattered tensors behind the ends of files.
+        lengths: The lengths of the files, in bytes.
+    """
+    ends = np.array(lengths, dtype=np.int64)
+    runs, strided = (rows.byte < ends[rows.file] for rows in (plan.runs, plan.strided))
+    return plan if runs.all() and strided.all() else plan.select(runs, strided)
+
+
+def read_scattered(checkpoint: Checkpoint, scattered: ByKey, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill what shards have of scattered tensors, and return how much was read.
+
+    Raises:
+        CorruptCheckpoint: Bytes aren't there, or a record that is read whole, or must be checked, isn't what was saved.
+    """
+    report, checked = ReadReport(), dict[tuple[str, int], bool]()
+    for shard in shards:
+        for (shape, stride, element), tensor in _parts(scattered.get(shard.key, ()), shard):
+            memory = shard.data.view(-1)[element:].as_strided(shape, stride)
+            record, where = (tensor.file, tensor.record.begin), checkpoint.storage.where(tensor.file)
+            with opened_at(checkpoint, tensor) as reader:
+                known = checked.get(record, False)
+                is_checked = checked[record] = known or check_record(reader, tensor, checkpoint.options.verify, where)
+                fill_tensor(reader.read, tensor, memory, f"load: {where!r}")
+            checkpoint.options.progress(memory.nbytes)
+            report += ReadReport(memory.nbytes, int(is_checked), int(not is_checked), 1)
+    return report
+
+
+def scattered_cost(scattered: ByKey, shards: Sequence[ShardedTensor]) -> ReadCost:
+    """Return the cost of what shards have of scattered tensors, assuming that all bytes which a box spans are read."""
+    cost = ReadCost()
+    for shard in shards:
+        for _, tensor in _parts(scattered.get(shard.key, ()), shard):
+            cost += ReadCost(prod(tensor.shape) * tensor.dtype.itemsize, reach(tensor), 1, 1)
+    return cost
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""A view of a shard's memory: shape, stride and first element."""
+
+
+def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tuple[Place, StoredTensor]]:
+    """Yield what a shard has of scattered boxes: where it goes in the shard's memory, and what it is in a file."""
+    if not scattered:
+        return
+    columns = shard_columns([shard])
+    boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
+    beyond = boxes.offset.shape[1] - len(shard.global_shape)  # of a tensor without axes, columns have one
+    offsets, shapes = boxes.offset[:, beyond:].tolist(), boxes.shape[:, beyond:].tolist()
+    for (offset, shape, position), part in product(
+        zip(offsets, shapes, boxes.position.tolist(), strict=True), scattered
+    ):
+        first = tuple(map(max, offset, part.offset))
+        ends = map(min, map(add, offset, shape), map(add, part.offset, part.tensor.shape))
+        lengths = tuple(map(sub, ends, first))
+        if min(lengths, default=1) > 0:
+            stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            element = position + sum(map(mul, map(sub, first, offset), stride))
+            inside = tuple(map(sub, first, part.offset))
+            yield (lengths, stride, element), box_of(part.tensor, (inside, lengths))
+
+
+def check_record(reader: Reader, tensor: StoredTensor, verify: Verify, where: str) -> bool:
+    """Return whether the record of a tensor was compared with its checksum, after doing so if it is to be.
+
+    Args:
+        reader: The tensor's file.
+        tensor: The tensor, or the box of it that is read.
+        verify: The option of the load: "whole" compares records that are read whole.
+        where: The file, for messages.
+
+    Raises:
+        CorruptCheckpoint: The checksum differs.
+    """
+    record = tensor.record
+    is_whole = (tensor.begin, reach(tensor)) == (record.begin, record.nbytes)
+    if not record.crc32 or not (verify == "all" or (verify == "whole" and is_whole)):
+        return False
+    end = record.begin + record.nbytes
+    if read_crc32(reader, record.begin, end) != record.crc32:
+        what = f"load: {where!r} isn't what was saved: a tensor's checksum differs"
+        fix = "The medium or a later program damaged it; load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=[f"bytes {record.begin} to {end}"], fix=fix))
+    return True

@@ -1,0 +1,20 @@
+"""torch_checkpointing's folders, to which torchtitan moves from DCP: a file of torch.save for each item and rank."""
+
+import typing
+
+from ..._deferred import later
+from ._listing import by_item, recognize
+
+if typing.TYPE_CHECKING:
+    from ._contents import Listing, listed, read_contents
+else:
+    from ..._deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "Listing": "._contents",
+            "listed": "._contents",
+            "read_contents": "._contents",
+        },
+    )

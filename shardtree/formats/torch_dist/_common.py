@@ -1,0 +1,264 @@
+"""The common state: in one object, as Megatron-Core has it, or an archive for each value, as DCP has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from types import MappingProxyType
+from typing import Any
+
+from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
+from ...strategies import Checkpoint, is_object
+from ...trees import HOLE, is_hollow, is_subclass, leaves_with_paths, path_key, without_holes
+from ..torch import load_archive
+from ._dict_kinds import at_paths, decode_value
+from ._listing import COMMON_OBJECT, META_FILE, has_meta, read_listing
+from ._load import unboxed
+from ._metadata_file import INDEX_FILE, unsound
+from ._payloads import decoded
+
+_MOST_GAPS = 100_000
+"""The most empty positions in lists. A list's length isn't stored: guards against a path with a huge position."""
+
+
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the common state, which newer releases of Megatron-Core keep as an object, without a common.pt.
+
+    Raises:
+        CorruptCheckpoint: there is none.
+        UnsafeFile: it needs code to run, and `allow_pickle` isn't given.
+    """
+    listing = read_listing(checkpoint)
+    if COMMON_OBJECT not in listing.values:
+        where = checkpoint.storage.where()
+        fix = "The checkpoint wasn't finished, or was edited; load another one."
+        raise CorruptCheckpoint(error_text(f"load: {where!r} has no common state", expected=COMMON_OBJECT, fix=fix))
+    ((_, value),) = decoded(checkpoint, listing, [listing.values[COMMON_OBJECT]])
+    return unboxed(value)
+
+
+def load_dcp_common(checkpoint: Checkpoint) -> Any:
+    """Return the nested state that was saved, with holes where tensors were, and what Lightning keeps beside it.
+
+    Raises:
+        CorruptCheckpoint: the places of its values contradict each other, or what is beside them can't be read.
+        UnsafeFile: a value needs code to run, and `allow_pickle` isn't given.
+    """
+    listing = read_listing(checkpoint)
+    numbers = {name: number for name, number in listing.values.items() if not is_object(name)}
+    values = dict(decoded(checkpoint, listing, list(numbers.values()), decode_value))
+    # Tensors stay holes, which the target's shards fill: loading the common state must not read them.
+    leaves = dict.fromkeys(listing.contents.tensors, HOLE) | {
+        name: values[number][0] for name, number in numbers.items()
+    }
+    paths = listing.contents.paths or {}
+    try:
+        kinds = at_paths((paths.get(name, (name,)), values[number][1]) for name, number in numbers.items())
+        state = nested({paths.get(name, (name,)): value for name, value in leaves.items()}, kinds)
+        return _with_meta(state, load_archive(checkpoint, META_FILE)) if has_meta(checkpoint) else state
+    except ValueError as error:
+        raise unsound(checkpoint.storage.where(INDEX_FILE), error) from error
+
+
+def _with_meta(state: dict[str, Any], meta: Any) -> dict[str, Any]:
+    twice = sorted(map(str, state.keys() & meta.keys())) if isinstance(meta, dict) else ["not a dict"]
+    if twice:
+        raise ValueError(f"{META_FILE} doesn't go with the rest: {', '.join(twice)[:200]}")
+    return {**state, **meta}
+
+
+def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, Any]] = MappingProxyType({})) -> Any:
+    """Return leaves as nested dicts and lists: a number in a path is a position in a list.
+
+    A container of nothing but holes becomes a hole itself, except for the outermost dict. Positions of a list without a
+    stored value are None, as in torch.distributed.checkpoint.
+
+    Args:
+        leaves: Values by their paths.
+        kinds: Empty dicts of other kinds, by the paths of those that are such.
+
+    Raises:
+        ValueError: paths contradict each other.
+
+    Examples:
+        >>> nested({("model", "w"): HOLE, ("steps", 0): 3, ("steps", 1, "lr"): 0.1})
+        {'model': HOLE, 'steps': [3, {'lr': 0.1}]}
+    """
+    root = _Node()
+    root.kind = kinds.get((), {})
+    for path, value in leaves.items():
+        node = root
+        for depth, entry in enumerate(path[:-1], 1):
+            child = node.setdefault(entry, _Node())
+            if not isinstance(child, _Node):
+                raise ValueError(f"{render_path(path)} lies inside of another value")
+            child.kind = kinds.get(path[:depth], {}) if kinds else {}
+            node = child
+        if path[-1] in node:
+            raise ValueError(f"{render_path(path)} is there twice")
+        node[path[-1]] = value
+    _check_lists(root)
+    return _container(root)
+
+
+class _Node(dict[str | int, Any]):
+    """A container that is being filled, by name or by position.
+
+    Attributes:
+        kind: An empty dict of the kind that it is, where it has names.
+    """
+
+    kind: dict[Any, Any] = {}  # noqa: RUF012 (never changed)
+
+
+def _check_lists(root: _Node) -> None:
+    """Raise unless each container has either names or positions, and its positions leave few places empty."""
+    # With a list of nodes, not by recursion: paths come from a file.
+    gaps, nodes = 0, [root]
+    while nodes:
+        node = nodes.pop()
+        nodes += [child for child in node.values() if isinstance(child, _Node)]
+        positions = [entry for entry in node if isinstance(entry, int)]
+        if positions and (len(positions) != len(node) or min(positions) < 0):
+            raise ValueError("a container has both names and positions as entries")
+        if positions and type(node.kind) is not dict:
+            raise ValueError("a list has a record of a dict")
+        gaps += max(positions, default=-1) + 1 - len(positions)
+    if gaps > _MOST_GAPS:
+        raise ValueError(f"lists with {gaps} positions without a stored value")
+
+
+def _container(node: _Node) -> dict[Any, Any] | list[Any]:
+    """Return a container as the dict or list that it is."""
+    children = {entry: _close(child) if isinstance(child, _Node) else child for entry, child in node.items()}
+    if any(isinstance(entry, int) for entry in children):
+        return [children.get(position) for position in range(int(max(children)) + 1)]
+    container = node.kind.copy()
+    container.update(children)
+    return container
+
+
+def _close(node: _Node) -> Any:
+    """Return a container that lies in another one: a hole if it holds nothing but holes."""
+    container = _container(node)
+    inside = container.values() if isinstance(container, dict) else container
+    return HOLE if all(value is HOLE for value in inside) else container
+
+
+# Writing the common state as torch.distributed.checkpoint's entries: each plain value with its name and its path
+
+Value = tuple[TreePath, Any]
+
+
+def named_values(common: Any) -> dict[str, Value]:
+    """Return the plain values of a common tree by name, each with its path: the name is the path, joined by dots.
+
+    Dicts are flattened, and lists that hold such dicts; anything else is one value, stored whole. That is DCP's own
+    rule but for what it would lose, which is stored whole too: an empty dict (DCP forgets it), a dict whose keys aren't
+    all texts (DCP makes texts of them), a list of tensors (DCP doesn't find the names of plain values in it again when
+    a checkpoint is converted), a list that shards stood in (DCP loses the positions before a value), and an instance of
+    a subclass, as a Counter.
+
+    Args:
+        common: as `common_with_holes` gives it.
+
+    Raises:
+        TreeError: it isn't a dict, or two values have one name.
+
+    Examples:
+        >>> for name, value in named_values({"step": 3, "groups": [{"lr": 0.1}, {"lr": 0.2}]}).items():
+        ...     print(name, *value)
+        step ('step',) 3
+        groups.0.lr ('groups', 0, 'lr') 0.1
+        groups.1.lr ('groups', 1, 'lr') 0.2
+    """
+    values: dict[str, Value] = {}
+    for path, value in _top_values(common):
+        name = path_key(path)
+        if name in values:
+            offenders = [render_path(other) for other in (values[name][0], path)]
+            fix = "Rename one of them; torch.distributed.checkpoint names a value by its path, joined by dots."
+            raise TreeError(error_text(f"save: two values named {name!r}", offenders=offenders, fix=fix))
+        values[name] = (path, value)
+    return values
+
+
+def _top_values(common: Any) -> Iterator[Value]:
+    plain = without_holes(common)
+    if isinstance(plain, dict) and _has_texts(plain):
+        for key, value in plain.items():
+            yield from _values((key,), value)
+    elif any(leaf is not HOLE for _, leaf in leaves_with_paths(plain)):
+        what = "save: torch.distributed.checkpoint keeps plain values in a dict with texts as keys"
+        raise TreeError(
+            error_text(what, found=f"{type(common).__name__} around them", fix="Put the tree in such a dict.")
+        )
+
+
+def _values(path: TreePath, node: Any) -> Iterator[Value]:
+    if isinstance(node, dict) and not _is_one_value(node):
+        for key, value in node.items():
+            yield from _values((*path, key), value)
+    elif isinstance(node, list) and not _is_one_value(node):
+        for position, value in enumerate(node):
+            yield from _values((*path, position), value)
+    else:
+        yield path, node
+
+
+def _has_texts(node: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in node)
+
+
+def _is_one_value(node: Any) -> bool:
+    """Return whether a node is stored whole: it is neither a dict to flatten nor a list with such a dict in it."""
+    if is_subclass(node):
+        return True
+    if isinstance(node, dict):
+        return not node or not _has_texts(node)
+    return not isinstance(node, list) or any(child is HOLE for child in node) or all(map(_is_one_value, node))
+
+
+def without_hollow(values: dict[str, Value], shard_keys: Set[str]) -> dict[str, Value]:
+    """Return values by name without empty containers in the place of a tensor or an object.
+
+    A rank that has no shards at all has an empty container of them, which is no value.
+
+    Examples:
+        >>> without_hollow({"w": (("w",), []), "step": (("step",), 3)}, {"w"})
+        {'step': (('step',), 3)}
+    """
+    return {
+        name: (path, value)
+        for name, (path, value) in values.items()
+        if shard_keys.isdisjoint((name, path[0])) or not is_hollow(value)
+    }
+
+
+def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
+    """Raise unless values, tensors and objects can lie in one checkpoint.
+
+    Args:
+        named: values by name, with their paths.
+        taken: keys of the stored tensors and unique keys of the stored objects.
+
+    Raises:
+        TreeError: a value is named like a tensor or an object, or lies in a dict that is named like one.
+
+    Examples:
+        >>> check_names({"w.lr": (("w", "lr"), 0.1)}, {"w"})
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.TreeError: save: plain values in the places of tensors or objects
+          tree['w']['lr'] is in the place of 'w'
+          Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict.
+    """
+    wrong = [
+        f"{render_path(path)} is in the place of {place!r}"
+        for name, (path, _) in values.items()
+        for place in dict.fromkeys((name, path[0]))
+        if place in shard_keys
+    ]
+    wrong += [f"{render_path(path)} is named like an object" for name, (path, _) in values.items() if is_object(name)]
+    if wrong:
+        fix = "Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict."
+        raise TreeError(error_text("save: plain values in the places of tensors or objects", offenders=wrong, fix=fix))

@@ -1,0 +1,391 @@
+"""The content of `.metadata`, checked and in columns: an index for planning loads, and where each archive lies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from ..._ambient import collector_paused
+from ...codec import check_storable
+from ...errors import CheckpointingException
+from ...geometry import Column
+from ...layouts import ShardColumns, TensorKind
+from ...storage import StoredFile
+from ...strategies import Checkpoint, is_object
+from ...strategies.index import Index, build_index, index_problem, int64, stored_columns, text_columns
+from ..manifest import MANIFEST_FILE
+from ._metadata_content import MetadataFile, Places, TensorEntry
+from ._metadata_file import INDEX_FILE, read_metadata_file, unsound
+from ._pickled_columns import Ints
+
+# Archives of torch.save in data files, numbered in the order of files and bytes
+
+_MOST_BYTES = 2.0**60  # so that sums of places and sizes stay within int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Archives:
+    """All archives of a checkpoint.
+
+    Attributes:
+        names: the key of each one's tensor, or the name of its object.
+        chunk: the row of each one's shape, -1 for an object, int64 (archives,).
+        shapes: right-aligned, int64 (chunks, axes).
+        axes: how many axes each shape has, int64 (chunks,).
+        start: where each one's payload begins in a virtual file of nothing but payloads, int64 (archives,).
+        payload: in bytes; an object is all payload, int64 (archives,).
+        file: number of the file, int64 (archives,).
+        byte: where the archive begins in the file, int64 (archives,).
+        length: of the archive, in bytes, int64 (archives,).
+        files: names of the files.
+        refusals: why an archive can't be read, by its number.
+        virtual: the virtual file.
+    """
+
+    names: Sequence[str]
+    chunk: Column
+    shapes: Column
+    axes: Column
+    start: Column
+    payload: Column
+    file: Column
+    byte: Column
+    length: Column
+    files: tuple[str, ...]
+    refusals: Mapping[int, str]
+    virtual: StoredFile
+
+    def shape(self, number: int) -> Ints | None:
+        """Return the shape of an archive's tensor, None for an object."""
+        row = int(self.chunk[number])
+        return None if row < 0 else tuple(self.shapes[row, self.shapes.shape[1] - int(self.axes[row]) :].tolist())
+
+    def at(self, byte: Column) -> Column:
+        """Return the numbers of the archives in which bytes of the virtual file lie, int64 (bytes,)."""
+        return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
+
+
+def archives_of(
+    names: Sequence[str], places: Places, rows: Column, shapes: Column, axes: Column, payload: Column
+) -> tuple[Archives, Column]:
+    """Return archives in the order in which they lie, and each given one's number there, int64 (archives,).
+
+    Args:
+        names: key of the tensor, or name of the object, of each.
+        places: where archives lie.
+        rows: the number of each one's place, int64 (archives,).
+        shapes: of each one's tensor, right-aligned, int64 (tensors, axes); objects follow after the tensors.
+        axes: how many axes each shape has, int64 (tensors,).
+        payload: bytes of each tensor, int64 (tensors,); an object is all payload.
+
+    Raises:
+        ValueError: a place isn't a range of a file, two share bytes, or they are too large.
+    """
+    files = sorted({places.file[row] for row in rows.tolist()})
+    for name in files:
+        name.encode()  # raises UnicodeEncodeError, a ValueError; the storage refuses other bad names
+    numbers = {name: number for number, name in enumerate(files)}
+    file = np.fromiter((numbers[places.file[row]] for row in rows.tolist()), dtype=np.int64, count=rows.size)
+    byte, length = places.byte[rows], places.length[rows]
+    payload = np.append(payload, length[payload.size :])
+    for column in (byte, length, payload):
+        if (column < 0).any() or (column > _MOST_BYTES).any() or payload.astype(np.float64).sum() > _MOST_BYTES:
+            raise ValueError("an archive's place or size is out of range")
+    order = np.lexsort((byte, file))
+    _check_apart(files, names, file[order], byte[order], length[order], order)
+    number = np.empty_like(order)
+    number[order] = np.arange(order.size)
+    payload = payload[order]
+    end = np.cumsum(payload + 1)
+    archives = Archives(
+        names=[names[row] for row in order.tolist()],
+        chunk=np.where(order < axes.size, order, -1),
+        shapes=shapes,
+        axes=axes,
+        start=end - payload - 1,
+        payload=payload,
+        file=file[order],
+        byte=byte[order],
+        length=length[order],
+        files=tuple(files),
+        refusals={int(number[row]): places.refusals[place] for row, place in _refusal_rows(places, rows)},
+        virtual=StoredFile("archives", int(end[-1]) if end.size else 0),
+    )
+    return archives, number
+
+
+def _check_apart(
+    files: Sequence[str], names: Sequence[str], file: Column, byte: Column, length: Column, order: Column
+) -> None:
+    """Raise where two archives share bytes of a file: one of them would be read as the other.
+
+    Args:
+        files: names of the files.
+        names: of the archives, in any order.
+        file: number of each archive's file, int64 (archives,); all columns are in the order of files and bytes.
+        byte: where each archive begins, int64 (archives,).
+        length: of each archive, int64 (archives,).
+        order: positions of the archives in `names`, int64 (archives,).
+    """
+    if len({"/".join(PurePosixPath(name).parts) for name in files}) != len(files):
+        raise ValueError("a file is there by two names")
+    shared = np.flatnonzero((file[1:] == file[:-1]) & (byte[:-1] + length[:-1] > byte[1:]) & (length[1:] > 0))
+    if shared.size:
+        one, other = (names[row][:200] for row in order[shared[0] : shared[0] + 2].tolist())
+        raise ValueError(f"{one!r} and {other!r} share bytes of {files[int(file[shared[0]])]!r}")
+
+
+def _refusal_rows(places: Places, rows: Column) -> Iterator[tuple[int, int]]:
+    """Yield the positions in some places of those that can't be read, and their numbers."""
+    if places.refusals:
+        yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
+
+
+# Flat shards as Megatron-Core 0.8 to 0.15 stored them: ranges of flattened grid cells
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """The chunks of one tensor: boxes of it, or flat ranges of such boxes.
+
+    Attributes:
+        global_shape: of the tensor.
+        offsets: of each box, int64 (boxes, axes).
+        shapes: of each box, int64 (boxes, axes).
+        flat: first element of each flat range, and one past its last one, int64 (boxes, 2); None for whole boxes.
+    """
+
+    global_shape: Ints
+    offsets: Column
+    shapes: Column
+    flat: Column | None
+
+
+def true_boxes(entry: TensorEntry) -> Boxes:
+    """Return the boxes of a stored tensor's chunks in the tensor that was sharded.
+
+    A tensor that was cut into a grid of cells, each of which ranks shared as flat ranges, was stored as one of shape
+    (grid, elements of a cell), with the true shape beside it in `.metadata`.
+
+    Raises:
+        ValueError: the chunks aren't ranges of such cells.
+
+    Examples:
+        >>> offset, shape = np.array([[1, 0, 9]]), np.array([[1, 1, 15]])
+        >>> entry = TensorEntry(None, (2, 1, 24), offset, shape, np.array([0]), grid_shape=(8, 6))
+        >>> boxes = true_boxes(entry)
+        >>> boxes.global_shape, boxes.offsets.tolist(), boxes.shapes.tolist()
+        ((8, 6), [[4, 0]], [[4, 6]])
+        >>> boxes.flat.tolist()
+        [[9, 24]]
+    """
+    if entry.grid_shape is None:
+        return Boxes(entry.shape, entry.offsets, entry.shapes, None)
+    cell = _cell(entry.shape, entry.grid_shape)
+    start, stop = entry.offsets[:, -1], entry.offsets[:, -1] + entry.shapes[:, -1]
+    in_grid = (entry.offsets[:, :-1] >= 0) & (entry.offsets[:, :-1] < entry.shape[:-1]) & (entry.shapes[:, :-1] == 1)
+    in_cell = in_grid.all(axis=1) & (start >= 0) & (start <= stop) & (stop <= entry.shape[-1])
+    if not in_cell.all():
+        at, size = entry.boxes[int(np.argmin(in_cell))]
+        raise ValueError(f"its chunk {size} at {at} isn't a range of one cell of {entry.shape}")
+    shape = np.array(cell, dtype=np.int64)
+    offsets, shapes = entry.offsets[:, :-1] * shape, np.tile(shape, (len(start), 1))
+    return Boxes(entry.grid_shape, offsets, shapes, np.stack([start, stop], axis=1))
+
+
+def _cell(stored_shape: Ints, shape: Ints) -> Ints:
+    """Return the shape of one cell of a grid."""
+    fits = len(stored_shape) == len(shape) + 1 and all(
+        count > 0 and size % count == 0 for size, count in zip(shape, stored_shape, strict=False)
+    )
+    cell = tuple(size // count for size, count in zip(shape, stored_shape, strict=False)) if fits else ()
+    if not fits or prod(cell) != stored_shape[-1]:
+        raise ValueError(f"it is stored as {stored_shape}, which isn't a grid of flattened cells of {shape}")
+    return cell
+
+
+# Two backends with one format of tensors: Megatron-Core's, and that of torch.distributed.checkpoint (DCP) itself. They
+# differ in what isn't sharded, and in the file that commits.
+
+TORCH_DIST, DCP = ("torch_dist", 1), ("dcp", 1)
+
+
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The object in which newer releases of Megatron-Core keep the common state."""
+
+
+_MOST_NUMBERS = 2**25
+"""The most numbers in a column: boxes get as many axes as the widest tensor, so one crafted entry could fill memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listing:
+    """What is in a checkpoint and where.
+
+    Loads are planned on one virtual file of all payloads, with a byte between two of them so that no run spans both:
+    where a payload begins in its archive isn't known before the archive is opened.
+
+    Attributes:
+        index: of tensors and objects; its only file is the virtual one.
+        archives: that hold them.
+        contents: of `.metadata`.
+        unknown: why a tensor can't be read, by its key; such tensors aren't in the index.
+        values: the numbers of archives of plain values and objects, by name.
+    """
+
+    index: Index
+    archives: Archives
+    contents: MetadataFile
+    unknown: Mapping[str, str]
+    values: Mapping[str, int]
+
+
+def read_listing(checkpoint: Checkpoint) -> Listing:
+    """Return what is in a checkpoint and where, read once.
+
+    Raises:
+        CorruptCheckpoint: `.metadata` isn't sound.
+        UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
+    """
+    return checkpoint.once(parse)
+
+
+def parse(checkpoint: Checkpoint) -> Listing:
+    """Return what one rank reads of a checkpoint for all: `.metadata` of a large one takes many seconds to parse."""
+    try:
+        # It makes an object for each tensor and no garbage, through which the collector would look.
+        with collector_paused():
+            return _listing(read_metadata_file(checkpoint), _hidden_names(checkpoint))
+    except (ValueError, OverflowError) as error:
+        raise unsound(checkpoint.storage.where(INDEX_FILE), error) from error
+
+
+def index_on_files(listing: Listing, index: Index) -> Index:
+    """Return an index with the data files in place of the virtual one; a chunk begins there where its archive does.
+
+    For people alone: a chunk's elements come after the head of its archive, whose length isn't known.
+    """
+    archives = listing.archives
+    chunk, item = archives.at(index.chunk_byte), archives.at(index.object_byte)
+    text, start = text_columns(archives.files)
+    length = np.zeros(len(archives.files), dtype=np.int64)
+    np.maximum.at(length, archives.file, archives.byte + archives.length)
+    return replace(
+        index,
+        chunk_file=archives.file[chunk],
+        chunk_byte=archives.byte[chunk],
+        object_file=archives.file[item],
+        object_byte=archives.byte[item],
+        file_text=text,
+        file_start=start,
+        file_length=length,
+        file_block=np.zeros(len(archives.files) + 1, dtype=np.int64),
+    )
+
+
+def _hidden_names(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the objects that aren't the user's: the one with the common state, if that has no file of its own."""
+    fields = checkpoint.fields
+    in_object = (fields.get("common_backend"), fields.get("common_backend_version")) == TORCH_DIST
+    return frozenset({COMMON_OBJECT} if in_object else ())
+
+
+def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> Listing:
+    tensors = {key: contents.tensors[key] for key in sorted(contents.tensors)}
+    boxes, unknown = _readable(tensors)
+    columns = _columns(tensors, boxes)
+    names = [key for key, own in boxes.items() for _ in range(len(own.offsets))] + list(contents.values)
+    entries = [tensors[key] for key in boxes]
+    rows = np.concatenate([*(entry.places for entry in entries), int64(list(contents.values.values()))])
+    axes = np.repeat(int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
+    shapes = _right_aligned([entry.shapes for entry in entries], fill=1)
+    payload = columns.elements * columns.item_size[columns.key] if len(columns) else np.zeros(0, dtype=np.int64)
+    archives, number = archives_of(names, contents.places, rows, shapes, axes, payload)
+    values = dict(zip(contents.values, number[len(columns) :].tolist(), strict=True))
+    objects = [
+        (name, 0, int(archives.start[at]), int(archives.length[at]))
+        for name, at in values.items()
+        if name not in hidden_names and is_object(name)
+    ]
+    start = archives.start[number[: len(columns)]]
+    index = build_index(columns, np.zeros_like(start), start, files=[archives.virtual], objects=objects)
+    if problem := index_problem(index):
+        raise ValueError(problem)
+    return Listing(index, archives, contents, unknown, values)
+
+
+def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, Boxes], dict[str, str]]:
+    """Return where the chunks of tensors lie, by key, in their order; and why those of others can't be read."""
+    boxes, unknown = {}, {}
+    for key, entry in tensors.items():
+        try:
+            if entry.dtype is None:
+                raise ValueError("this torch lacks its dtype")
+            check_storable(entry.dtype, "its dtype")
+            boxes[key] = true_boxes(entry)
+        except (CheckpointingException, ValueError) as error:
+            unknown[key] = str(error)
+    return boxes, unknown
+
+
+def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, Boxes]) -> ShardColumns:
+    kinds = {key: _kind(tensors[key], tensor_boxes) for key, tensor_boxes in boxes.items()}
+    counts = [len(tensor_boxes.offsets) for tensor_boxes in boxes.values()]
+    chunks = sum(counts)
+    if chunks * max((len(kind.global_shape) for kind in kinds.values()), default=0) > _MOST_NUMBERS:
+        raise ValueError(f"{chunks} chunks of too many axes")
+    flat, end = np.full((chunks, 2), -1), np.cumsum(counts).tolist()
+    for tensor_boxes, last in zip(boxes.values(), end, strict=True):
+        if tensor_boxes.flat is not None:
+            flat[last - len(tensor_boxes.flat) : last] = tensor_boxes.flat
+    return stored_columns(
+        kinds,
+        np.repeat(np.arange(len(counts)), counts),
+        _right_aligned([tensor_boxes.offsets for tensor_boxes in boxes.values()], fill=0),
+        _right_aligned([tensor_boxes.shapes for tensor_boxes in boxes.values()], fill=1),
+        flat[:, 0],
+        flat[:, 1],
+    )
+
+
+def _right_aligned(parts: Sequence[Column], fill: int) -> Column:
+    """Return columns of boxes of unequal numbers of axes as one, at least one axis wide."""
+    width = max([1, *(part.shape[1] for part in parts)])
+    if parts and all(part.shape[1] == width for part in parts):
+        return np.concatenate(parts)
+    column = np.full((sum(map(len, parts)), width), fill, dtype=np.int64)
+    at = 0
+    for part in parts:
+        column[at : at + len(part), width - part.shape[1] :] = part
+        at += len(part)
+    return column
+
+
+def _kind(entry: TensorEntry, boxes: Boxes) -> TensorKind:
+    assert entry.dtype is not None
+    return TensorKind(entry.dtype, boxes.global_shape, 0)
+
+
+# Which files a checkpoint of archives consists of.
+
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+META_FILE = "meta.pt"
+"""Beside DCP's files, Lightning keeps the rest of a checkpoint in this archive: epoch, loops, callbacks, schedulers."""
+
+
+def has_meta(checkpoint: Checkpoint) -> bool:
+    """Return whether a folder of DCP's files is one of Lightning's."""
+    return checkpoint.fields["sharded_backend"] == "dcp" and checkpoint.storage.length(META_FILE) is not None
+
+
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the index, the ranks' data files, Megatron-Core's list of hashes, and Lightning's archive."""
+    own = (name for name in checkpoint.storage.names() if _DATA_FILE.fullmatch(name))
+    return INDEX_FILE, MANIFEST_FILE, *own, *([META_FILE] if has_meta(checkpoint) else [])

@@ -1,0 +1,343 @@
+"""Loading tensors and objects from archives of torch.save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codec import bit_view
+from ...errors import UnsupportedValue, error_text
+from ...geometry import Column
+from ...layouts import shard_columns
+from ...mapping import ShardedObject, ShardedTensor
+from ...plans import LoadPlan, ReadCost, runs_plan
+from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, Verify, fetch, fetch_cost
+from ...strategies import Checkpoint, Copies, Damage, Resolution, check_objects_known, check_taken, is_object
+from ...strategies.index import DeferredMetadata, Index, IndexMetadata, plan_shards
+from ..archives import StoredTensor, box_of, filled_tensor
+from ..rank_archives import check_record
+from ._buckets import is_bucket, is_groups
+from ._listing import Listing, index_on_files, read_listing
+from ._model_states import FIX, Comparisons, differing, refuse, refused_among, states_among
+from ._optimizer import STEP, States, optimizer_index, state_copies
+from ._payloads import (
+    SCATTERED,
+    Payloads,
+    archive_name,
+    check_reach,
+    check_tensor,
+    decoded,
+    decoded_at,
+    open_data_file,
+    payloads_of,
+)
+
+
+def read_archives(
+    checkpoint: Checkpoint, listing: Listing, plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Execute a plan that was made on a listing's index, and return how much was read; an archive counts as a block.
+
+    Args:
+        checkpoint: where the files are, and how they are read.
+        listing: on which the plan was made.
+        plan: what to read.
+        memories: for each requested shard its memory, a contiguous tensor, written in place.
+
+    Raises:
+        CorruptCheckpoint: an archive isn't what was saved.
+    """
+    run, piece = listing.archives.at(plan.runs.byte), listing.archives.at(plan.strided.byte)
+    numbers = np.union1d(run, piece)
+    payloads = payloads_of(checkpoint, listing, numbers)
+    in_order, run_in_order, piece_in_order = (payloads.begin[rows] != SCATTERED for rows in (numbers, run, piece))
+    # Row-major payloads are read straight from the data files, as in any other format; others are decoded whole.
+    direct = plan.select(run_in_order, piece_in_order)
+    file_plan = _file_plan(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
+    files = _files(listing, payloads, numbers[in_order])
+    options = checkpoint.options
+    report = fetch(checkpoint.storage, files, file_plan, memories, verify=options.verify, progress=options.progress)
+    for number in numbers[~in_order].tolist():
+        own = plan.select(run == number, piece == number)
+        report += _read_scattered(checkpoint, listing, payloads.places.get(number), number, own, memories)
+    return report
+
+
+def archives_cost(
+    checkpoint: Checkpoint, listing: Listing, shards: Sequence[ShardedTensor], plan: LoadPlan
+) -> ReadCost:
+    """Return the cost of a plan on a listing's index, assuming each tensor in row-major order and with a checksum.
+
+    Archives stay closed, so that another order isn't known. Looking up where a tensor begins, in each archive's own
+    directory, takes a few hundred bytes more.
+
+    Args:
+        checkpoint: how the files are read.
+        listing: on which the plan was made.
+        shards: that would be filled.
+        plan: what would be read.
+
+    Raises:
+        CorruptCheckpoint: a data file is shorter than the listing says, or isn't there.
+    """
+    archives = listing.archives
+    run, piece = archives.at(plan.runs.byte), archives.at(plan.strided.byte)
+    numbers = np.union1d(run, piece)
+    for file in np.unique(archives.file[numbers]).tolist():
+        check_reach(checkpoint, listing, file, numbers[archives.file[numbers] == file].tolist())
+    # An archive that is shorter than its tensor holds an expanded one (stride 0), and is decoded whole.
+    repeats = archives.payload > archives.length
+    direct, begin = plan.select(~repeats[run], ~repeats[piece]), archives.start[numbers]
+    ranges = ByteRanges(begin, begin + archives.payload[numbers], np.ones_like(begin))
+    virtual = replace(archives.virtual, ranges=ranges)
+    cost = fetch_cost({0: virtual}, direct, verify=checkpoint.options.verify)
+    decoded_bytes = int(archives.length[numbers[repeats[numbers]]].sum())
+    files = np.unique(archives.file[numbers]).size
+    return replace(cost, bytes_wanted=plan.bytes_read, bytes_read=cost.bytes_read + decoded_bytes, files=files)
+
+
+def _file_plan(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
+    """Return a plan on the virtual file as one on the real files, given the archive of each of its rows."""
+    archives = listing.archives
+    run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
+    # Sorted again: two tensors may share an archive, and then rows change their order.
+    runs = runs_plan(replace(plan.runs, file=archives.file[run], byte=plan.runs.byte + run_shift)).runs
+    strided = replace(plan.strided, file=archives.file[piece], byte=plan.strided.byte + piece_shift)
+    return replace(plan, runs=runs, strided=strided)
+
+
+def _files(listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
+    """Return the files of some payloads, by number, with the payloads as byte ranges that have a checksum."""
+    archives, files = listing.archives, dict[int, StoredFile]()
+    for file in np.unique(archives.file[numbers]).tolist():
+        inside = numbers[archives.file[numbers] == file]
+        begin = payloads.begin[inside]
+        # The CRC32 of the zip record, which torch writes and never looks at.
+        ranges = ByteRanges(begin, begin + archives.payload[inside], payloads.crc32[inside])
+        files[file] = StoredFile(archives.files[file], payloads.lengths[file], ranges=ranges)
+    return files
+
+
+def _read_scattered(
+    checkpoint: Checkpoint,
+    listing: Listing,
+    place: StoredTensor | None,
+    number: int,
+    plan: LoadPlan,
+    memories: Sequence[torch.Tensor],
+) -> ReadReport:
+    """Read from an archive whose bytes aren't its tensor in row-major order.
+
+    Args:
+        checkpoint: where it is, and how it is read.
+        listing: on which the plan was made.
+        place: The tensor as its file has it; None for an archive that is decoded whole.
+        number: The archive.
+        plan: The rows that read from it.
+        memories: Destinations, in the form of `read_archives`.
+    """
+    archives = listing.archives
+    start, what = archives.start[number], archive_name(checkpoint, listing, number)
+    with open_data_file(checkpoint, listing, int(archives.file[number]), [number]) as reader:
+        if place is None:
+            tensor = check_tensor(listing, number, decoded_at(checkpoint, listing, reader, number), what)
+            is_checked = True
+        else:
+            first, rows = _rows_of(plan, int(start), place)
+            # Also of a part, as where an archive is decoded whole: its other bytes tell whether it was changed.
+            verify: Verify = None if checkpoint.options.verify is None else "all"
+            is_checked = check_record(reader, rows, verify, checkpoint.storage.where(place.file))
+            tensor, start = filled_tensor(reader.read, rows, what), start + first
+    memory = MemoryStorage()
+    # From here on like a file of row-major bytes, so that the plan's rows apply unchanged.
+    bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    memory.write("tensor", [memoryview(bits.numpy())], durable=False)
+    one = np.zeros_like
+    runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)
+    strided = replace(plan.strided, file=one(plan.strided.file), byte=plan.strided.byte - start)
+    inner = replace(plan, runs=runs, strided=strided)
+    report = fetch(
+        memory, {0: StoredFile("tensor", bits.numel())}, inner, memories, progress=checkpoint.options.progress
+    )
+    return replace(report, blocks_checked=int(is_checked), blocks_unchecked=int(not is_checked))
+
+
+def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, StoredTensor]:
+    """Return the rows of a tensor that a plan reads, and where they begin among its row-major bytes.
+
+    Args:
+        plan: Rows that read from the tensor alone.
+        start: The byte of the plan at which the tensor begins.
+        tensor: The tensor as its file has it.
+    """
+    row = prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    if not tensor.shape or not row:
+        return 0, tensor
+    runs, strided = plan.runs, plan.strided
+    spans = ((strided.shape - 1) * strided.stride).sum(axis=1) + 1
+    begin = np.concatenate([runs.byte, strided.byte])
+    end = np.concatenate([runs.byte + runs.length, strided.byte + spans * strided.item_size])
+    first, last = int(begin.min() - start) // row, -(-int(end.max() - start) // row)
+    offset = (first, *(0,) * (len(tensor.shape) - 1))
+    return first * row, box_of(tensor, (offset, (last - first, *tensor.shape[1:])))
+
+
+def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by key, and object by unique key, whole and without data.
+
+    A distributed optimizer's buckets are states of the model's parameters there.
+    """
+    listing = read_listing(checkpoint)
+
+    def metadata_of(index: Index) -> IndexMetadata:
+        return IndexMetadata(
+            index,
+            partial(index_on_files, listing, index),
+            listing.unknown,
+            partial(refused_among, listing),
+            partial(states_among, checkpoint, listing) if checkpoint.options.verify is None else lambda _: (),
+            partial(archives_cost, checkpoint, listing),
+        )
+
+    metadata = metadata_of(listing.index)
+    if not any(map(is_bucket, listing.contents.tensors)):
+        return metadata
+    return DeferredMetadata(metadata, lambda: metadata_of(_states(checkpoint, listing)))
+
+
+def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype.
+        UnsupportedValue: a tensor is stored in a way that can't be read here.
+        CorruptCheckpoint: stored bytes aren't what was saved.
+    """
+    listing = read_listing(checkpoint)
+    keys = {shard.key for shard in shards}
+    check_taken(refused_among(listing, keys), keys)
+    states = _compare(checkpoint, listing, keys)
+    # As `.metadata` lists them, or with states of the model's parameters.
+    index = _states(checkpoint, listing) if _has_states(listing, keys) else listing.index
+    return replace(_load(checkpoint, listing, index, shards), uncompared=states)
+
+
+def _load(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
+    steps = [shard for shard in shards if shard.key.startswith(STEP) and index is not listing.index]
+    if not steps:
+        return _fill(checkpoint, listing, index, shards)
+    plan_shards(index, steps, shard_columns(steps))  # for what it checks: shapes and dtypes
+    step = _step(checkpoint, listing)
+    for shard in steps:
+        shard.data.fill_(step)
+    return _fill(checkpoint, listing, index, [shard for shard in shards if not shard.key.startswith(STEP)])
+
+
+def _step(checkpoint: Checkpoint, listing: Listing) -> float:
+    """Return the step of a distributed optimizer, which each model-parallel rank stored with its groups."""
+    steps = {step for _, step in _steps(checkpoint, listing)}
+    if len(steps) != 1:
+        fix = "Leave the steps out of the target, and set the optimizer's by hand."
+        raise UnsupportedValue(error_text("load: the optimizer has no one step", found=sorted(steps), fix=fix))
+    return steps.pop()
+
+
+def _steps(checkpoint: Checkpoint, listing: Listing) -> Iterator[tuple[str, float]]:
+    """Yield the steps that there are, with the object that has each."""
+    names = [name for name in listing.values if is_groups(name)]
+    objects = load_objects(checkpoint, [ShardedObject.empty_from_unique_key(name) for name in names])
+    for name, each in zip(names, objects, strict=True):
+        yield from ((name, float(group["step"])) for group in each["param_groups"] if "step" in group)
+
+
+def _copies(checkpoint: Checkpoint, listing: Listing) -> Iterator[Copies]:
+    yield from state_copies(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
+    tensor = partial(torch.tensor, dtype=torch.float64, device="cpu")
+    steps = [(name, partial(tensor, step)) for name, step in _steps(checkpoint, listing)]
+    yield from [Copies(STEP.rstrip("."), (), steps)] if steps else ()
+
+
+def _fill(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
+    plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
+    return read_archives(checkpoint, listing, plan, [shard.data for shard in shards])
+
+
+def _has_states(listing: Listing, keys: Set[str] | None) -> bool:
+    """Return whether some keys may be states that are in buckets."""
+    are_tensors = keys is not None and keys <= listing.contents.tensors.keys()
+    return not are_tensors and any(map(is_bucket, listing.contents.tensors))
+
+
+def _states(checkpoint: Checkpoint, listing: Listing) -> Index:
+    return optimizer_index(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
+
+
+def _compare(checkpoint: Checkpoint, listing: Listing, keys: Set[str]) -> tuple[str, ...]:
+    """Compare masters with weights, once, if states are among some keys; return those that weren't to be compared."""
+    states = states_among(checkpoint, listing, keys)
+    if checkpoint.options.verify is None:
+        return tuple(states)
+    comparisons = checkpoint.once(Comparisons)
+    if states and not comparisons.all_alike:
+        refuse(checkpoint, _differing(checkpoint, listing, 0, 1))
+        comparisons.all_alike = True
+    return ()
+
+
+def _differing(checkpoint: Checkpoint, listing: Listing, share: int, shares: int) -> dict[str, str]:
+    return differing(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index), share, shares)
+
+
+def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
+    """Return how to tell whose states are where, if keys may be states; or whether they are those of their weights."""
+    listing = read_listing(checkpoint)
+    if _has_states(listing, None if listed else keys):
+
+        def keep_states(indexes: Sequence[Index]) -> None:
+            checkpoint.once(States).index = indexes[0]
+
+        # One rank for all: a bucket's reading takes the hashes of all weights.
+        copies = partial(_copies, checkpoint, listing)
+        return Resolution(lambda share, _: None if share else _states(checkpoint, listing), keep_states, copies)
+    if checkpoint.options.verify is None or not states_among(checkpoint, listing, keys):
+        return None
+
+    def keep(reasons: Sequence[Mapping[str, str]]) -> None:
+        refuse(checkpoint, {key: reason for each in reversed(reasons) for key, reason in each.items()})
+        checkpoint.once(Comparisons).all_alike = True
+
+    return Resolution(partial(_differing, checkpoint, listing), keep)
+
+
+def master_damage(checkpoint: Checkpoint) -> list[Damage]:
+    """Return the masters that, rounded, aren't their weights."""
+    listing = read_listing(checkpoint)
+    wrong = _differing(checkpoint, listing, 0, 1) if states_among(checkpoint, listing, listing.contents.tensors) else {}
+    return [Damage("", f"{reason}. {FIX}", keys=(key,)) for key, reason in sorted(wrong.items())]
+
+
+def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each sharded object, in order.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks one.
+        UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
+    """
+    listing = read_listing(checkpoint)
+    unique_keys = [item.unique_key for item in objects]
+    check_objects_known(unique_keys, [name in listing.values and is_object(name) for name in unique_keys])
+    numbers = [listing.values[name] for name in unique_keys]
+    values = dict(decoded(checkpoint, listing, numbers))
+    return [unboxed(values[number]) for number in numbers]
+
+
+def unboxed(value: Any) -> Any:
+    """Return an object's data: Megatron-Core stores it in a list of one, its early releases without."""
+    return value[0] if type(value) is list and len(value) == 1 else value

@@ -1,0 +1,285 @@
+"""What `.metadata`, a pickle, says, in columns; and what it may name: none of it is imported, each becomes a stub."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import Column
+from ..pickles import Constructor, Stub, inert
+from ._pickled_columns import Ints
+
+Paths = dict[str, tuple[str | int, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where archives lie.
+
+    Attributes:
+        file: names of the files, one for each place.
+        byte: where each archive begins in its file, int64 (places,).
+        length: in bytes, int64 (places,).
+        refusals: why an archive can't be read, as text, by its place's number.
+    """
+
+    file: Sequence[str]
+    byte: Column
+    length: Column
+    refusals: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntry:
+    """The entry of one tensor in `.metadata`; numbers aren't checked further.
+
+    Attributes:
+        dtype: None if this torch lacks it.
+        shape: global shape.
+        offsets: of its chunks, int64 (chunks, axes).
+        shapes: of its chunks, int64 (chunks, axes).
+        places: numbers of its chunks' places, int64 (chunks,).
+        grid_shape: the shape of the whole tensor, if `shape` is a grid of flattened cells; else None.
+    """
+
+    dtype: torch.dtype | None
+    shape: Ints
+    offsets: Column
+    shapes: Column
+    places: Column
+    grid_shape: Ints | None = None
+
+    @property
+    def boxes(self) -> list[tuple[Ints, Ints]]:
+        """Each chunk's offset and shape."""
+        pairs = zip(self.offsets.tolist(), self.shapes.tolist(), strict=True)
+        return [(tuple(offset), tuple(shape)) for offset, shape in pairs]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntries(Mapping[str, TensorEntry]):
+    """The entries of all tensors, by key, made when they are asked for.
+
+    As columns they go to other ranks in a small part of the time that entries would take.
+
+    Attributes:
+        number: of each key, from 0.
+        kinds: the dtype of each tensor, None if this torch lacks it.
+        wholes: the global shape of each.
+        edges: the number of each one's first chunk, and how many chunks there are in all.
+        offsets: of the chunks, left-aligned, int64 (chunks, axes).
+        shapes: of the chunks, left-aligned, int64 (chunks, axes).
+        places: numbers of the chunks' places, int64 (chunks,).
+        grid_shapes: true shapes of those that are grids of flattened cells, by key.
+    """
+
+    number: dict[str, int]
+    kinds: Sequence[torch.dtype | None]
+    wholes: Sequence[Ints]
+    edges: Sequence[int]
+    offsets: Column
+    shapes: Column
+    places: Column
+    grid_shapes: Mapping[str, Ints]
+
+    def __getitem__(self, key: str) -> TensorEntry:
+        """Return the entry of a tensor."""
+        at = self.number[key]
+        whole, rows = self.wholes[at], slice(self.edges[at], self.edges[at + 1])
+        width = len(whole)
+        boxes = self.offsets[rows, :width], self.shapes[rows, :width]
+        return TensorEntry(self.kinds[at], whole, *boxes, self.places[rows], self.grid_shapes.get(key))
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is such a tensor; no entry is made."""
+        return key in self.number
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the keys, in the file's order."""
+        return iter(self.number)
+
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return len(self.number)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetadataFile:
+    """The content of `.metadata`.
+
+    Attributes:
+        tensors: by key.
+        values: the number of the place of each pickled value, by name.
+        paths: where in the nested state each name was; None if that isn't stored.
+        places: of all archives.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    values: dict[str, int]
+    paths: Paths | None
+    places: Places
+
+
+# An allowlist of the names in `.metadata`, of all versions that wrote it: none is imported, each becomes a stub
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_MEGATRON = "megatron.core.dist_checkpointing"
+
+_STUBS = {
+    f"{_CHECKPOINT}.metadata": (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{_CHECKPOINT}.planner": (
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    ),
+    f"{_CHECKPOINT}._extension": ("StreamTransformExtension", "ZStandard"),
+    _OLD: ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    f"{_MEGATRON}.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    f"{_MEGATRON}.strategies.filesystem_async": ("_StoragePrefix",),
+    "torch.serialization": ("_get_layout",),
+}
+
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+
+
+class _Names(dict[tuple[str, str], Any]):
+    """Values by name. A dtype that this torch lacks is a stub: it only matters if its tensor is asked for."""
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        module, name = key
+        # Only names of torch itself: anything else in the file is refused as unsafe.
+        if module == "torch" and name.isidentifier():
+            return Stub(f"torch.{name}")
+        raise KeyError(key)
+
+
+def _size(*arguments: Any) -> tuple[Any, ...]:
+    """Return a shape as a plain tuple; its entries aren't checked here."""
+    (entries,) = arguments or ((),)
+    if type(entries) not in (tuple, list):
+        raise ValueError(f"torch.Size of {type(entries).__name__}")
+    return tuple(entries)
+
+
+@cache
+def metadata_classes() -> Mapping[tuple[str, str], Any]:
+    """Return the value of each name that `.metadata` may contain: a dtype, a plain tuple, or a stub.
+
+    Examples:
+        >>> metadata_classes()["torch", "float32"]
+        torch.float32
+    """
+    # Python 3.13 pickles paths by the name of the module pathlib._local.
+    names = {(module, name): inert(f"{module}.{name}") for module, classes in _STUBS.items() for name in classes}
+    names |= {(module, name): inert("path") for module in ("pathlib", "pathlib._local") for name in _PATHS}
+    dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return _Names({**names, **dtypes, ("torch", "Size"): Constructor(_size)})
+
+
+def is_a(value: Any, name: str) -> bool:
+    """Return whether a value of `.metadata` is of a class of that name, in whichever module a version of torch had it.
+
+    Examples:
+        >>> is_a(Stub("torch.distributed.checkpoint.metadata.Metadata"), "Metadata")
+        True
+    """
+    return isinstance(value, Stub) and value.type_name.rpartition(".")[2] == name
+
+
+def field_of(value: Any, name: str) -> Any:
+    """Return a field of an object of `.metadata`, None if it has none.
+
+    Examples:
+        >>> field_of(Stub("some.Class", state={"size": (2, 3)}), "size")
+        (2, 3)
+    """
+    state = value.state if isinstance(value, Stub) else None
+    return state.get(name) if isinstance(state, dict) else None
+
+
+# Unpickling with `allow_pickle`, when the writer is trusted: unknown classes are imported, known ones stay stubs
+
+
+def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: str) -> Any:
+    """Return the value of a pickle, which may run any code.
+
+    Args:
+        data: the pickle.
+        classes: values of names that aren't imported.
+        what: the file, for messages.
+
+    Raises:
+        CorruptCheckpoint: it isn't a pickle, or code that it runs fails.
+    """
+    try:
+        return _Unpickler(io.BytesIO(data), classes).load()
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"[:300]
+        raise CorruptCheckpoint(error_text(f"{what}: not a pickle that can be read", found=cause)) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes stubs of known classes, so that the caller gets the same values as from the safe reader."""
+
+    def __init__(self, file: io.BytesIO, classes: Mapping[tuple[str, str], Any]) -> None:
+        super().__init__(file)
+        self.classes = classes
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the value of a name."""
+        try:
+            value = self.classes[module, name]
+        except KeyError:
+            return super().find_class(module, name)
+        if not isinstance(value, Constructor):
+            return value
+        return value.make if value.build is None else type(name, (_StubClass,), {"constructor": value})
+
+
+class _StubClass(Stub):
+    """A stub as a class, of which `pickle` can make instances."""
+
+    __slots__ = ()
+    constructor: Constructor
+
+    def __new__(cls, *arguments: Any) -> _StubClass:
+        self = super().__new__(cls)
+        stub = cls.constructor.make(*arguments)
+        self.type_name, self.args, self.state = stub.type_name, stub.args, stub.state
+        return self
+
+    def __init__(self, *arguments: Any) -> None:
+        """Leave it as it was made."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value of `.metadata` is, for messages.
+
+    Examples:
+        >>> kind_of(Stub("some.Class")), kind_of([])
+        ('some.Class', 'list')
+    """
+    return value.type_name if isinstance(value, Stub) else type(value).__name__

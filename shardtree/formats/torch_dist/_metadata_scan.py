@@ -1,0 +1,361 @@
+"""The regular parts of `.metadata`, taken from its bytes as columns: a million chunks in no more objects than a few.
+
+Nearly all of the file repeats three records: a tensor, a chunk of one, and where a chunk lies. Regular expressions know
+them, opcode by opcode, and only as they follow a record that the safe reader of pickles has read. What they refer to is
+then looked up in its memo; whatever isn't as expected is left to that reader, which stays the judge of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+
+from ...geometry import Column
+from ..pickles import Constructor, Irregular, Machine, Run, Stub
+from ._pickled_columns import (
+    REFERENCE,
+    Ints,
+    Patterns,
+    PickledShapes,
+    Shapes,
+    no_shapes,
+    numbers,
+    patterns_of,
+    reference,
+    scanner,
+    shapes_in,
+)
+
+_LEAST, _MOST, _MOST_BYTES = 1_000, 65_536, 2**24
+"""Bytes and records that are taken at once: fewer are read faster one by one, more would fill memory."""
+
+_MOST_SHORT = 100_000
+"""After so many byte ranges that were too short, a file isn't regular, and nothing more is tried."""
+
+
+# What was taken
+
+
+@dataclass(slots=True)
+class ScanColumns:
+    """What a scan took, in columns; a `Run` names the rows of one of the three tables.
+
+    Attributes:
+        shapes: all shapes and offsets; the columns below are rows of it.
+        chunk_offset: (chunks,), in parts.
+        chunk_shape: (chunks,), in parts.
+        chunks: how many there are.
+        pair_key: (pairs,).
+        pair_offset: (pairs,), -1 for what has none, in parts.
+        pair_file: (pairs,).
+        pair_byte: (pairs,), in parts.
+        pair_length: (pairs,), in parts.
+        tensor_key: (tensors,).
+        tensor_dtype: what the file has in its place, (tensors,).
+        tensor_shape: (tensors,), in parts.
+        tensor_chunks: its first and last chunk, (tensors,).
+        runs: how many runs there are.
+    """
+
+    shapes: Shapes = field(default_factory=no_shapes)
+    chunk_offset: list[Column] = field(default_factory=list)
+    chunk_shape: list[Column] = field(default_factory=list)
+    chunks: int = 0
+    pair_key: list[str] = field(default_factory=list)
+    pair_offset: list[Column] = field(default_factory=list)
+    pair_file: list[str] = field(default_factory=list)
+    pair_byte: list[Column] = field(default_factory=list)
+    pair_length: list[Column] = field(default_factory=list)
+    tensor_key: list[str] = field(default_factory=list)
+    tensor_dtype: list[Any] = field(default_factory=list)
+    tensor_shape: list[Column] = field(default_factory=list)
+    tensor_chunks: list[tuple[int, int]] = field(default_factory=list)
+    runs: int = 0
+
+
+class MetadataScan:
+    """The scan of one `.metadata`.
+
+    Args:
+        classes: the names that the file may contain, as its reader has them.
+    """
+
+    def __init__(self, classes: Mapping[tuple[str, str], Any]) -> None:
+        self.columns = ScanColumns()
+        self._names = {
+            constructor: name for (_, name), constructor in classes.items() if isinstance(constructor, Constructor)
+        }
+        self._short = 0
+        self._kinds: dict[str, Callable[[Machine, int], int]] = {
+            "ChunkStorageMetadata": self._chunks,
+            "_StorageInfo": self._pairs,
+            "TensorStorageMetadata": self._tensors,
+        }
+
+    def find(self, number: int) -> Any:
+        """Return a shape that was taken, by its number in the memo."""
+        return self.columns.shapes.of_number(number)
+
+    def __call__(self, machine: Machine, at: int) -> int:
+        value = machine.stack[-1]
+        kind = self._kinds.get(value.type_name.rpartition(".")[2]) if type(value) is Stub else None
+        return at if kind is None or self._short > _MOST_SHORT else kind(machine, at)
+
+    def _chunks(self, machine: Machine, at: int) -> int:
+        if not machine.metastack or type(machine.metastack[-1][-1]) is not list:
+            return at
+        rows, end, patterns = self._records(machine, at, "chunk", b"e(")
+        if rows:
+            base = self._base(machine)
+            columns = _ChunkColumns(self, machine, patterns, rows)
+            first = columns.keep(base + _before(columns.memo_counts))
+            self._push(machine, [Run(first, first + len(rows))], int(columns.memo_counts.sum()))
+        return end
+
+    def _pairs(self, machine: Machine, at: int) -> int:
+        if not self._in_dict(machine):
+            return at
+        rows, end, patterns = self._records(machine, at, "pair", b"u(")
+        if rows:
+            self._push(machine, *self._keep_pairs(machine, patterns, rows))
+        return end
+
+    def _tensors(self, machine: Machine, at: int) -> int:
+        if not self._in_dict(machine):
+            return at
+        rows, end, patterns = self._records(machine, at, "tensor", b"u(")
+        if rows:
+            self._push(machine, *self._keep_tensors(machine, patterns, rows))
+        return end
+
+    def _in_dict(self, machine: Machine) -> bool:
+        """Return whether whole pairs of keys and values of a dict are on the stack."""
+        return bool(machine.metastack) and type(machine.metastack[-1][-1]) is dict and len(machine.stack) % 2 == 0
+
+    def _records(
+        self, machine: Machine, at: int, kind: str, batches: bytes
+    ) -> tuple[list[tuple[bytes, ...]], int, Patterns]:
+        """Return the fields of the records from a position on, the position after them, and what they are like.
+
+        Args:
+            machine: what reads the file.
+            at: the position.
+            kind: of the records.
+            batches: the opcodes between two batches: what came before goes into the list or dict, and more follows.
+        """
+        data, end = machine.data, at
+        patterns = patterns_of(True)
+        if getattr(patterns, kind).match(data, at) is None:
+            patterns = patterns_of(False)
+        pattern = getattr(patterns, kind)
+        rows: list[tuple[bytes, ...]] = []
+        while len(rows) < _MOST:
+            again = end + 2 * (data[end : end + 2] == batches)
+            before = len(rows)
+            for match in iter(scanner(pattern, data, again), None):
+                rows.append(match.groups())
+                end = match.end()
+                if len(rows) >= _MOST or end - at >= _MOST_BYTES:
+                    break
+            if len(rows) == before or end - at >= _MOST_BYTES:
+                break
+        if end - at < _LEAST:
+            self._short += 1
+            return [], at, patterns
+        return rows, end, patterns
+
+    def _push(self, machine: Machine, runs: list[Run], count: int) -> None:
+        machine.stack += runs
+        machine.memo.taken += count
+        self.columns.runs += len(runs)
+
+    def _base(self, machine: Machine) -> int:
+        return len(machine.memo) + machine.memo.taken
+
+    # What records refer to
+
+    def check(self, machine: Machine, codes: Sequence[bytes], *expected: str) -> None:
+        """Raise unless references are to classes and texts of these names."""
+        for code in set(codes):
+            values = [machine.memo[reference(one)] for one in REFERENCE.findall(code)]
+            # Texts first: a class is never equal to one, whatever its name.
+            names = [value if type(value) is str else self._names.get(value) for value in values]
+            if names != list(expected) or any(map(_is_class_name, expected, values)):
+                raise Irregular(f"{names} where {expected} should be")
+
+    def is_size(self, machine: Machine, number: int) -> bool:
+        """Return whether a number of the memo is torch.Size's."""
+        value = machine.memo[number]
+        return type(value) is Constructor and self._names.get(value) == "Size"
+
+    def shape(self, machine: Machine, number: int) -> Ints:
+        """Return a shape that isn't in the table."""
+        value = dict.get(machine.memo, number)
+        if type(value) is not tuple or {*map(type, value)} - {int}:
+            raise Irregular("a reference to a shape that isn't one")
+        return value
+
+    def texts(self, machine: Machine, codes: Sequence[bytes], base: Sequence[int]) -> list[str]:
+        """Return texts, written out or referred to; those that are new get their numbers."""
+        text_of: dict[bytes, str] = {}
+        texts = []
+        for code, number in zip(codes, base, strict=True):
+            text = text_of.get(code)
+            if text is None:
+                if code[0] == 0x8C:
+                    text = str(code[2:-1], "utf-8", "surrogatepass")
+                    machine.memo[number] = text
+                    # Counted by its length from now on.
+                    machine.memo.taken -= 1
+                else:
+                    target = reference(code)
+                    text = machine.memo[target]
+                    if type(text) is not str or target >= number:
+                        raise Irregular("a reference to a text that isn't one")
+                    text_of[code] = text
+            texts.append(text)
+        return texts
+
+    # The two records of a dict
+
+    def _keep_pairs(self, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]) -> tuple[list[Run], int]:
+        index, key, second, third, offset, information, file, fourth, byte, fifth, length = zip(*rows, strict=True)
+        self.check(machine, index, "MetadataIndex", "fqn")
+        self.check(machine, second, "index")
+        self.check(machine, third, "offset")
+        self.check(machine, information, "_StorageInfo", "relative_path")
+        self.check(machine, fourth, "offset")
+        self.check(machine, fifth, "length")
+        there = np.flatnonzero([code != b"N" for code in offset])
+        shapes = shapes_in([code for code in offset if code != b"N"], patterns.memoized, partial(self.is_size, machine))
+        of_shape = np.zeros(len(rows), dtype=np.int64)
+        of_shape[there] = shapes.memo_counts
+        # In the order of the file: an object and its state, the key, the offset, an object and its state, the name.
+        scan_columns, of_object = self.columns, 2 * patterns.memoized
+        at_shape = of_object + _are_new(key)
+        total = at_shape + of_shape + of_object + _are_new(file)
+        base = self._base(machine) + _before(total)
+        first = len(scan_columns.pair_key)
+        scan_columns.pair_key += self.texts(machine, key, (base + of_object).tolist())
+        column = np.full(len(rows), -1)
+        column[there] = shapes.rows(scan_columns.shapes, (base + at_shape)[there], partial(self.shape, machine))
+        scan_columns.pair_file += self.texts(machine, file, (base + at_shape + of_shape + of_object).tolist())
+        scan_columns.pair_offset.append(column)
+        scan_columns.pair_byte.append(numbers(byte))
+        scan_columns.pair_length.append(numbers(length))
+        last = len(scan_columns.pair_key)
+        return [Run(first, last), Run(first, last)], int(total.sum())
+
+    def _keep_tensors(
+        self, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]
+    ) -> tuple[list[Run], int]:
+        key, begin, properties, second, shape, third, regions = zip(*rows, strict=True)
+        self.check(machine, begin, "TensorStorageMetadata", "properties")
+        self.check(machine, second, "size")
+        self.check(machine, third, "chunks")
+        base = self._base(machine)
+        kinds = {code: self._kind(machine, code, patterns, base) for code in set(properties)}
+        shapes = shapes_in(shape, patterns.memoized, partial(self.is_size, machine))
+        chunks = [
+            [one.groups() for one in iter(scanner(patterns.chunk, region, region[0] == ord("(")), None)]
+            for region in regions
+        ]
+        counts = np.fromiter(map(len, chunks), dtype=np.int64, count=len(rows))
+        edges = np.concatenate(([0], np.cumsum(counts)))
+        columns = _ChunkColumns(self, machine, patterns, [*chain.from_iterable(chunks)])
+        # In the order of the file: the key, an object and its state, properties, the shape, the list, its chunks.
+        of_chunks = np.concatenate(([0], np.cumsum(columns.memo_counts)))[edges]
+        of_properties = np.fromiter((kinds[code][1] for code in properties), dtype=np.int64, count=len(rows))
+        at_shape = _are_new(key) + 2 * patterns.memoized + of_properties
+        at_chunks = at_shape + shapes.memo_counts + patterns.memoized
+        total = at_chunks + np.diff(of_chunks)
+        start = base + _before(total)
+        scan_columns = self.columns
+        first = len(scan_columns.tensor_key)
+        scan_columns.tensor_key += self.texts(machine, key, start.tolist())
+        scan_columns.tensor_dtype += [kinds[code][0] for code in properties]
+        scan_columns.tensor_shape.append(
+            shapes.rows(scan_columns.shapes, start + at_shape, partial(self.shape, machine))
+        )
+        before = np.repeat(start + at_chunks - of_chunks[:-1], counts) + _before(columns.memo_counts)
+        scan_columns.tensor_chunks += pairwise((columns.keep(before) + edges).tolist())
+        last = len(scan_columns.tensor_key)
+        return [Run(first, last), Run(first, last)], int(total.sum())
+
+    def _kind(self, machine: Machine, code: bytes, patterns: Patterns, base: int) -> tuple[Any, int]:
+        """Return what is the dtype in a tensor's properties, and how many numbers of the memo they take."""
+        match = patterns.kind.fullmatch(code)
+        what, dtype, layout, of_layout, memory, of_memory = match.groups() if match else (b"",) * 6
+
+        def value(code: bytes) -> Any:
+            if reference(code) >= base:
+                raise Irregular("a reference to a later value")
+            return machine.memo[reference(code)]
+
+        if dtype is None:
+            return _dtype_of(value(what)), 0
+        functions = [value(each) for each, arguments in ((layout, of_layout), (memory, of_memory)) if arguments]
+        if self._names.get(value(what)) != "TensorProperties" or not {*map(self._names.get, functions)} <= _FUNCTIONS:
+            raise Irregular("properties of other classes")
+        for each in (layout, memory, *REFERENCE.findall(of_layout or b"")[:1]):
+            value(each)
+        return value(dtype), (2 + 2 * len(functions)) * patterns.memoized
+
+
+_FUNCTIONS = {"_get_layout", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
+
+
+def _dtype_of(properties: Any) -> Any:
+    """Return what is the dtype in properties that were read as an object."""
+    if type(properties) is not Stub or properties.type_name.rpartition(".")[2] != "TensorProperties":
+        raise Irregular("no properties")
+    if type(properties.state) is not tuple or not properties.state:
+        raise Irregular("properties with other values")
+    return properties.state[0]
+
+
+def _is_class_name(name: str, value: Any) -> bool:
+    """Return whether a class's name was found as a text, or a text as a class's name."""
+    return (name[0].isupper() or name.startswith("_")) == (type(value) is str)
+
+
+def _before(counts: Column) -> Column:
+    """Return how many numbers of the memo all earlier records take, int64 (records,)."""
+    return np.cumsum(counts) - counts
+
+
+def _are_new(texts: Sequence[bytes]) -> Column:
+    return np.fromiter((code[0] == 0x8C for code in texts), dtype=np.int64, count=len(texts))
+
+
+class _ChunkColumns:
+    """Chunks as columns, before it is known which numbers of the memo are theirs."""
+
+    def __init__(self, scan: MetadataScan, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]) -> None:
+        begin, offset, second, shape = zip(*rows, strict=True) if rows else ((), (), (), ())
+        scan.check(machine, begin, "ChunkStorageMetadata", "offsets")
+        scan.check(machine, second, "sizes")
+        shapes_of = partial(shapes_in, memoized=patterns.memoized, is_size=partial(scan.is_size, machine))
+        self.scan, self.machine = scan, machine
+        self.offset: PickledShapes = shapes_of(offset)
+        self.shape: PickledShapes = shapes_of(shape)
+        self.of_object = 2 * patterns.memoized
+        self.memo_counts = self.of_object + self.offset.memo_counts + self.shape.memo_counts
+
+    def keep(self, base: Column) -> int:
+        """Add them to the table of chunks, and return the first's number.
+
+        Args:
+            base: the next number of the memo before each, int64 (chunks,).
+        """
+        scan_columns, shape_of = self.scan.columns, partial(self.scan.shape, self.machine)
+        at = base + self.of_object
+        scan_columns.chunk_offset.append(self.offset.rows(scan_columns.shapes, at, shape_of))
+        scan_columns.chunk_shape.append(self.shape.rows(scan_columns.shapes, at + self.offset.memo_counts, shape_of))
+        scan_columns.chunks += base.size
+        return scan_columns.chunks - base.size

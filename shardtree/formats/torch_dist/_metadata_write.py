@@ -1,0 +1,352 @@
+"""`.metadata` as a save writes it: the pickle that torch.distributed.checkpoint reads, its many records from columns.
+
+By an emitter, not by pickling torch's classes: that needs no import of torch.distributed, and the bytes don't depend on
+torch's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...codec import dtype_name
+from ...errors import TreePath
+from ...geometry import Column
+from ...layouts import ShardColumns, TensorKind
+from ..pickles import Global, New, Pairs, PickleWriter, Reduced, reference, write_pickle
+
+Archive = tuple[str, int, int]
+"""A file's name, the archive's first byte there, and its length in bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """Everything that a checkpoint's ranks wrote.
+
+    Attributes:
+        columns: boxes of tensors, sorted by key and offset, no two alike.
+        files: the data files' names.
+        file: number of each box's file, int64 (boxes,).
+        byte: where its archive begins, int64 (boxes,).
+        length: of its archive in bytes, int64 (boxes,).
+        objects: each object's archive by unique key, sorted.
+    """
+
+    columns: ShardColumns
+    files: tuple[str, ...]
+    file: Column
+    byte: Column
+    length: Column
+    objects: dict[str, Archive]
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_SIZE = Global("torch", "Size")
+
+DCP_VERSION = "1.0.0"
+"""The format's version, as torch.distributed.checkpoint names it."""
+
+Paths = Mapping[str, TreePath]
+
+
+def encode_index_file(
+    contents: Contents, save_id: str, values: Mapping[str, Archive] | None = None, paths: Paths | None = None
+) -> bytes:
+    """Return `.metadata`'s bytes: a pickle of protocol 4 of a `Metadata` of torch.distributed.checkpoint.
+
+    Unlike that library's own, it doesn't contain the path of the folder: a checkpoint may be copied and published.
+
+    Args:
+        contents: the archives of tensors and objects.
+        save_id: the save's name.
+        values: the archives of plain values, by name.
+        paths: each name's place in the nested dict that was saved; None if the format keeps none.
+
+    References:
+        torch.distributed.checkpoint.metadata, torch 2.13.
+    """
+    archives = {**contents.objects, **(values or {})}
+    columns = contents.columns
+    metadata: dict[str, Any] = {
+        "state_dict_metadata": Pairs(len(archives) + len(columns.keys), partial(_write_entries, archives, columns)),
+        "planner_data": None if paths is None else Pairs(len(paths), partial(_write_paths, paths)),
+        "storage_data": Pairs(len(archives) + len(columns), partial(_write_places, archives, contents)),
+        "storage_meta": _new("StorageMeta", checkpoint_id=None, save_id=save_id, load_id=None, modules=[]),
+        "version": DCP_VERSION,
+    }
+    return write_pickle(_new("Metadata", **metadata), protocol=4)
+
+
+# Its records as values, which are written one by one where they name what wasn't written before
+
+
+def _tensor(kind: TensorKind, chunks: list[New]) -> New:
+    return _new("TensorStorageMetadata", properties=_properties(kind), size=_size(kind.global_shape), chunks=chunks)
+
+
+def _index(name: str, offset: Reduced | None = None, number: int | None = None) -> New:
+    """Return the key by which DCP looks an archive up; the number among its tensor's chunks saves DCP a search."""
+    return _new("MetadataIndex", fqn=name, index=number, offset=offset)
+
+
+def _place(file: str, byte: int, length: int) -> New:
+    return _new("_StorageInfo", _FILESYSTEM, relative_path=file, offset=byte, length=length)
+
+
+def _properties(kind: TensorKind) -> New:
+    layout = Reduced(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Reduced(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (Global("torch", dtype_name(kind.dtype)), layout, False, memory_format, False)
+    return New(_class(_METADATA, "TensorProperties"), (), state)
+
+
+def _size(shape: Sequence[int]) -> Reduced:
+    return Reduced(_SIZE, (tuple(shape),))
+
+
+def _new(name: str, module: str = _METADATA, **state: Any) -> New:
+    """Return an instance as pickle makes it: the constructor isn't called, so versions with other fields read it."""
+    return New(_class(module, name), (), state or None)
+
+
+@cache
+def _class(module: str, name: str) -> Global:
+    return Global(module, name)
+
+
+# The three dicts. A record that refers to known texts alone is the same opcodes each time, with other numbers: those of
+# all chunks are written side by side. What names something for the first time goes through the writer, for its number.
+
+_DEPTH = 2
+"""Of what is in the dicts of `Metadata`."""
+
+
+def _write_entries(archives: Mapping[str, Archive], columns: ShardColumns, writer: PickleWriter) -> None:
+    """Write the entry of each value and tensor."""
+    for name in archives:
+        writer.write(name, _DEPTH)
+        writer.write(_new("BytesStorageMetadata"), _DEPTH)
+    edges = np.searchsorted(columns.key, np.arange(len(columns.keys) + 1)).tolist()
+    heads: dict[tuple[torch.dtype, tuple[int, ...]], bytes] = {}
+    dtypes: set[torch.dtype] = set()
+    chunks: Records | None = None
+    for key, kind, (begin, end) in zip(columns.keys, columns.kinds, pairwise(edges), strict=True):
+        writer.write(key, _DEPTH)
+        if chunks is None or kind.dtype not in dtypes:
+            writer.write(_tensor(kind, _boxes(columns, kind, begin, end)), _DEPTH)
+            dtypes.add(kind.dtype)
+            if chunks is None and begin < end:
+                chunks = _chunk_records(writer, columns)
+            continue
+        shape = kind.dtype, kind.global_shape
+        head = heads.get(shape)
+        if head is None:
+            head = heads[shape] = _plain_opcodes(writer, _tensor(kind, [])).removesuffix(b"ub")
+        parts = (head, b"(", chunks.part(begin, end), b"eub") if begin < end else (head, b"ub")
+        writer.out += parts
+
+
+def _boxes(columns: ShardColumns, kind: TensorKind, begin: int, end: int) -> list[New]:
+    first = columns.offset.shape[1] - len(kind.global_shape)
+    pairs = zip(*(column[begin:end, first:].tolist() for column in (columns.offset, columns.shape)), strict=True)
+    return [_new("ChunkStorageMetadata", offsets=_size(offset), sizes=_size(shape)) for offset, shape in pairs]
+
+
+def _chunk_records(writer: PickleWriter, columns: ShardColumns) -> Records:
+    begin, sizes = _begin(writer, _class(_METADATA, "ChunkStorageMetadata"), "offsets"), _plain_opcodes(writer, "sizes")
+    axes, size = _axes(columns), _plain_opcodes(writer, _SIZE)
+
+    def fields(rows: slice) -> Iterator[Field]:
+        yield _constant(begin + size)
+        yield from _tuples(columns.offset[rows], axes[rows])
+        yield _constant(b"\x85R" + sizes + size)
+        yield from _tuples(columns.shape[rows], axes[rows])
+        yield _constant(b"\x85Rub")
+
+    return _records(0, len(columns), fields)
+
+
+def _write_paths(paths: Paths, writer: PickleWriter) -> None:
+    """Write each name's place in the nested state; most are the name itself."""
+    for key, path in paths.items():
+        number = writer.memo.get(key) if path == (key,) else None
+        if number is None:
+            writer.write(key, _DEPTH)
+            writer.write(path, _DEPTH)
+        else:
+            code = reference(number)
+            writer.out += (code, code, b"\x85")
+
+
+def _write_places(archives: Mapping[str, Archive], contents: Contents, writer: PickleWriter) -> None:
+    """Write where each value and chunk lies."""
+    for name, archive in archives.items():
+        writer.write(_index(name), _DEPTH)
+        writer.write(_place(*archive), _DEPTH)
+    columns = contents.columns
+    if not len(columns):
+        return
+    offset = columns.offset[0, columns.offset.shape[1] - _axes(columns)[0] :].tolist()
+    writer.write(_index(columns.keys[columns.key[0]], _size(offset), 0), _DEPTH)
+    file, byte, length = (int(column[0]) for column in (contents.file, contents.byte, contents.length))
+    writer.write(_place(contents.files[file], byte, length), _DEPTH)
+    writer.out.append(_place_records(writer, contents).part(1, len(columns)))
+
+
+def _place_records(writer: PickleWriter, contents: Contents) -> Records:
+    """Return the places of all chunks but the first, from which the names of all but files are known."""
+    columns, axes = contents.columns, _axes(contents.columns)
+    key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)
+    within = np.arange(len(columns)) - np.searchsorted(columns.key, columns.key)
+    begin = _begin(writer, _class(_METADATA, "MetadataIndex"), "fqn")
+    between = b"\x85Rub" + _begin(writer, _class(_FILESYSTEM, "_StorageInfo"), "relative_path")
+    index, offset, length, size = (_plain_opcodes(writer, name) for name in ("index", "offset", "length", _SIZE))
+    names = _file_names(writer, contents.files, contents.file[1:])
+
+    def fields(rows: slice) -> Iterator[Field]:
+        yield _constant(begin)
+        yield _references(key[columns.key[rows]])
+        yield _constant(index)
+        yield _numbers(within[rows])
+        yield _constant(offset + size)
+        yield from _tuples(columns.offset[rows], axes[rows])
+        yield _constant(between)
+        yield names(slice(rows.start - 1, rows.stop - 1))
+        yield _constant(offset)
+        yield _numbers(contents.byte[rows])
+        yield _constant(length)
+        yield _numbers(contents.length[rows])
+        yield _constant(b"ub")
+
+    return _records(1, len(columns), fields)
+
+
+def _file_names(writer: PickleWriter, files: Sequence[str], rows: Column) -> Callable[[slice], Field]:
+    """Return the names of some rows' files: written out where they are new, then referred to."""
+    used, first = np.unique(rows, return_index=True)
+    codes, row = [b""] * len(files), rows.copy()
+    for number, at in sorted(zip(used.tolist(), first.tolist(), strict=True), key=itemgetter(1)):
+        is_new = files[number] not in writer.memo
+        opcodes = _opcodes(writer, files[number])
+        codes[number] = reference(writer.memo[files[number]])
+        if is_new:
+            row[at] = len(codes)
+            codes.append(opcodes)
+    width = np.array([len(code) for code in codes], dtype=np.int64)
+    table = np.frombuffer(b"".join(code.ljust(width.max(), b"\0") for code in codes), dtype=np.uint8)
+    table = table.reshape(len(codes), -1)
+    return lambda part: (table[row[part]], width[row[part]])
+
+
+def _axes(columns: ShardColumns) -> Column:
+    """Return how many axes each box's tensor has."""
+    axes: Column = np.array([len(kind.global_shape) for kind in columns.kinds], dtype=np.int64)[columns.key]
+    return axes
+
+
+def _begin(writer: PickleWriter, cls: Global, field: str) -> bytes:
+    """Return how an object and its state begin: up to its first field's name."""
+    return _plain_opcodes(writer, cls) + b")\x81}(" + _plain_opcodes(writer, field)
+
+
+def _plain_opcodes(writer: PickleWriter, value: Any) -> bytes:
+    """Return the opcodes of a value that names nothing new."""
+    before = len(writer.memo)
+    code = _opcodes(writer, value)
+    if len(writer.memo) != before:
+        raise ValueError(f"{value} names what wasn't written")
+    return code
+
+
+def _opcodes(writer: PickleWriter, value: Any) -> bytes:
+    beside = PickleWriter(writer.protocol)
+    beside.memo = writer.memo
+    beside.write(value, _DEPTH)
+    return b"".join(beside.out)
+
+
+# Records side by side: each field is a column of opcodes, padded to its longest, and how much of each row counts
+
+Field = tuple[NDArray[np.uint8], Column]
+
+_AT_ONCE = 32_768
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """Many records' opcodes, one after the other.
+
+    Attributes:
+        first: number of the first record.
+        opcodes: of all.
+        edge: where each begins, and the end, int64 (records + 1,).
+    """
+
+    first: int
+    opcodes: memoryview
+    edge: list[int]
+
+    def part(self, begin: int, end: int) -> memoryview:
+        """Return the opcodes of some records."""
+        return self.opcodes[self.edge[begin - self.first] : self.edge[end - self.first]]
+
+
+def _records(first: int, last: int, fields: Callable[[slice], Iterable[Field]]) -> Records:
+    """Return the records of some rows, a few at a time, so that padding stays small."""
+    parts, lengths = [b""], [np.zeros(1, dtype=np.int64)]
+    for begin in range(first, last, _AT_ONCE):
+        count = min(_AT_ONCE, last - begin)
+        columns = [*fields(slice(begin, begin + count))]
+        matrix = np.concatenate([np.broadcast_to(code, (count, code.shape[1])) for code, _ in columns], axis=1)
+        counts = [np.arange(code.shape[1]) < np.broadcast_to(width, count)[:, None] for code, width in columns]
+        parts.append(matrix[np.concatenate(counts, axis=1)].tobytes())
+        lengths.append(sum((width for _, width in columns), np.zeros(count, dtype=np.int64)))
+    return Records(first, memoryview(b"".join(parts)), np.cumsum(np.concatenate(lengths)).tolist())
+
+
+def _constant(code: bytes) -> Field:
+    return np.frombuffer(code, dtype=np.uint8)[None], np.array([len(code)])
+
+
+def _numbers(values: Column) -> Field:
+    """Return whole numbers of at least 0, each by the shortest of its opcodes."""
+    little = values.astype("<i8").view(np.uint8).reshape(-1, 8)
+    op = np.where(values < 256, ord("K"), np.where(values < 65_536, ord("M"), ord("J")))
+    width = np.where(values < 256, 2, np.where(values < 65_536, 3, 5))
+    code = np.concatenate([op.astype(np.uint8)[:, None], little[:, :4]], axis=1)
+    long = np.flatnonzero(values >= 2**31)
+    if long.size:
+        # How many bytes follow: one more than the bits need where the last one would be a sign.
+        size = sum((values[long] >= 2**bits).astype(np.int64) for bits in (39, 47, 55)) + 5
+        code = np.pad(code, ((0, 0), (0, 5)))
+        code[long, 0], code[long, 1], code[long, 2:], width[long] = 0x8A, size, little[long], 2 + size
+    return code, width
+
+
+def _references(numbers: Column) -> Field:
+    """Return references to numbers of the memo."""
+    code = np.empty((numbers.size, 5), dtype=np.uint8)
+    short = numbers < 256
+    code[:, 0] = np.where(short, ord("h"), ord("j"))
+    code[:, 1:] = numbers.astype("<u4").view(np.uint8).reshape(-1, 4)
+    return code, np.where(short, 2, 5)
+
+
+def _tuples(boxes: Column, axes: Column) -> Iterator[Field]:
+    """Return tuples of the last so many numbers of each row."""
+    width = boxes.shape[1]
+    yield np.array([[ord("(")]], dtype=np.uint8), (axes > 3).astype(np.int64)
+    for axis in range(width):
+        code, length = _numbers(boxes[:, axis])
+        yield code, np.where(axis >= width - axes, length, 0)
+    ends = np.frombuffer(b")\x85\x86\x87t", dtype=np.uint8)
+    yield ends[np.minimum(axes, 4)][:, None], np.ones(axes.size, dtype=np.int64)

@@ -1,0 +1,156 @@
+"""An optimizer's states that are stored under the model's names, compared with the model before any of them is read.
+
+Megatron-Core 0.15.0 to 0.19.2 write a `fully_reshardable` optimizer wrong, in silence, where a bucket but the last ends
+with padding: the elements of all later buckets stand under other parameters' names. Then masters aren't the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import torch
+
+from ...codec import dtype_name
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import Column
+from ...mapping import ShardedTensor
+from ...strategies import Checkpoint, Comparison, Read, first_difference
+from ...strategies.index import Index, find_texts, kind_at, text_at, texts, whole_shard
+from ._listing import TORCH_DIST, Listing, read_listing
+
+
+class Comparisons:
+    """Whether the masters of an open checkpoint are known to be its weights."""
+
+    __slots__ = ("all_alike",)
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.all_alike = False
+
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:(?P<master>param|fp32_param)\.)?(?P<weight>.+)", re.DOTALL)
+_GATHERED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/shard_")
+_IN_OBJECTS = (
+    "the optimizer was saved as dp_zero_gather_scatter, in one object for each model-parallel rank, without names: "
+    "load it with Megatron-Core, and save it as dp_reshardable"
+)
+_ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+def states_among(checkpoint: Checkpoint, listing: Listing, keys: Iterable[str]) -> list[str]:
+    """Return those of some keys that are states of parameters whose masters can be compared with weights, sorted."""
+    if (checkpoint.fields.get("sharded_backend"), checkpoint.fields.get("sharded_backend_version")) != TORCH_DIST:
+        return []  # other programs' keys may mean something else
+    states = sorted(key for key in keys if _STATE.fullmatch(key))
+    pairs: Mapping[str, Comparison] = checkpoint.once(_pairs) if states else {}
+    return states if pairs else []
+
+
+def refused_among(listing: Listing, keys: Iterable[str]) -> Mapping[str, str]:
+    """Return why tensors can't be read, by key: those that `.metadata` lists so, and states that are in no tensor."""
+    if not any(map(_GATHERED.match, listing.values)):
+        return listing.unknown
+    absent = [key for key in keys if key not in listing.contents.tensors and _STATE.fullmatch(key)]
+    return {**listing.unknown, **dict.fromkeys(absent, _IN_OBJECTS)}
+
+
+def _pairs(checkpoint: Checkpoint) -> Mapping[str, Comparison]:
+    """Return what can be compared, by the master's key."""
+    return dict(_comparable(read_listing(checkpoint).index))
+
+
+def _comparable(index: Index) -> Iterator[tuple[str, Comparison]]:
+    names = texts(index.key_text, index.key_start)
+    number = {name: position for position, name in enumerate(names)}
+    for name in names:
+        match = _STATE.fullmatch(name)
+        weight = match["weight"] if match and match["master"] else None
+        if weight not in number:
+            continue  # no state of a master, or the weights are in another checkpoint
+        master, kind = kind_at(index, number[name]), kind_at(index, number[weight])
+        # Scaled dtypes, such as float8, aren't the rounded master.
+        if master.global_shape == kind.global_shape and master.dtype is torch.float32 and kind.dtype in _ROUNDED:
+            yield name, Comparison(name, weight)
+
+
+def differing(checkpoint: Checkpoint, listing: Listing, read: Read, share: int = 0, shares: int = 1) -> dict[str, str]:
+    """Return the masters that, rounded, aren't their weights, with where each begins to differ.
+
+    A stored chunk at a time, in bounded memory; chunks are shared out by their elements.
+
+    Args:
+        checkpoint: what is read.
+        listing: of it.
+        read: reads stored tensors.
+        share: which share of all chunks to compare.
+        shares: how many there are.
+    """
+    pairs, index = checkpoint.once(_pairs), listing.index
+    reasons: dict[str, str] = {}
+    for row in _rows(index, list(pairs), share, shares).tolist():
+        box = _box(index, row)
+        if box.key in reasons or not prod(box.data_shape):
+            continue
+        pair = pairs[box.key]
+        (number,) = find_texts(index.key_text, index.key_start, [pair.weight])
+        dtype = kind_at(index, number).dtype
+        place, _ = first_difference(read, pair, box, dtype)
+        if place is not None:
+            reasons[box.key] = f"in {dtype_name(dtype)} it isn't {pair.weight!r}, first at {place}"
+    return reasons
+
+
+def _rows(index: Index, masters: Sequence[str], share: int, shares: int) -> Column:
+    """Return the chunks of masters that are one rank's share: each goes where its middle element lies."""
+    numbers = find_texts(index.key_text, index.key_start, masters)
+    rows = np.flatnonzero(np.isin(index.chunk_key, numbers))
+    volume = np.where(
+        index.chunk_start[rows] >= 0,
+        index.chunk_stop[rows] - index.chunk_start[rows],
+        index.chunk_shape[rows].prod(axis=1),
+    )
+    end = np.cumsum(volume, dtype=np.float64)
+    middle = end - volume / 2
+    owner = (middle * shares / max(float(volume.sum()), 1.0)).astype(np.int64)
+    return np.asarray(rows[owner == share], dtype=np.int64)
+
+
+def _box(index: Index, row: int) -> ShardedTensor:
+    """Return a stored chunk as a shard without data."""
+    number = int(index.chunk_key[row])
+    whole = whole_shard(index, number, text_at(index.key_text, index.key_start, number))
+    first = index.chunk_shape.shape[1] - len(whole.global_shape)
+    start, stop = int(index.chunk_start[row]), int(index.chunk_stop[row])
+    return replace(
+        whole,
+        local_shape=tuple(index.chunk_shape[row, first:].tolist()),
+        global_offset=tuple(index.chunk_offset[row, first:].tolist()),
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+        flattened_range=slice(start, stop) if start >= 0 else None,
+    )
+
+
+def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
+    """Raise if some masters aren't their weights.
+
+    Raises:
+        CorruptCheckpoint: names them.
+    """
+    if not wrong:
+        return
+    what = f"load: optimizer states in {checkpoint.storage.where()!r} aren't those of the weights beside them"
+    offenders = (f"{key!r}: {reason}" for key, reason in sorted(wrong.items()))
+    raise CorruptCheckpoint(error_text(what, offenders=offenders, fix=FIX))
+
+
+FIX = (
+    "Megatron-Core 0.15.0 to 0.19.2 saves fully_reshardable optimizers wrong where a bucket ends with padding: masters "
+    "and moments are then other parameters'. Save the run again as dp_reshardable. The weights alone can be loaded "
+    "from here. If they were edited, LoadOptions(verify=None) skips the comparison. Masters that are the weights' "
+    "16-bit remainders (store_param_remainders) show nothing, so that their states are refused as well."
+)

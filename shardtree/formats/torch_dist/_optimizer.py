@@ -1,0 +1,324 @@
+"""A distributed optimizer's buckets as states of the model's parameters: `optimizer.state.<state>.<key of the model>`.
+
+Each stored chunk of a bucket lies within one parameter, so that it is a flat range of a box of the model: states are
+read as any flat shards are, in any layout, and only the bytes that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from math import prod
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from ...codec import byte_buffer, dtype_from_name
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import Column
+from ...layouts import ShardColumns, TensorKind, join_columns
+from ...mapping import ShardedTensor, box_of
+from ...plans import grouped
+from ...storage import Buffer, digest, digest_of, in_threads
+from ...strategies import Checkpoint, Copies
+from ...strategies.index import (
+    Index,
+    ObjectRow,
+    build_index,
+    find_texts,
+    int64,
+    kinds_at,
+    stored_columns,
+    texts,
+)
+from ..rank_archives import Piece as Range
+from ..rank_archives import piece_columns
+from ._buckets import (
+    MASTER,
+    Bucket,
+    Candidate,
+    Piece,
+    Reading,
+    Unit,
+    buckets_of,
+    halves,
+    is_bucket,
+    is_bucket_size,
+    is_groups,
+    pieces_of,
+    read_bucket,
+)
+from ._listing import Listing
+from ._parameter_order import Match, choose, decide, full_name, known_orders
+
+Fill = Callable[[Sequence[ShardedTensor]], object]
+"""Reads stored tensors into the memory of shards."""
+
+_GROUP_BYTES = 32 * 1024 * 1024
+"""How much of the model is read at a time."""
+
+_STEP = 32 * 1024
+"""Elements that are rounded and hashed at a time: they stay in the cache, and torch begins no threads of its own."""
+
+
+STEP = "optimizer.state.step."
+"""The beginning of keys of steps: Megatron-Core has one step, which each parameter gets as a tensor of its own."""
+
+
+class States:
+    """The index of an open checkpoint with its buckets as states of the model's parameters, once that is known."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.index: Index | None = None
+
+
+def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Index:
+    """Return the index of a checkpoint with its buckets as states of the model's parameters.
+
+    All weights and masters are read for that, once: no name in the file says which parameter is where. Steps are rows
+    whose bytes are never read.
+
+    Raises:
+        UnsupportedValue: a bucket has no reading, or nothing tells apart parameters whose weights alone are equal.
+        CorruptCheckpoint: ranks' copies of a parameter's state differ.
+    """
+    states = checkpoint.once(States)
+    if states.index is None:
+        states.index = _index(listing, _one_of_each(fill, _matches(checkpoint, listing, fill)))
+    return states.index
+
+
+def state_copies(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Iterator[Copies]:
+    """Yield what several data-parallel groups have of the same states: of what isn't cut over tensor-parallel ranks."""
+    for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
+        for state in sorted(
+            {state for match in matches for state, _ in match.bucket.states} if len(matches) > 1 else ()
+        ):
+            begin = 0
+            for piece in matches[0].pieces:
+                copies = [(match.bucket.group, partial(_copy, fill, match, state, begin, piece)) for match in matches]
+                yield Copies(f"optimizer.state.{state}.{piece.key}", piece.offset, copies)
+                begin += _size(piece)
+
+
+def _copy(fill: Fill, match: Match, state: str, begin: int, piece: Piece) -> torch.Tensor | None:
+    dtype = dict(match.bucket.states).get(state)
+    if dtype is None:
+        return None
+    data = torch.empty(_size(piece), dtype=dtype, device="cpu")
+    _read(fill, match.bucket, state, data, match.begin + begin)
+    return data.view(piece.shape)
+
+
+def _matches(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> list[Match]:
+    tensors = listing.contents.tensors
+    buckets, pieces = buckets_of(tensors), pieces_of(tensors)
+    candidates = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
+    orders = known_orders(_flat(checkpoint.options.parameter_names))
+    # The same memory for one bucket after the other: its pages take the system longer than the read itself.
+    memory = torch.empty(max((bucket.edges[-1] for bucket in buckets), default=0), dtype=torch.float32, device="cpu")
+    units = choose([_readings(fill, bucket, pieces, candidates[bucket.dtype], memory) for bucket in buckets], orders)
+    groups = [[*group] for _, group in groupby(units, key=attrgetter("bucket.group"))]
+    return decide(groups, orders, lambda unit: tuple(_hashes(fill, unit)))
+
+
+def _flat(names: Sequence[str] | Sequence[Sequence[str]] | None) -> list[str] | None:
+    """Return the names that the caller gave, whether by groups or not."""
+    return names if names is None else [name for each in names for name in ([each] if isinstance(each, str) else each)]
+
+
+# Values: hashes of the model's pieces, by which ranges of masters, rounded to the model's dtype, are looked up
+
+Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
+"""What has given values: by the hash of a piece, or by the hashes of two."""
+
+
+def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
+    """Return all that a parameter may be, by hashes of the values."""
+    kind, hashes = dtype_from_name(dtype), dict[Piece, str]()
+    groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, _GROUP_BYTES)]
+    memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind, device="cpu")
+    for group in groups:
+        hashes.update(zip(group, _hashes_of(fill, group, memory), strict=True))
+    by_hashes: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
+    for candidate in (*((piece,) for piece in pieces), *halves(pieces)):
+        by_hashes[tuple(hashes[piece] for piece in candidate)].append(candidate)
+    return by_hashes
+
+
+def _size(piece: Piece) -> int:
+    return prod(piece.shape)
+
+
+def _hashes_of(fill: Fill, pieces: Sequence[Piece], memory: torch.Tensor) -> list[str]:
+    sizes = [*map(_size, pieces)]
+    data = memory[: sum(sizes)].split_with_sizes(sizes)
+    fill(
+        [
+            box_of(piece.key, one.view(piece.shape), one.dtype, piece.global_shape, piece.offset, piece.shape)
+            for piece, one in zip(pieces, data, strict=True)
+        ]
+    )
+    return in_threads(lambda one: _hash(one, one.dtype), data)
+
+
+def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return the hash of a 1-D tensor's elements as another dtype has them."""
+    return digest(byte_buffer(values)) if values.dtype == dtype else digest_of(_rounded_bytes(values, dtype))
+
+
+def _rounded_bytes(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
+    """Yield elements as another dtype has them, step by step in one memory."""
+    memory = torch.empty(_STEP, dtype=dtype, device="cpu")
+    buffer = byte_buffer(memory)
+    for begin in range(0, len(values), _STEP):
+        part = values[begin : begin + _STEP]
+        memory[: len(part)].copy_(part)
+        yield buffer[: len(part) * dtype.itemsize]
+
+
+def _readings(
+    fill: Fill,
+    bucket: Bucket,
+    pieces: Mapping[str, Sequence[Piece]],
+    candidates: Candidates,
+    memory: torch.Tensor,
+) -> list[Reading]:
+    """Return the ways to read a bucket by its masters' values; these are read into the memory."""
+    masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
+    _read(fill, bucket, MASTER, masters)
+    sizes = {_size(piece) for piece in pieces[bucket.dtype]}
+    of_two = {2 * _size(candidate[0]) for each in candidates.values() for candidate in each if len(candidate) == 2}
+
+    def matches(begin: int, end: int) -> list[Candidate]:
+        values, middle = masters[begin:end], (end - begin) // 2
+        ways: list[tuple[torch.Tensor, ...]] = [(values,)] if len(values) in sizes else []
+        ways += [(values[:middle], values[middle:])] if len(values) in of_two else []
+        hashes = (tuple(_hash(part, dtype) for part in parts) for parts in ways)
+        return [candidate for each in hashes for candidate in candidates.get(each, ())]
+
+    return read_bucket(bucket, sizes | of_two, matches)
+
+
+def _read(fill: Fill, bucket: Bucket, state: str, data: torch.Tensor, begin: int = 0) -> None:
+    """Fill memory with elements of a state of a bucket, from one of them on."""
+    fill([box_of(f"{bucket.name}.{state}", data, data.dtype, (bucket.edges[-1],), (begin,), tuple(data.shape))])
+
+
+def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
+    """Return one rank's match of each parameter that several hold, after comparing what they hold.
+
+    Raises:
+        CorruptCheckpoint: it isn't equal, bit for bit.
+    """
+    by_pieces = _by_pieces(matches)
+    differing = [
+        full_name(pieces[0]) for pieces, copies in by_pieces.items() if len(copies) > 1 and not _agree(fill, copies)
+    ]
+    if differing:
+        fix = (
+            "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one. "
+            "check_replicas says by how much."
+        )
+        what = "open: ranks' copies of optimizer states differ"
+        raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
+    return [copies[0] for copies in by_pieces.values()]
+
+
+def _by_pieces(matches: Sequence[Match]) -> dict[Candidate, list[Match]]:
+    by_pieces: dict[Candidate, list[Match]] = defaultdict(list)
+    for match in matches:
+        by_pieces[match.pieces].append(match)
+    return by_pieces
+
+
+def _agree(fill: Fill, copies: Sequence[Match]) -> bool:
+    return len({tuple(_hashes(fill, match)) for match in copies}) == 1
+
+
+def _hashes(fill: Fill, unit: Unit | Match) -> Iterator[str]:
+    for state, dtype in unit.bucket.states:
+        data = torch.empty(unit.end - unit.begin, dtype=dtype, device="cpu")
+        _read(fill, unit.bucket, state, data, unit.begin)
+        yield _hash(data, data.dtype)
+
+
+# The index: each stored chunk of a bucket is a range of one or two of the model's boxes
+
+
+def _index(listing: Listing, matches: Sequence[Match]) -> Index:
+    own, own_byte, objects = _without_buckets(listing.index)
+    ranges = [span for match in matches for state in match.bucket.states for span in _ranges(listing, match, *state)]
+    step = _step_byte(listing)
+    ranges += [
+        (TensorKind(torch.float32, (), 0), Range(STEP + key, 0, step, (), ()))
+        for key in {piece.key for match in matches for piece in match.pieces}
+    ]
+    kinds = {span.key: kind for kind, span in ranges}
+    if differing := sorted({span.key for kind, span in ranges if kind.dtype != kinds[span.key].dtype}):
+        fix = "The checkpoint was damaged, or its ranks were configured differently; load an earlier one."
+        raise CorruptCheckpoint(
+            error_text("open: ranks' optimizer states have other dtypes", offenders=differing, fix=fix)
+        )
+    columns = join_columns([own, piece_columns(kinds, [span for _, span in ranges])])
+    byte = np.concatenate([own_byte, int64([span.byte for _, span in ranges])])
+    return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
+
+
+def _step_byte(listing: Listing) -> int:
+    """Return where the first object with groups begins in the virtual file: that is the place to show of a step."""
+    names, begins = texts(listing.index.object_text, listing.index.object_start), listing.index.object_byte.tolist()
+    return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
+
+
+def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow]]:
+    """Return a checkpoint's other tensors, where they begin in the virtual file, and its objects."""
+    names = texts(index.key_text, index.key_start)
+    numbers = [number for number, key in enumerate(names) if not is_bucket(key)]
+    chunks = np.flatnonzero(np.isin(index.chunk_key, numbers))
+    columns = stored_columns(
+        dict(zip((names[number] for number in numbers), kinds_at(index, numbers), strict=True)),
+        np.searchsorted(numbers, index.chunk_key[chunks]),
+        index.chunk_offset[chunks],
+        index.chunk_shape[chunks],
+        index.chunk_start[chunks],
+        index.chunk_stop[chunks],
+    )
+    objects = zip(
+        texts(index.object_text, index.object_start),
+        index.object_file.tolist(),
+        index.object_byte.tolist(),
+        index.object_length.tolist(),
+        strict=True,
+    )
+    # Their sizes say nothing of parameters that have names.
+    return columns, index.chunk_byte[chunks], [row for row in objects if not is_bucket_size(row[0])]
+
+
+def _ranges(listing: Listing, match: Match, state: str, dtype: torch.dtype) -> Iterator[tuple[TensorKind, Range]]:
+    """Yield the stored ranges of a parameter's state, in order, each with the kind of the state."""
+    first = match.begin
+    begins, bytes_at = _chunks(listing.index, f"{match.bucket.name}.{state}")
+    for piece in match.pieces:
+        size = prod(piece.shape)
+        for begin, byte, end in zip(begins, bytes_at, (*begins[1:], match.bucket.edges[-1]), strict=True):
+            low, high = max(begin, first), min(end, first + size)
+            if low < high:
+                whole = high - low == size
+                start, stop = (-1, -1) if whole else (low - first, high - first)
+                key, at = f"optimizer.state.{state}.{piece.key}", byte + dtype.itemsize * (low - begin)
+                kind = TensorKind(dtype, piece.global_shape, 0)
+                yield kind, Range(key, 0, at, piece.offset, piece.shape, start, stop)
+        first += size
+
+
+def _chunks(index: Index, key: str) -> tuple[list[int], list[int]]:
+    """Return where the stored chunks of a 1-D tensor begin, and their bytes in the virtual file, in order."""
+    (number,) = find_texts(index.key_text, index.key_start, [key])
+    rows = slice(*index.chunk_key.searchsorted((number, number + 1)).tolist())
+    return index.chunk_offset[rows, -1].tolist(), index.chunk_byte[rows].tolist()

@@ -1,0 +1,282 @@
+"""Where the payloads of tensors' archives begin, looked up in the archives themselves before a load can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codec import dtype_name
+from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
+from ...geometry import Column
+from ...storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
+from ...strategies import Checkpoint, LoadOptions
+from ..archives import StoredTensor, archive_ends, tensor_place
+from ..manifest import check_listed
+from ..torch import decode_with_holes
+from ._listing import Listing, read_listing
+
+_UNKNOWN, SCATTERED = -1, -2
+"""In place of a payload's first byte: it hasn't been looked up; its bytes aren't in row-major order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payloads:
+    """What is known of the payloads of a checkpoint's archives; filled as they are looked up.
+
+    Attributes:
+        begin: where each begins in its file, `SCATTERED` if it has to be decoded, int64 (archives,).
+        crc32: of its bytes, 0 if none is recorded, int64 (archives,).
+        lengths: of the files that archives were looked up in, in bytes.
+        places: The tensors whose bytes are in another order than row-major, as their files have them, by archive.
+    """
+
+    begin: Column
+    crc32: Column
+    lengths: dict[int, int]
+    places: dict[int, StoredTensor]
+
+
+def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Payloads:
+    """Return where payloads begin, with those of the given archives looked up.
+
+    Raises:
+        CorruptCheckpoint: an archive isn't there, or holds another tensor than `.metadata` says.
+        UnsupportedValue: one is compressed, or in another format.
+    """
+    payloads = checkpoint.once(_none_yet)  # those that are looked up stay in it
+    new_numbers = numbers[payloads.begin[numbers] == _UNKNOWN]
+    check_readable(listing, new_numbers)
+    archives = listing.archives
+    storage = checkpoint.storage
+
+    def look_up(file: int) -> None:
+        inside = new_numbers[archives.file[new_numbers] == file].tolist()
+        with open_data_file(checkpoint, listing, file, inside) as reader:
+            payloads.lengths[file] = reader.length
+            for at, number in enumerate(inside):
+                if at % _LOOKED_UP == 0:
+                    fetch_ahead(reader, ends_of(listing, inside[at : at + _LOOKED_UP]))
+                place = _look_up(checkpoint, listing, reader, number)
+                if place is not None and place.fills_record:
+                    payloads.begin[number], payloads.crc32[number] = place.begin, place.record.crc32
+                    continue
+                payloads.begin[number] = SCATTERED
+                if place is not None:
+                    payloads.places[number] = place
+
+    # Several files at a time only where each waits for its requests: elsewhere Python's lock is what they would share.
+    in_threads(look_up, np.unique(archives.file[new_numbers]).tolist(), threads_of(storage, None) or 1)
+    return payloads
+
+
+_LOOKED_UP = 4096
+"""Archives whose ends are held at a time."""
+
+
+def ends_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a file that tell where the payloads of some archives in it are."""
+    for number in numbers:
+        byte = int(listing.archives.byte[number])
+        yield from ((byte + begin, byte + end) for begin, end in archive_ends(int(listing.archives.length[number])))
+
+
+def batches(listing: Listing, numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Yield archives of one file, so many at a time that they may be held."""
+    batch: list[int] = []
+    size = 0
+    for number in numbers:
+        batch.append(number)
+        size += int(listing.archives.length[number])
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_ARCHIVES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+_BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
+
+
+def wholes_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a file that some archives in it are."""
+    for number in numbers:
+        byte = int(listing.archives.byte[number])
+        yield byte, byte + int(listing.archives.length[number])
+
+
+def check_readable(listing: Listing, numbers: Column) -> None:
+    """Raise if any of some archives can't be read at all.
+
+    Raises:
+        UnsupportedValue: one is compressed, or in another format.
+    """
+    # An error only for what is asked for: other tensors of the checkpoint still load.
+    if not listing.archives.refusals:
+        return
+    names, refusals = listing.archives.names, listing.archives.refusals
+    reasons = {f"{names[number]!r}: {refusals[number]}" for number in numbers.tolist() if number in refusals}
+    if reasons:
+        fix = "Load it with torch.distributed.checkpoint, with the extensions it was saved with."
+        raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(reasons), fix=fix))
+
+
+def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> int:
+    """Return the length of a data file, in bytes, after checking that it is long enough for the given archives.
+
+    Raises:
+        CorruptCheckpoint: it doesn't, or isn't there.
+    """
+    archives, storage = listing.archives, checkpoint.storage
+    end = max(int(archives.byte[number] + archives.length[number]) for number in numbers)
+    name = archives.files[file]
+    # Where a look is a request, one is enough: each answer that is read says how long the file is.
+    known_length = checkpoint.once(_none_yet).lengths.get(file) if can(storage).read_range is not None else None
+    length = storage.length(name) if known_length is None else known_length
+    if length is None or length < end:
+        found = "no such file" if length is None else f"{length} bytes"
+        fix = "The checkpoint was damaged, or not all of it was copied; load another one."
+        raise CorruptCheckpoint(
+            error_text(
+                f"load: {storage.where(name)!r} isn't what was saved",
+                found=found,
+                expected=f"at least {end} bytes",
+                fix=fix,
+            )
+        )
+    return length
+
+
+@contextmanager
+def open_data_file(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
+    """Open a data file, after checking that it is long enough for the given archives.
+
+    Raises:
+        CorruptCheckpoint: it doesn't, or isn't there.
+    """
+    length = check_reach(checkpoint, listing, file, numbers)
+    name = listing.archives.files[file]
+    # Only then, since a SHA-256 takes a pass over the whole file.
+    if checkpoint.options.verify == "all":
+        check_listed(checkpoint, name)
+    with opened(checkpoint.storage, name, length) as reader:
+        yield reader
+
+
+def archive_name(checkpoint: Checkpoint, listing: Listing, number: int) -> str:
+    """Return an archive's name in messages."""
+    archives = listing.archives
+    path = checkpoint.storage.where(archives.files[archives.file[number]])
+    return f"load: {archives.names[number]!r} in {path!r}, at byte {archives.byte[number]}"
+
+
+def part_of(reader: Reader, byte: int, begin: int, end: int) -> Buffer:
+    """Return the bytes from one up to another of the archive that begins at a byte of a file."""
+    return reader.read(byte + begin, byte + end)
+
+
+def _none_yet(checkpoint: Checkpoint) -> Payloads:
+    count = len(read_listing(checkpoint).archives.names)
+    return Payloads(np.full(count, _UNKNOWN, dtype=np.int64), np.zeros(count, dtype=np.int64), {}, {})
+
+
+def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> StoredTensor | None:
+    """Return an archive's tensor as its file has it; None where the archive has to be decoded whole."""
+    archives = listing.archives
+    byte, length = int(archives.byte[number]), int(archives.length[number])
+    what = archive_name(checkpoint, listing, number)
+    try:
+        place = tensor_place(partial(part_of, reader, byte), length, what=what)
+    except (CorruptCheckpoint, UnsafeFile):
+        # Not in the usual form: decoding it whole handles more kinds of tensors, or raises the error that fits.
+        return None
+    check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
+    record = replace(place.record, begin=byte + place.record.begin)
+    return replace(place, file=archives.files[archives.file[number]], begin=byte + place.begin, record=record)
+
+
+def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.Tensor:
+    """Return an archive's value, after checking that it is the tensor that `.metadata` lists.
+
+    Raises:
+        CorruptCheckpoint: it is something else.
+    """
+    if not isinstance(value, torch.Tensor):
+        type_name = type(value).__name__
+        raise CorruptCheckpoint(error_text(f"{what}: not a tensor", found=type_name, fix="Load another checkpoint."))
+    check_kind(listing, number, dtype_name(value.dtype), tuple(value.shape), what)
+    return value
+
+
+def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...], what: str) -> None:
+    """Raise unless an archive's tensor is the one that `.metadata` lists.
+
+    Raises:
+        CorruptCheckpoint: it has another dtype or shape.
+    """
+    # `.metadata` has no checksum: that archives agree with it is the only check of its numbers.
+    expected = listing.contents.tensors[listing.archives.names[number]].dtype
+    expected_name = "" if expected is None else dtype_name(expected)
+    if (dtype, shape) != (expected_name, listing.archives.shape(number)):
+        raise CorruptCheckpoint(
+            error_text(
+                f"{what}: not the tensor that .metadata lists",
+                found=f"{shape} {dtype}",
+                expected=f"{listing.archives.shape(number)} {expected_name}",
+                fix="The checkpoint was damaged; load another one.",
+            )
+        )
+
+
+# Archives that are decoded whole: objects, plain values, and tensors whose payload isn't in row-major order
+
+
+Decode = Callable[[Buffer, str, LoadOptions], Any]
+"""From an archive's bytes, its name in messages, and how it is read, to what it holds."""
+
+
+def decoded_at(
+    checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, decode: Decode = decode_with_holes
+) -> Any:
+    """Return what an archive of an open file holds.
+
+    Raises:
+        CorruptCheckpoint: it isn't what was saved.
+        UnsafeFile: it needs code to run, and `allow_pickle` isn't given.
+    """
+    archives = listing.archives
+    data = part_of(reader, int(archives.byte[number]), 0, int(archives.length[number]))
+    what = archive_name(checkpoint, listing, number)
+    return decode(data, what, checkpoint.options)
+
+
+def decoded(
+    checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int], decode: Decode = decode_with_holes
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each archive and what it holds, file by file.
+
+    Args:
+        checkpoint: The open checkpoint.
+        listing: The places of its archives.
+        numbers: Numbers of archives.
+        decode: The function that decodes each.
+
+    Raises:
+        CorruptCheckpoint: an archive isn't what was saved.
+        UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
+    """
+    unique_numbers = np.unique(np.array(numbers, dtype=np.int64))
+    check_readable(listing, unique_numbers)
+    files = listing.archives.file[unique_numbers]
+    for file in np.unique(files).tolist():
+        inside = unique_numbers[files == file].tolist()
+        with open_data_file(checkpoint, listing, file, inside) as reader:
+            for batch in batches(listing, inside):
+                fetch_ahead(reader, wholes_of(listing, batch))
+                for number in batch:
+                    yield number, decoded_at(checkpoint, listing, reader, number, decode)

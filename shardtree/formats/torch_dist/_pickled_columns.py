@@ -1,0 +1,400 @@
+"""What nearly all of `.metadata` repeats: records, as regular expressions of opcodes, and columns of whole numbers.
+
+Many short byte ranges of the pickle are decoded side by side by NumPy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...geometry import Column
+from ..pickles import Irregular
+
+# The records. Opcodes that are one byte stand for themselves: ) \x81 makes an object, } ( ... u its state, b fills it.
+
+_REF = rb"(?:h.|j.{4})"
+_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+_TEXT = (
+    rb"(?:h.|j.{4}|\x8c(?:"
+    + b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(1, 256))
+    + rb")\x94)"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patterns:
+    """The records as one kind of writer makes them.
+
+    Attributes:
+        memoized: whether tuples and objects have numbers in the memo, as `pickle` gives them; our own writer's have
+            none.
+        chunk: (what it is and its first field, offset, second field, shape).
+        pair: a place: (index and its first field, key, second field, third field, offset, information and its first
+            field, file, second field, byte, third field, length).
+        tensor: (key, what it is and its first field, properties, second field, shape, third field, chunks).
+        kind: a tensor's properties: (what they are, dtype, layout, its argument, memory format, its argument).
+    """
+
+    memoized: bool
+    chunk: re.Pattern[bytes]
+    pair: re.Pattern[bytes]
+    tensor: re.Pattern[bytes]
+    kind: re.Pattern[bytes]
+
+
+@cache
+def patterns_of(memoized: bool) -> Patterns:
+    r"""Return the records of one kind of writer.
+
+    Examples:
+        >>> patterns_of(False).kind.fullmatch(b"h\x07").group(1)
+        b'h\x07'
+    """
+    number = rb"\x94" if memoized else b""
+    shape = rb"REF(?:(?:\)|\((?:INT){4,64}t~|(?:INT){1,3}[\x85-\x87]~)\x85~R~)?"
+    begin = rb"REF\)\x81~}~\(REF"
+    chunk = rb"REF\)\x81~}~\(REF(?:SHAPE)REF(?:SHAPE)ub"
+    # Where each has a number of arguments that varies, its kind is told by its first byte alone: no match is ambiguous.
+    layout, memory = rb"REF(?:REF\x85~R~)?", rb"REF(?:INT\x85~R~)?"
+    properties = rb"REF(?:\)\x81~\(REF" + layout + rb"[\x88\x89]" + memory + rb"[\x88\x89]t~b)?"
+    templates = {
+        "chunk": rb"(" + begin + rb")(SHAPE)(REF)(SHAPE)ub",
+        "pair": rb"(BEGIN)(TEXT)(REF)(?:N|INT)(REF)(N|SHAPE)ub(BEGIN)(TEXT)(REF)(INT)(REF)(INT)ub",
+        "tensor": rb"(TEXT)(BEGIN)(PROPERTIES)(REF)(SHAPE)(REF)\]~(CHUNKa|\((?:CHUNK)+e)ub",
+        "kind": rb"(REF)(?:\)\x81~\((REF)(REF)(REF\x85~R~)?[\x88\x89](REF)(INT\x85~R~)?[\x88\x89]t~b)?",
+    }
+    words = ((b"CHUNK", chunk), (b"BEGIN", begin), (b"PROPERTIES", properties), (b"SHAPE", shape))
+    # Last, since they contain bytes of any value.
+    all_words = (*words, (b"~", number), (b"REF", _REF), (b"INT", _INT), (b"TEXT", _TEXT))
+    patterns = {}
+    for name, pattern in templates.items():
+        for word, meaning in all_words:
+            pattern = pattern.replace(word, meaning)
+        patterns[name] = re.compile(pattern, re.DOTALL)
+    return Patterns(memoized, **patterns)
+
+
+REFERENCE = re.compile(_REF, re.DOTALL)
+
+
+def scanner(pattern: re.Pattern[bytes], data: bytes, at: int) -> Callable[[], re.Match[bytes] | None]:
+    """Return a function that returns the next match, which begins where the last one ended, or None."""
+    return pattern.scanner(data, at).match  # type: ignore[attr-defined,no-any-return]
+
+
+def reference(code: bytes) -> int:
+    r"""Return the number of the memo that an opcode refers to.
+
+    Examples:
+        >>> reference(b"h\x07"), reference(b"j\x00\x01\x00\x00")
+        (7, 256)
+    """
+    return int.from_bytes(code[1:], "little")
+
+
+Ints = tuple[int, ...]
+Bytes = NDArray[np.uint8]
+
+_MOST_SORTINGS = 64
+_PAST = 16  # so that the bytes after the last opcode can be looked at without a check
+
+
+def _widths() -> Column:
+    """Return the length of each opcode of a whole number with its argument, 0 for any other opcode."""
+    widths = np.zeros(256, dtype=np.int64)
+    widths[[ord("K"), ord("M"), ord("J"), 0x8A]] = 2, 3, 5, 2  # LONG1's length follows it
+    return widths
+
+
+_WIDTH = _widths()
+
+
+def joined(parts: Sequence[bytes]) -> tuple[Bytes, Column, Column]:
+    """Return byte ranges one after the other, and where each begins and ends, int64 (ranges,)."""
+    buffer = np.frombuffer(b"".join((*parts, bytes(_PAST))), dtype=np.uint8)
+    end = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)))
+    return buffer, np.concatenate(([0], end[:-1])) if parts else end, end
+
+
+def numbers_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
+    r"""Return the whole numbers whose opcodes are at some bytes, and how long each is, 0 where there is none.
+
+    Examples:
+        >>> buffer, start, _ = joined([b"K\x07", b"J\xfe\xff\xff\xff", b"t"])
+        >>> [column.tolist() for column in numbers_at(buffer, start)]
+        [[7, -2, 0], [2, 5, 0]]
+    """
+    code = buffer[at]
+    width = _WIDTH[code]
+    long = code == 0x8A
+    size = np.where(long, buffer[at + 1], width - 1)
+    width = width + np.where(long, size, 0)
+    first = at + 1 + long
+    most = int(size.max(initial=0))
+    if most > 8:
+        raise Irregular("a number of more than 8 bytes")
+    bits = np.zeros(at.size, dtype=np.uint64)
+    for byte in range(most):
+        there = byte < size
+        bits[there] |= buffer[first[there] + byte].astype(np.uint64) << np.uint64(8 * byte)
+    # Of these opcodes J and LONG1 have a sign; a shift to the top and back again extends it.
+    spare = np.where(long | (code == ord("J")), 64 - 8 * size, 0).clip(0, 63).astype(np.uint64)
+    value = (bits << spare).view(np.int64) >> spare.astype(np.int64)
+    return np.where(width > 0, value, 0), width
+
+
+def references_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
+    """Return the numbers of the memo that opcodes at some bytes refer to, and how long each opcode is."""
+    long = buffer[at] == ord("j")
+    number = buffer[at + 1].astype(np.int64)
+    for byte in range(1, 4):
+        number[long] |= buffer[at[long] + 1 + byte].astype(np.int64) << (8 * byte)
+    return number, np.where(long, 5, 2)
+
+
+def numbers(parts: Sequence[bytes]) -> Column:
+    """Return the whole numbers of some byte ranges, each one opcode."""
+    buffer, start, _ = joined(parts)
+    return numbers_at(buffer, start)[0]
+
+
+@dataclass(slots=True)
+class Shapes:
+    """A table of shapes and offsets, and which number of the pickle's memo belongs to which.
+
+    Attributes:
+        axes: how many numbers each row has, int64 (rows,), in parts.
+        values: left-aligned, int64 (rows, axes), in parts.
+        number: in the memo, ascending, -1 for a row that has none, int64 (rows,), in parts.
+        single: tuples that were added one by one since the last part.
+        length: how many rows there are.
+        lookup: numbers of the memo, ascending, and their rows, while `is_sorted`.
+        is_sorted: whether no row with a number was added since.
+        sortings: how often they were sorted.
+    """
+
+    axes: list[Column]
+    values: list[Column]
+    number: list[Column]
+    single: list[Ints]
+    length: int = 0
+    lookup: tuple[Column, Column] = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    is_sorted: bool = True
+    sortings: int = 0
+
+    def add(self, shape: Ints) -> int:
+        """Add one shape and return its row."""
+        self.single.append(shape)
+        self.length += 1
+        return self.length - 1
+
+    def extend(self, axes: Column, values: Column, number: Column) -> Column:
+        """Add many and return their rows."""
+        self._flush()
+        self.axes.append(axes)
+        self.values.append(values)
+        self.number.append(number)
+        self.is_sorted &= not (number >= 0).any()
+        rows = np.arange(self.length, self.length + axes.size)
+        self.length += axes.size
+        return rows
+
+    def _flush(self) -> None:
+        if not self.single:
+            return
+        axes = np.fromiter(map(len, self.single), dtype=np.int64, count=len(self.single))
+        values = np.zeros((axes.size, int(axes.max(initial=0))), dtype=np.int64)
+        flat = [number for shape in self.single for number in shape]
+        values[np.arange(values.shape[1]) < axes[:, None]] = np.array(flat, dtype=np.int64)
+        self.single.clear()
+        self.axes.append(axes)
+        self.values.append(values)
+        self.number.append(np.full(axes.size, -1))
+
+    def of_number(self, number: int) -> Ints:
+        """Return the shape with a number of the memo; raises KeyError if none has it."""
+        row = int(self.rows_of(np.array([number]))[0])
+        for axes, values in zip(self.axes, self.values, strict=True):
+            if 0 <= row < axes.size:
+                return tuple(values[row, : int(axes[row])].tolist())
+            row -= axes.size
+        raise KeyError(number)
+
+    def rows_of(self, number: Column) -> Column:
+        """Return the rows with some numbers of the memo, -1 where none has it."""
+        self._flush()
+        if not self.is_sorted:
+            self.sortings += 1
+            if self.sortings > _MOST_SORTINGS:
+                raise Irregular("too many references to shapes that are near")
+            memo_numbers = np.concatenate([np.zeros(0, dtype=np.int64), *self.number])
+            order = np.argsort(memo_numbers, kind="stable")
+            order = order[memo_numbers[order] >= 0]
+            self.lookup, self.is_sorted = (memo_numbers[order], order), True
+        memo_numbers, row = self.lookup
+        if not memo_numbers.size:
+            return np.full(number.size, -1)
+        at = np.searchsorted(memo_numbers, number).clip(0, memo_numbers.size - 1)
+        return np.where(memo_numbers[at] == number, row[at], -1)
+
+    def table(self, most: int) -> tuple[Column, Column]:
+        """Return the numbers of axes, and all rows as one column, at most so many numbers; the table is empty after."""
+        self._flush()
+        width = max([1, *(part.shape[1] for part in self.values)])
+        if self.length * width > most:
+            raise ValueError(f"{self.length} shapes of too many axes")
+        values = np.zeros((self.length, width), dtype=np.int64)
+        begin = 0
+        for part in self.values:
+            values[begin : begin + len(part), : part.shape[1]] = part
+            begin += len(part)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self.axes]), values
+
+
+def no_shapes() -> Shapes:
+    """Return an empty table."""
+    return Shapes([], [], [], [])
+
+
+def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], bool]) -> PickledShapes:
+    """Return the shapes of some byte ranges: each a reference to a known one, or to torch.Size and a tuple for it.
+
+    Args:
+        parts: the bytes of each range.
+        memoized: whether tuples and what torch.Size returns have numbers in the memo.
+        is_size: whether a number of the memo is torch.Size's.
+    """
+    buffer, start, end = joined(parts)
+    number, width = references_at(buffer, start)
+    is_new = start + width < end
+    rows = np.flatnonzero(is_new)
+    if not all(map(is_size, np.unique(number[rows]).tolist())):
+        raise Irregular("a shape that isn't made by torch.Size")
+    axes, values, opening = _tuples_at(buffer, (start + width)[rows])
+    counts = np.zeros(len(parts), dtype=np.int64)
+    if memoized:
+        counts[rows] = 2 + (opening != ord(")"))
+    return PickledShapes(is_new, number, axes, values, counts)
+
+
+def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
+    """Return how many entries tuples of whole numbers have, the entries, and the tuples' first opcodes."""
+    opening = buffer[at]
+    at = at + (opening == ord("("))
+    columns: list[Column] = []
+    axes = np.zeros(at.size, dtype=np.int64)
+    while True:
+        values, lengths = numbers_at(buffer, at)
+        if not lengths.any():
+            break
+        columns.append(values)
+        axes += lengths > 0
+        at = at + lengths
+    # With 1 to 3 entries the opcode says how many it takes; anything else on the stack would be left there.
+    closing = buffer[at].astype(np.int64)
+    if ((opening != ord("(")) & (opening != ord(")")) & (closing - 0x84 != axes)).any():
+        raise Irregular("a tuple of other entries than those before it")
+    return axes, np.stack(columns, axis=1) if columns else np.zeros((at.size, 0), dtype=np.int64), opening
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PickledShapes:
+    """Shapes as they are in the pickle.
+
+    Attributes:
+        is_new: whether each is written out, bool (shapes,).
+        number: of the memo that each refers to: a shape, or torch.Size, int64 (shapes,).
+        axes: of those that are written out, int64 (new,).
+        values: of those, left-aligned, int64 (new, axes).
+        memo_counts: how many numbers of the memo each takes; the shape's own is the last, int64 (shapes,).
+    """
+
+    is_new: NDArray[np.bool_]
+    number: Column
+    axes: Column
+    values: Column
+    memo_counts: Column
+
+    def rows(self, shapes: Shapes, base: Column, shape_of: Callable[[int], Ints]) -> Column:
+        """Add them to a table and return their rows, int64 (shapes,).
+
+        Args:
+            shapes: the table.
+            base: the next number of the memo before each shape, int64 (shapes,).
+            shape_of: returns a shape of the memo that isn't in the table; raises if there is none of that number.
+        """
+        rows = np.full(self.is_new.size, -1)
+        new = np.flatnonzero(self.is_new)
+        own = base[new] + self.memo_counts[new] - 1
+        rows[new] = shapes.extend(self.axes, self.values, np.where(self.memo_counts[new] > 0, own, -1))
+        old = np.flatnonzero(~self.is_new)
+        if old.size:
+            if (self.number[old] >= base[old]).any():
+                raise Irregular("a reference to a later value")
+            rows[old] = shapes.rows_of(self.number[old])
+            for row in old[rows[old] < 0].tolist():
+                rows[row] = shapes.add(shape_of(int(self.number[row])))
+        return rows
+
+
+# Which place is a chunk's
+
+
+def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
+    """Return for each chunk the last pair that is equal to it, -1 for none, and the first chunk that is.
+
+    Examples:
+        >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
+        >>> [column.tolist() for column in match_pairs(pairs, chunks)]
+        [[1, 2, 1, -1], [0, 1, 0, 3]]
+    """
+    rows = np.concatenate([pairs, chunks])
+    if pairs.shape == chunks.shape and (pairs == chunks).all() and not _repeats(chunks):
+        return np.arange(len(pairs)), np.arange(len(chunks))
+    # Sorted together, equal ones are neighbours, pairs before chunks, and each in their own order.
+    order = np.lexsort(rows.T[::-1])
+    rows = rows[order]
+    begins = np.ones(order.size, dtype=np.bool_)
+    begins[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    group = np.maximum.accumulate(np.where(begins, np.arange(order.size), 0))
+    is_chunk = order >= len(pairs)
+    last_pair = np.maximum.accumulate(np.where(is_chunk, -1, np.arange(order.size)))
+    place = np.where(last_pair >= group, order[last_pair], -1)
+    # The first chunk of a group comes right after the group's last pair.
+    first = order[np.maximum(group, last_pair + 1).clip(max=order.size - 1)] - len(pairs)
+    by_chunk = np.empty((2, len(chunks)), dtype=np.int64)
+    by_chunk[:, order[is_chunk] - len(pairs)] = place[is_chunk], first[is_chunk]
+    return by_chunk[0], by_chunk[1]
+
+
+def _repeats(rows: Column) -> bool:
+    """Return whether rows may repeat: they aren't in ascending order."""
+    later, earlier = rows[1:], rows[:-1]
+    differs = later != earlier
+    first = differs.argmax(axis=1)
+    at = np.arange(len(later))
+    ascends: bool = (later[at, first] > earlier[at, first]).all()
+    return not ascends
+
+
+def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
+    """Return the rows of chunks, each place once.
+
+    A chunk that is listed twice is stored once. One without elements may have another one's offset, which is kept.
+    """
+    rows: Column = np.arange(first.size)
+    again = np.flatnonzero(first != rows)
+    if not again.size:
+        return rows
+    row_of = rows.copy()
+    for row in again.tolist():
+        if 0 not in sizes[row, : axes[row]]:
+            row_of[first[row]] = row
+    unique_rows: Column = row_of[first == rows]
+    return unique_rows

@@ -1,0 +1,254 @@
+"""Saving shards as archives in a file for each rank, for Megatron-Core's `torch_dist` and for plain DCP; the commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointingException, StrategyError, TreePath, error_text, render_path
+from ...geometry import Column
+from ...layouts import ShardColumns, check_stored_shards, join_columns, select_rows
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Buffer, Storage, remove_folder
+from ...strategies import (
+    METADATA_FILE,
+    AsyncRequest,
+    Fields,
+    PendingSave,
+    abandoning,
+    check_objects_written,
+    check_seen,
+)
+from ..torch import COMMON_FILE, encode_with_holes
+from ..torch import save_common as save_torch_common
+from . import recognize
+from ._common import check_names, named_values, without_hollow
+from ._dict_kinds import KindsAt, kinds_of, with_kinds
+from ._listing import DCP, META_FILE, TORCH_DIST
+from ._metadata_file import INDEX_FILE
+from ._metadata_write import Archive, Contents, encode_index_file
+from ._write import RankFile, data_file, file_layout, write_file
+
+# What all ranks wrote, combined and checked on rank 0 before any file refers to it
+
+
+def collect(storage: Storage, rank_files: Sequence[RankFile]) -> Contents:
+    """Return what all ranks wrote, given by rank, as one value.
+
+    Raises:
+        StorageError: a file isn't there as its rank wrote it.
+        IntegrityError: ranks disagree about a tensor, two wrote the same element or object, or a tensor is named like
+            an object.
+    """
+    for rank, part in enumerate(rank_files):
+        check_seen(storage, () if part.file is None else [(part.file, part.file_length)], f"rank {rank}")
+    columns = join_columns([part.columns for part in rank_files])
+    check_stored_shards(columns)
+    # A rank with nothing to write has no file, and no number.
+    number = np.cumsum([0, *(part.file is not None for part in rank_files)])
+    file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(rank_files, number, strict=False)])
+    # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
+    rows = _sorted_once(columns)
+    return Contents(
+        select_rows(columns, rows),
+        tuple(part.file for part in rank_files if part.file is not None),
+        file[rows],
+        np.concatenate([part.byte for part in rank_files])[rows],
+        np.concatenate([part.length for part in rank_files])[rows],
+        _objects(rank_files, columns.keys),
+    )
+
+
+def _sorted_once(columns: ShardColumns) -> Column:
+    """Return the rows by key, then offset, each place once."""
+    # Only chunks without elements can repeat a place, and readers look archives up by place.
+    order = np.lexsort((*columns.offset.T[::-1], columns.key))
+    place = np.column_stack([columns.key, columns.offset])[order]
+    again = np.zeros(order.size, dtype=np.bool_)
+    again[1:] = (place[1:] == place[:-1]).all(axis=1)
+    return order[~again]
+
+
+def _objects(rank_files: Sequence[RankFile], keys: Sequence[str]) -> dict[str, Archive]:
+    rows = sorted((key, part.file or "", byte, length) for part in rank_files for key, byte, length in part.objects)
+    check_objects_written([row[0] for row in rows], keys)
+    return {key: (file, byte, length) for key, file, byte, length in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A plain value of the common state.
+
+    Attributes:
+        name: its path, joined by dots.
+        path: where it stands in the common tree.
+        archive: where it is stored.
+    """
+
+    name: str
+    path: TreePath
+    archive: Archive
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """What the rows of one save have found out and done on a rank, for those that come after.
+
+    Attributes:
+        backend: of the two, the one that the shards are saved in.
+        contents: what all ranks have stored, once rank 0 has checked it.
+        values: the plain values of the common state, once they are written.
+        names: of the files that rank 0 has begun to write before the commit; a save that fails removes them.
+    """
+
+    backend: str
+    contents: Contents | None = None
+    values: tuple[StoredValue, ...] = ()
+    names: list[str] = field(default_factory=list)
+
+
+def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, Contents]:
+    """Return the state of a save whose shards are in a backend's format, and what was stored of these.
+
+    Raises:
+        StrategyError: another strategy wrote the shards.
+    """
+    state = pending.state
+    if isinstance(state, Saving) and state.backend == backend and state.contents is not None:
+        return state, state.contents
+    fix = f"Save the shards with ({backend!r}, 1) too, or leave the common strategy out."
+    raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))
+
+
+_MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
+
+
+def commit(pending: PendingSave, fields: Fields) -> None:
+    """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
+    # No field of our own: Megatron-Core refuses a metadata.json with any other.
+    (saving, contents), durable = contents_by(pending, TORCH_DIST[0]), pending.options.durable
+    remove_folder(pending.storage, pending.save_id)
+    saving.names.append(INDEX_FILE)
+    # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
+    pending.storage.replace(INDEX_FILE, encode_index_file(contents, pending.save_id), durable=durable)
+    # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and the
+    # checkpoint can't be Megatron-Core's in any case.
+    if fields["common_backend"] == "torch":
+        data = json.dumps({name: fields[name] for name in _MEGATRON_FIELDS}).encode()
+        pending.storage.replace(METADATA_FILE, data, durable=durable)
+
+
+def commit_dcp(pending: PendingSave, fields: Fields) -> None:
+    """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
+    saving, contents = contents_by(pending, DCP[0])
+    remove_folder(pending.storage, pending.save_id)
+    # A path of one entry: a key with dots may be a dict in a dict or a parameter's name, and doesn't say which.
+    paths = {key: (key,) for key in (*contents.columns.keys, *contents.objects)}
+    paths |= {value.name: value.path for value in saving.values}
+    archives = {value.name: value.archive for value in saving.values}
+    data = encode_index_file(contents, pending.save_id, archives, paths)
+    pending.storage.replace(INDEX_FILE, data, durable=pending.options.durable)
+
+
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFile]:
+    """Prepare the data file of a rank's shards, and return the request that writes it."""
+    return _request(pending, shards, TORCH_DIST[0])
+
+
+def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFile]:
+    """Prepare the data file of a rank's shards, and return the request that writes it.
+
+    Raises:
+        StrategyError: a common.pt is there, with which the folder would look like an unfinished one of Megatron-Core.
+    """
+    for name, program in ((COMMON_FILE, "Megatron-Core"), (META_FILE, "Lightning")):
+        if pending.storage.length(name) is not None:
+            what = f"save: {pending.storage.where()!r} has the {name} of a checkpoint of {program}'s"
+            raise StrategyError(error_text(what, fix="Save to another folder, or remove it if it is left over."))
+    return _request(pending, shards, DCP[0])
+
+
+def _request(
+    pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject], backend: str
+) -> AsyncRequest[RankFile]:
+    layout = file_layout(shards, pending.world.rank, allow_pickle=pending.options.allow_pickle)
+    saving = Saving(backend)
+    return AsyncRequest(
+        world=pending.world,
+        async_fn=partial(write_file, pending, layout),
+        commit=partial(_commit, pending, saving),
+        abandon=partial(_abandon, pending, saving.names),
+        state=saving,
+    )
+
+
+def _commit(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFile]) -> Fields:
+    """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
+    saving.contents = collect(pending.storage, rank_files)
+    return {}
+
+
+def _abandon(pending: PendingSave, names: Sequence[str]) -> None:
+    """Remove the files of a failed save, unless the folder has a checkpoint: this save's, or one made meanwhile."""
+    # File names are fixed: with a checkpoint there, they may be its own.
+    storage = pending.storage
+    with abandoning(storage.where()):
+        if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in names and recognize(storage) is not None):
+            return
+        # The index first: as long as it is there, the folder may be recognised as a checkpoint.
+        for name in (*sorted(names, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
+            storage.remove(name)
+        remove_folder(storage, pending.save_id)
+
+
+# Saving the common state: Megatron-Core's common.pt, or a file of plain values for torch.distributed.checkpoint
+
+
+def save_common(pending: PendingSave, common: Any) -> Fields:
+    """Write common.pt, and return the fields of metadata.json that name its format."""
+    if isinstance(pending.state, Saving):  # else another format has the shards
+        pending.state.names.append(COMMON_FILE)
+    return {**save_torch_common(pending, common), "common_backend": "torch", "common_backend_version": 1}
+
+
+def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
+    """Write the common tree's plain values, each an archive of its own; the index will list them.
+
+    Raises:
+        UnsupportedValue: a value can't be stored.
+        TreeError: two of them, or a value and a shard, have one name.
+    """
+    saving, contents = contents_by(pending, DCP[0])
+    shard_keys = {*contents.columns.keys, *contents.objects}
+    plain_values = without_hollow(named_values(common), shard_keys)
+    check_names(plain_values, shard_keys)
+    kinds = kinds_of(common, {name: path for name, (path, _) in plain_values.items()})
+    data_of = {name: _encode(path, value, kinds.get(name, ()), pending) for name, (path, value) in plain_values.items()}
+    # A second file of rank 0: its first one was written before the common state was.
+    file, byte, values = data_file(0, 1), 0, []
+    for name, data in data_of.items():
+        values.append(StoredValue(name, plain_values[name][0], (file, byte, len(data))))
+        byte += len(data)
+    if values:
+        saving.names.append(file)
+        pending.storage.write(file, _buffers(data_of), durable=pending.options.durable)
+    saving.values = tuple(values)
+    return {"common_backend": DCP[0], "common_backend_version": DCP[1]}
+
+
+def _encode(path: TreePath, value: Any, kinds: KindsAt, pending: PendingSave) -> bytes:
+    allow_pickle = pending.options.allow_pickle
+    try:
+        return with_kinds(encode_with_holes(value, allow_pickle=allow_pickle), kinds, allow_pickle=allow_pickle)
+    except CheckpointingException as error:
+        error.add_note(f"tree is the value at {render_path(path, 'common')}")
+        raise
+
+
+def _buffers(data_of: dict[str, bytes]) -> Iterator[Buffer]:
+    return map(memoryview, data_of.values())

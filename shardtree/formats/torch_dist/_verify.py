@@ -1,0 +1,321 @@
+"""Checking all archives of a checkpoint: every byte that has a checksum, many archives at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from ...codec import dtype_name
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
+from ...storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
+from ...strategies import (
+    Checkpoint,
+    Damage,
+    Finding,
+    Region,
+    Unchecked,
+    is_damaged,
+    refused_findings,
+    span_findings,
+    untaken_findings,
+)
+from ...strategies.index import file_contents, regions_between
+from ..archives import archive_records, tensor_place
+from ..torch import HEADERS, verify_archive
+from ._common import load_dcp_common
+from ._listing import META_FILE, Listing, has_meta, read_listing
+from ._load import master_damage
+from ._metadata_file import INDEX_FILE
+from ._payloads import archive_name, batches, check_kind, check_tensor, decoded_at, ends_of, part_of, wholes_of
+
+# Checking one archive: the CRC32 of each of its records, and its value against `.metadata`
+
+_LARGE_BYTES = 64 * 1024 * 1024
+"""A record of more bytes is read by several threads."""
+
+_DECODED_BYTES = 16 * 1024 * 1024
+"""An archive of more isn't decoded, which takes memory: the checksums of its records have to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargeRecord:
+    """A large record that hasn't been read yet.
+
+    Attributes:
+        file: number of the file.
+        number: of the archive.
+        begin: its first byte in the file.
+        end: one past its last byte.
+        crc32: that was recorded.
+        what: the message if its bytes have another one.
+    """
+
+    file: int
+    number: int
+    begin: int
+    end: int
+    crc32: int
+    what: str
+
+
+@dataclass(slots=True, eq=False)
+class _BatchResult:
+    """What is known of archives of one file.
+
+    Attributes:
+        file: its number.
+        damage: of the archives.
+        spans: the byte ranges of the file that have a CRC32.
+        large: records among them that haven't been read yet.
+        refused: The errors of values that a load with the same options refuses, by name.
+    """
+
+    file: int
+    damage: list[Damage] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    large: list[LargeRecord] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, result: _BatchResult) -> None:
+    """Add what is known of one archive of an open file."""
+    archives = listing.archives
+    if number in archives.refusals:
+        return
+    begin, length = int(archives.byte[number]), int(archives.length[number])
+    what = archive_name(checkpoint, listing, number)
+    try:
+        if _records_are_right(listing, reader, number, what, result):
+            _check_value(checkpoint, listing, reader, number, what)
+    except (UnsafeFile, UnsupportedValue) as error:
+        result.refused[archives.names[number]] = str(error)  # it may still be what was saved
+    except CheckpointingException as error:
+        result.damage.append(archive_damage(listing, number, str(error), begin, begin + length))
+
+
+def _records_are_right(listing: Listing, reader: Reader, number: int, what: str, result: _BatchResult) -> bool:
+    """Add the ranges of an archive's records, and return whether those that are read now have their CRC32."""
+    byte, length = int(listing.archives.byte[number]), int(listing.archives.length[number])
+    try:
+        records = archive_records(partial(part_of, reader, byte), length, what=what)
+    except CorruptCheckpoint:
+        return True  # torch may have written it in another form: decoding, which follows, raises if it is damaged
+    damages = len(result.damage)
+    for record in records:
+        begin, end = byte + record.begin, byte + record.begin + record.nbytes
+        wrong = f"the CRC32 of record {record.name[:100]!r} of an archive differs"
+        if not record.crc32:
+            continue  # none was recorded
+        result.spans.append((begin, end))
+        if record.nbytes > _LARGE_BYTES:
+            result.large.append(LargeRecord(result.file, number, begin, end, record.crc32, wrong))
+        elif read_crc32(reader, begin, end) != record.crc32:
+            result.damage.append(archive_damage(listing, number, wrong, begin, end))
+    return len(result.damage) == damages
+
+
+def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, what: str) -> None:
+    """Raise unless an archive's value is what `.metadata` lists."""
+    archives, is_tensor = listing.archives, listing.archives.shape(number) is not None
+    byte, length = int(archives.byte[number]), int(archives.length[number])
+    if is_tensor:
+        try:
+            place = tensor_place(partial(part_of, reader, byte), length, what=what)
+        except (CorruptCheckpoint, UnsafeFile):
+            pass  # not in the usual form: decoding it whole, below, handles more kinds of tensors
+        else:
+            check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
+            return
+    if length <= _DECODED_BYTES:
+        value = decoded_at(checkpoint, listing, reader, number)
+        if is_tensor:
+            check_tensor(listing, number, value, what)
+
+
+_PIECE_BYTES = 32 * 1024 * 1024
+_REQUESTS = 8  # each holds a batch
+
+_ARCHIVE = b"PK\x03\x04"
+_MOST_REGIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """Archives of one file, of so many bytes, that one thread checks."""
+
+    file: int
+    length: int
+    numbers: list[int]
+
+
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is damaged: `.metadata` as a whole, each data file archive by archive; and what has no checksum.
+
+    `.metadata` has none: it is reported as damaged if it contradicts itself or the archives.
+    """
+    try:
+        listing = read_listing(checkpoint)
+    except CorruptCheckpoint as error:
+        return (Damage(INDEX_FILE, str(error)),)
+    findings: list[Finding] = []
+    work: list[_Batch] = []
+    length = checkpoint.storage.length(INDEX_FILE) or 0
+    findings.append(Unchecked(INDEX_FILE, "a pickle, which is compared with the archives alone", length))
+    checkpoint.options.progress(length)
+    for file in range(len(listing.archives.files)):
+        damage, length, inside = _check_file(checkpoint, listing, file)
+        findings += damage
+        work += (_Batch(file, length, numbers) for numbers in batches(listing, inside))
+    threads = threads_of(checkpoint.storage, checkpoint.options.threads, _REQUESTS)
+    results = in_threads(partial(_check_batch, checkpoint, listing), work, threads)
+    findings += (damage for one in results for damage in one.damage)
+    for wrong in _wrong_large(checkpoint, listing, results):
+        findings.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
+    if not is_damaged(findings):  # damaged masters differ from their weights in any case
+        findings += master_damage(checkpoint)
+    return (
+        *findings,
+        *_meta(checkpoint),
+        *untaken_findings(listing.unknown),
+        *refused_findings({name: error for one in results for name, error in one.refused.items()}),
+        *_coverage(checkpoint, listing, results),
+    )
+
+
+def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is wrong with Lightning's archive beside the data files, and which of its bytes have no checksum."""
+    if not has_meta(checkpoint):
+        return ()
+    findings = verify_archive(checkpoint, META_FILE)
+    if is_damaged(findings):
+        return findings
+    try:
+        with suppress(UnsafeFile, UnsupportedValue):
+            load_dcp_common(checkpoint)  # whether it goes with the rest
+    except CorruptCheckpoint as error:
+        return (*findings, Damage(META_FILE, str(error)))
+    return findings
+
+
+def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], int, list[int]]:
+    """Return what is wrong with a file as a whole, its length, and the archives in it that can be checked."""
+    archives, storage = listing.archives, checkpoint.storage
+    name = archives.files[file]
+    inside = np.flatnonzero(archives.file == file).tolist()
+    end = int((archives.byte + archives.length)[inside].max())
+    try:
+        length = storage.length(name)
+        if length is None:
+            return [_file_damage(listing, file, "no such file", inside)], 0, []
+        damages = []
+        if length > end:
+            with opened(storage, name, length) as reader:
+                if not _begins_an_archive(reader, end):
+                    damages.append(Damage(name, f"{length - end} bytes after its last archive", end, length))
+    except CheckpointingException as error:
+        return [_file_damage(listing, file, str(error), inside)], 0, []
+    return damages, length, inside
+
+
+def _begins_an_archive(reader: Reader, byte: int) -> bool:
+    """Return whether an archive begins at a byte."""
+    # One that `.metadata` doesn't list is no damage: of chunks without elements at one offset, Megatron-Core 0.11 lists
+    # the last alone.
+    end = min(byte + len(_ARCHIVE), reader.length)
+    return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
+
+
+def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _BatchResult:
+    archives, name = listing.archives, listing.archives.files[batch.file]
+    result = _BatchResult(batch.file)
+    try:
+        with opened(checkpoint.storage, name, batch.length) as reader:
+            inside = [
+                number for number in batch.numbers if archives.byte[number] + archives.length[number] <= batch.length
+            ]
+            fetch_ahead(reader, _read_of(listing, inside))
+            for number in batch.numbers:
+                begin = int(archives.byte[number])
+                end = begin + int(archives.length[number])
+                if reader.length < end:
+                    what = f"the file ends at byte {reader.length}"
+                    result.damage.append(archive_damage(listing, number, what, begin, end))
+                    continue
+                put_off = len(result.large)
+                _check_archive(checkpoint, listing, reader, number, result)
+                checkpoint.options.progress(end - begin - sum(each.end - each.begin for each in result.large[put_off:]))
+    except CheckpointingException as error:
+        result.damage.append(_file_damage(listing, batch.file, str(error), batch.numbers))
+    return result
+
+
+def _read_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for number in numbers:
+        yield from (ends_of if listing.archives.length[number] > _LARGE_BYTES else wholes_of)(listing, [number])
+
+
+def archive_damage(listing: Listing, number: int, what: str, begin: int, end: int) -> Damage:
+    """Return the damage of one archive, with the region of the tensor that it holds."""
+    archives = listing.archives
+    name = archives.files[archives.file[number]]
+    return Damage(name, what, begin, end, (archives.names[number],), _regions(listing, [number]))
+
+
+def _file_damage(listing: Listing, file: int, what: str, numbers: Sequence[int]) -> Damage:
+    """Return the damage of archives of one file as a whole."""
+    archives = listing.archives
+    begin, end = int(archives.byte[numbers].min()), int((archives.byte + archives.length)[numbers].max())
+    keys = tuple(sorted({archives.names[number] for number in numbers}))
+    # Left out for very many archives, since each one's regions are looked up by themselves.
+    regions = _regions(listing, numbers) if len(numbers) <= _MOST_REGIONS else ()
+    return Damage(archives.files[file], what, begin, end, keys, regions)
+
+
+def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
+    archives, contents = listing.archives, file_contents(listing.index, 0)
+    places = [(int(archives.start[number]), int(archives.payload[number])) for number in numbers]
+    by_payload = (regions_between(listing.index, contents, start, start + payload) for start, payload in places)
+    return tuple(region for regions in by_payload for region in regions)
+
+
+def _wrong_large(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[LargeRecord]:
+    """Yield the large records whose CRC32 differs; several threads read each."""
+    large = [record for one in results for record in one.large]
+    # A CRC32 can be joined from those of pieces, so that one huge tensor keeps all threads busy.
+    pieces = [
+        (record.file, begin, min(record.end, begin + _PIECE_BYTES))
+        for record in large
+        for begin in range(record.begin, record.end, _PIECE_BYTES)
+    ]
+    read = partial(_piece_crc32, checkpoint, listing)
+    checksums = iter(zip(pieces, in_threads(read, pieces, checkpoint.options.threads), strict=True))
+    for record in large:
+        crc32, at = 0, record.begin
+        while at < record.end:
+            (_, begin, at), part = next(checksums)
+            crc32 = joined_crc32(crc32, part, at - begin)
+        if crc32 != record.crc32:
+            yield record
+
+
+def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int, int]) -> int:
+    file, begin, end = piece
+    with opened(checkpoint.storage, listing.archives.files[file], end) as reader:
+        crc32 = read_crc32(reader, begin, end)
+    checkpoint.options.progress(end - begin)
+    return crc32
+
+
+def _coverage(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[Finding]:
+    """Yield how many bytes of each file have a CRC32, and those that have none."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for one in results:
+        spans.setdefault(one.file, []).extend(one.spans)
+    for file, name in enumerate(listing.archives.files):
+        length = checkpoint.storage.length(name)
+        if length is not None:
+            yield from span_findings(name, HEADERS, length, spans.get(file, ()))

@@ -1,0 +1,215 @@
+"""Writing one rank's data file: archives one after the other, each with the CRC-32 of its tensor's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import numpy as np
+import torch
+
+from ...codec import check_storable, crc32, crc32_thread_bytes
+from ...errors import CheckpointingException, error_text
+from ...geometry import Column, box_column, volumes, widen
+from ...layouts import ShardColumns, select_rows, shard_boxes, shard_columns
+from ...lazy import LazyTensor
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Buffer, SizedBuffers, Task, make_folder, reported, sync_folder, tensor_buffers
+from ...strategies import PendingSave, checked_data
+from ...strategies.index import naming_data_of
+from ..archives import archive_head, archive_length, archive_tail, encode_archive
+
+# The layout of one rank's data file, known before a byte is written
+
+ALIGNMENT = 64
+"""Archives begin at multiples of this, and so do their tensors' bytes, which archives align too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a shard, which is written as an archive of one tensor.
+
+    Attributes:
+        shard: of which it is a part.
+        shape: of the box and of the archived tensor, prepended axes included.
+        begin: the first element of a flat shard's data that belongs to it, -1 for a shard that is a box itself.
+    """
+
+    shard: ShardedTensor
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def data(self) -> torch.Tensor | LazyTensor:
+        """The shard's elements that lie in the box."""
+        data: torch.Tensor | LazyTensor = self.shard.data
+        return data if self.begin < 0 else data[self.begin : self.begin + prod(self.shape)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileLayout:
+    """One rank's data file: objects first, then pieces of tensors, each an archive at a multiple of `ALIGNMENT`.
+
+    Attributes:
+        objects: unique key and encoded list of one, for each object.
+        pieces: the boxes of the rank's shards.
+        columns: the same boxes as columns, a row a piece.
+        byte: where each archive begins, objects first, int64 (archives,).
+        length: of each archive, int64 (archives,).
+    """
+
+    objects: tuple[tuple[str, bytes], ...]
+    pieces: tuple[Piece, ...]
+    columns: ShardColumns
+    byte: Column
+    length: Column
+
+
+def file_layout(shards: Sequence[ShardedTensor | ShardedObject], rank: int, *, allow_pickle: bool) -> FileLayout:
+    """Return the layout of the file that a rank writes for its shards.
+
+    Args:
+        shards: tensor shards with data, and objects.
+        rank: who writes them.
+        allow_pickle: whether objects that the codec can't hold are pickled.
+
+    Raises:
+        UnsupportedValue: a dtype or an object can't be stored.
+    """
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    for shard in tensors:
+        check_storable(shard.dtype, f"save: {shard.key!r}")
+    objects = tuple(
+        (item.unique_key, _encode(item, allow_pickle)) for item in shards if isinstance(item, ShardedObject)
+    )
+    # Objects are encoded before anything is written: one that can't be stored fails the save at its start.
+    pieces, columns = _pieces(tensors, shard_columns(tensors, rank))
+    lengths = [len(data) for _, data in objects]
+    lengths += [archive_length(piece.shard.dtype, piece.shape) for piece in pieces]
+    # All lengths are known beforehand, which the local storage uses to reserve room in one step.
+    length = np.array(lengths, dtype=np.int64)
+    room = -(-length // ALIGNMENT) * ALIGNMENT
+    return FileLayout(objects, pieces, columns, np.cumsum(room) - room, length)
+
+
+def _encode(item: ShardedObject, allow_pickle: bool) -> bytes:
+    with naming_data_of(item.unique_key, "tree[0]"):
+        return encode_archive([item.data], allow_pickle=allow_pickle)
+
+
+def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tuple[Piece, ...], ShardColumns]:
+    """Return the boxes of shards, several for a flat range, and their columns."""
+    # Flat ranges are written as boxes: megatron-core 0.16 has no flat ranges any more, and older releases read both.
+    boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
+    no_range = np.full(boxes.shard.size, -1, dtype=np.int64)
+    whole = replace(
+        select_rows(columns, boxes.shard), offset=boxes.offset, shape=boxes.shape, start=no_range, stop=no_range
+    )
+    rows = np.flatnonzero((volumes(boxes.shape) > 0) | (_is_empty(columns)[columns.key[boxes.shard]]))
+    pieces = []
+    for row in rows.tolist():
+        shard = shards[int(boxes.shard[row])]
+        axes = len(shard.global_shape)
+        shape = tuple(boxes.shape[row, boxes.shape.shape[1] - axes :].tolist())
+        pieces.append(Piece(shard, shape, -1 if shard.flattened_range is None else int(boxes.position[row])))
+    return tuple(pieces), select_rows(whole, rows)
+
+
+def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which tensors have no elements, bool (keys,): of these, empty chunks are stored, as nothing else is."""
+    shapes = widen(box_column([kind.global_shape for kind in columns.kinds], fill=1), columns.offset.shape[1], 1)
+    return np.asarray(volumes(shapes) == 0)
+
+
+_ZEROS = memoryview(bytes(64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankFile:
+    """What one rank wrote, sent to rank 0 for the commit.
+
+    Attributes:
+        file: the name of its data file, None if it had nothing to write.
+        file_length: in bytes.
+        columns: the boxes that it wrote, a row an archive.
+        byte: where each archive begins, int64 (boxes,).
+        length: of each archive in bytes, int64 (boxes,).
+        objects: unique key, first byte and length in bytes of each object's archive.
+    """
+
+    file: str | None
+    file_length: int
+    columns: ShardColumns
+    byte: Column
+    length: Column
+    objects: tuple[tuple[str, int, int], ...]
+
+
+def data_file(rank: int, number: int = 0) -> str:
+    """Return the name of a rank's data file.
+
+    Examples:
+        >>> data_file(3)
+        '__3_0.distcp'
+    """
+    return f"__{rank}_{number}.distcp"
+
+
+def write_file(pending: PendingSave, layout: FileLayout) -> RankFile:
+    """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
+    count = len(layout.objects)
+    places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
+    objects = tuple((key, *place) for (key, _), place in zip(layout.objects, places, strict=True))
+    name, length = (None, 0) if not layout.byte.size else (data_file(pending.world.rank), _write(pending, layout))
+    return RankFile(name, length, layout.columns, layout.byte[count:], layout.length[count:], objects)
+
+
+def _write(pending: PendingSave, layout: FileLayout) -> int:
+    name, durable = data_file(pending.world.rank), pending.options.durable
+    nbytes = int(layout.byte[-1] + layout.length[-1])
+    buffers = SizedBuffers(nbytes, reported(_buffers(layout), pending.options.progress))
+    length = pending.storage.write(name, buffers, durable=durable)
+    if durable:
+        sync_folder(pending.storage)
+    return length
+
+
+def _buffers(layout: FileLayout) -> Iterator[Buffer]:
+    archives = [data for _, data in layout.objects]
+    ends = np.concatenate([[0], layout.byte + layout.length])
+    gaps = iter((layout.byte - ends[:-1]).tolist())
+    for data in archives:
+        yield _ZEROS[: next(gaps)]
+        yield memoryview(data)
+    for piece, length in zip(layout.pieces, layout.length[len(archives) :].tolist(), strict=True):
+        yield _ZEROS[: next(gaps)]
+        yield from _piece_buffers(piece, length)
+
+
+def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
+    """Yield the bytes of a piece's archive; its CRC32 is computed by another thread, one buffer behind at most."""
+    checked_data(piece.shard)
+    head = archive_head(piece.shard.dtype, piece.shape)
+    yield memoryview(head)
+    nbytes = len(head)
+    checksum: Callable[[], int] = partial(int, 0)
+    for buffer in tensor_buffers(piece.data):
+        checksum = _checksum(buffer, checksum())
+        yield buffer
+        nbytes += buffer.nbytes
+    tail = archive_tail(piece.shard.dtype, piece.shape, checksum())
+    yield memoryview(tail)
+    if nbytes + len(tail) != length:
+        found, expected = f"an archive of {nbytes + len(tail)} bytes", f"{length} bytes"
+        what = f"save: {piece.shard.key!r} changed its size"
+        raise CheckpointingException(error_text(what, found=found, expected=expected))
+
+
+def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
+    """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it."""
+    compute = partial(crc32, buffer, before)
+    return partial(int, compute()) if buffer.nbytes < crc32_thread_bytes() else Task(compute).result

@@ -1,0 +1,397 @@
+"""A folder of zarr arrays as an index, on which loads are planned as for any other format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ...codec import is_unicode, parse_json
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import Column, volumes, widen
+from ...layouts import ShardColumns, TensorKind
+from ...mapping import ShardedObject
+from ...storage import Storage, StoredFile, files_in, is_folder
+from ...strategies import Checkpoint, is_object
+from ...strategies.index import Index, build_index, int64, stored_columns, texts
+from ..manifest import MANIFEST_FILE
+from ._array import Shape, StoredArray
+from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
+from ._extensions import check_group
+from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3
+
+Object = tuple[str, str, int]
+"""An object's unique key, the name of its file, and its length in bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The content of a folder of arrays.
+
+    Attributes:
+        index: of its tensors and objects; some of its files are virtual.
+        arrays: all of them.
+        sources: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for
+            bytes of the fill value.
+        untaken: why an array or a file isn't taken, by its name.
+        gaps: Reasons that elements of a tensor have no values where no chunk holds them, by its key.
+    """
+
+    index: Index
+    arrays: tuple[StoredArray, ...]
+    sources: dict[int, tuple[StoredArray, Shape | None]]
+    untaken: Mapping[str, str] = field(default_factory=dict)
+    gaps: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Boxes of one tensor, and where they lie.
+
+    Attributes:
+        offset: int64 (rows, axes).
+        shape: int64 (rows, axes).
+        file: number of the file, int64 (rows,).
+        byte: int64 (rows,).
+    """
+
+    offset: Column
+    shape: Column
+    file: Column
+    byte: Column
+
+
+@dataclass(slots=True, eq=False)
+class _Files:
+    room: int  # how many cells without a file there may be in all arrays together
+    files: list[StoredFile] = field(default_factory=list)
+    sources: dict[int, tuple[StoredArray, Shape | None]] = field(default_factory=dict)
+
+    def add(self, names: Sequence[str], lengths: Sequence[int]) -> Column:
+        """Return the numbers of new files."""
+        first = len(self.files)
+        self.files += [StoredFile(name, length) for name, length in zip(names, lengths, strict=True)]
+        return np.arange(first, len(self.files), dtype=np.int64)
+
+
+def read_group(
+    storage: Storage,
+    arrays: Sequence[StoredArray],
+    objects: Sequence[Object] = (),
+    untaken: Mapping[str, str] | None = None,
+) -> Group:
+    """Return the content of a folder; lists its chunk files.
+
+    Args:
+        storage: the folder.
+        arrays: by their metadata.
+        objects: files that each hold one object.
+        untaken: as in `Group`.
+
+    Raises:
+        CorruptCheckpoint: two arrays have the same tensor's key, or a file with several chunks isn't sound.
+    """
+    # All boxes are held with as many axes as the tensor with most of them has.
+    files = _Files(MOST_CELLS // max((len(array.box) for array in arrays), default=1))
+    # Two folders may decode to one key, where names are escaped otherwise than we would.
+    arrays = sorted(arrays, key=lambda array: array.key)
+    twice = [repr(one.key) for one, other in pairwise(arrays) if one.key == other.key]
+    if twice:
+        raise CorruptCheckpoint(error_text(f"open: {storage.where()!r} has tensors twice", offenders=twice))
+    rows = [_array_rows(storage, array, files) for array in arrays]
+    numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
+    object_rows = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
+    index = build_index(*array_columns(arrays, rows), files=files.files, objects=object_rows)
+    gaps = {array.key: array.without_fill for array in arrays if array.without_fill}
+    return Group(index, tuple(arrays), files.sources, untaken or {}, gaps)
+
+
+def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[ShardColumns, Column, Column]:
+    """Return the rows of arrays, which are sorted by key, as columns, and each one's file and byte."""
+    axes = max((len(array.box) for array in arrays), default=1)
+    counts = [len(one.file) for one in rows]
+    empty = np.zeros((0, axes), dtype=np.int64)
+    columns = stored_columns(
+        {array.key: TensorKind(array.dtype, array.shape, 0) for array in arrays},
+        np.repeat(np.arange(len(arrays)), counts),
+        np.concatenate([empty, *(widen(one.offset, axes, 0) for one in rows)]),
+        np.concatenate([empty, *(widen(one.shape, axes, 1) for one in rows)]),
+    )
+    file, byte = (np.concatenate([int64([]), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
+    return columns, file, byte
+
+
+def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
+    cells = stored_cells(storage, array)
+    # Edges may cut a chunk into as many runs as it has elements: such files are made whole in memory, like compressed
+    # ones, and count as virtual files of plain bytes, so that plans needn't know of codecs.
+    too_fine = count_pieces(cells * np.array(array.step), array.step, array.box) > MOST_CELLS
+    if not array.raw or too_fine:
+        parts = [_decoded_rows(array, cells, files)]
+    elif array.inner is not None:
+        parts = _sharded_rows(storage, array, cells, files)
+    else:
+        names = [array.file_name(tuple(cell)) for cell in cells.tolist()]
+        parts = [chunk_rows(array, cells, array.step, files.add(names, [array.file_bytes] * len(names)))]
+    if array.fill is not None:
+        absent = missing_cells(array, cells, files.room * len(array.box))
+        files.room -= len(absent)
+        parts.append(_filled_rows(array, absent, files, array.step))
+    return _join(parts, len(array.box))
+
+
+def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, begin: Column | None = None) -> Rows:
+    """Return the boxes of plain chunks.
+
+    Args:
+        array: that they are of.
+        cells: their places in a grid of that step, int64 (chunks, axes).
+        step: the chunks' shape.
+        file: the number of each one's file, int64 (chunks,).
+        begin: the byte at which each begins in it, int64 (chunks,); 0 by default.
+    """
+    boxes = pieces(cells * np.array(step, dtype=np.int64), step, array.box)
+    byte = boxes.element * array.dtype.itemsize
+    return Rows(boxes.offset, boxes.shape, file[boxes.row], byte if begin is None else byte + begin[boxes.row])
+
+
+def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
+    """Return the places, in the grid of inner chunks, of some of one file's chunks, int64 (chunks, axes).
+
+    Args:
+        array: that they are of.
+        cell: the file's place in the grid of files, int64 (axes,).
+        numbers: of the chunks in the file, int64 (chunks,).
+    """
+    counts = np.array(inner_counts(array), dtype=np.int64)
+    strides = np.append(np.cumprod(counts[:0:-1])[::-1], 1).astype(np.int64)
+    places: Column = cell * counts + numbers[:, None] // strides % counts
+    return places
+
+
+def _sharded_rows(storage: Storage, array: StoredArray, cells: Column, files: _Files) -> list[Rows]:
+    parts, inner = [], array.inner or ()
+    counts = np.array([-(-size // step) for size, step in zip(array.shape, inner, strict=True)])
+    for cell in cells:
+        name = array.file_name(tuple(cell.tolist()))
+        numbers, begin = read_shard_index(storage, array, name)
+        file = files.add([name], [storage.length(name) or 0])
+        places = inner_cells(array, cell, numbers)
+        # A file at an edge has inner chunks beyond it, which zarr may store or not: no element of the tensor is there.
+        inside = (places < counts).all(axis=1)
+        parts.append(chunk_rows(array, places[inside], inner, np.repeat(file, inside.sum()), begin[inside]))
+        if array.fill is not None:
+            absent = np.setdiff1d(np.arange(prod(inner_counts(array))), numbers)
+            places = inner_cells(array, cell, absent)
+            parts.append(_filled_rows(array, places[(places < counts).all(axis=1)], files, inner))
+    return parts
+
+
+def _decoded_rows(array: StoredArray, cells: Column, files: _Files) -> Rows:
+    offset = cells * np.array(array.step, dtype=np.int64)
+    shape = np.minimum(np.array(array.step), np.array(array.box) - offset)
+    places = [tuple(cell) for cell in cells.tolist()]
+    lengths = (volumes(shape) * array.dtype.itemsize).tolist()
+    file = files.add([array.file_name(place) for place in places], lengths)
+    files.sources.update({number: (array, place) for number, place in zip(file.tolist(), places, strict=True)})
+    return Rows(offset, shape, file, np.zeros(len(file), dtype=np.int64))
+
+
+def _filled_rows(array: StoredArray, cells: Column, files: _Files, step: Shape) -> Rows:
+    """Return the boxes of chunks that aren't stored: all lie in one virtual file of the fill value."""
+    offset = cells * np.array(step, dtype=np.int64)
+    shape = np.minimum(np.array(step), np.array(array.box) - offset)
+    file = np.zeros(len(cells), dtype=np.int64)
+    if len(cells):
+        file += files.add([f"{array.name}#fill"], [prod(step) * array.dtype.itemsize])
+        files.sources[int(file[0])] = (array, None)
+    return Rows(offset, shape, file, np.zeros(len(cells), dtype=np.int64))
+
+
+def _join(parts: Sequence[Rows], axes: int) -> Rows:
+    empty = np.zeros((0, axes), dtype=np.int64)
+    return Rows(
+        np.concatenate([empty, *(part.offset for part in parts)]),
+        np.concatenate([empty, *(part.shape for part in parts)]),
+        np.concatenate([int64([]), *(part.file for part in parts)]),
+        np.concatenate([int64([]), *(part.byte for part in parts)]),
+    )
+
+
+# Finding the arrays of zarr v2 and v3 in a folder, in nested groups, and Megatron-Core's object files
+
+_DEEPEST = 32  # levels of groups
+_LOCKS = ".sync"
+_METADATA_FILES = (NODE_FILE, ARRAY_FILE, ".zattrs", ".zgroup", ".zmetadata")
+_OBJECT_SUFFIX = ".pt"
+
+
+def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict[str, str]]:
+    """Return the arrays in a folder and the folders in it, the objects in files of their own, and what isn't taken.
+
+    Arrays of types that torch lacks, such as texts and dates, aren't, and files that are named like no object.
+
+    Raises:
+        CorruptCheckpoint: the metadata of an array isn't sound.
+    """
+    arrays, objects, untaken = [], [], dict[str, str]()
+    for folder, names, node in _folders(storage, "", 0):
+        if _is_array(storage, folder, names, node):
+            array = _array(storage, folder, names, node)
+            if array is not None:
+                arrays.append(array)
+            else:
+                untaken[folder] = "torch has no such dtype"
+        folder_objects, others = _objects(storage, folder, names)
+        objects += folder_objects
+        untaken |= dict.fromkeys(others, "its name isn't that of a sharded object")
+    return arrays, objects, untaken
+
+
+def metadata_files(storage: Storage) -> Iterator[str]:
+    """Yield the names of the files that describe arrays and groups, of zarr v2 and v3."""
+    for folder, names, _ in _folders(storage, "", 0):
+        for name in names:
+            if name in _METADATA_FILES:
+                yield f"{folder}/{name}" if folder else name
+
+
+Node = dict[str, Any]
+
+
+def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, tuple[str, ...], Node | None]]:
+    """Yield every folder that isn't a part of an array, with the names in it and the content of its zarr.json."""
+    names = storage.names(folder)
+    node = read_node(storage, folder) if NODE_FILE in names and (folder or _is_v3(storage, names)) else None
+    node = node if folder else None  # the whole is a group, however it is marked
+    yield folder, names, node
+    if depth == _DEEPEST or (folder and ARRAY_FILE in names) or (node is not None and node["node_type"] == "array"):
+        return
+    for name in names:
+        inner = f"{folder}/{name}" if folder else name
+        if is_unicode(name) and is_folder(storage, inner):
+            yield from _folders(storage, inner, depth + 1)
+
+
+def _is_v3(storage: Storage, names: Sequence[str]) -> bool:
+    """Return whether a whole folder's zarr.json marks it as a group: it may be a tensor of that name, or stray."""
+    return ".zgroup" not in names and not is_folder(storage, NODE_FILE)
+
+
+def read_node(storage: Storage, folder: str) -> Node:
+    """Return the content of a folder's zarr.json.
+
+    Raises:
+        CorruptCheckpoint: it isn't that of a zarr v3 group or array.
+        UnsupportedValue: it is a group's with an extension that isn't known here.
+    """
+    name = f"{folder}/{NODE_FILE}" if folder else NODE_FILE
+    fields = parse_json(storage.read(name), storage.where(name))
+    is_node = isinstance(fields, dict) and fields.get("node_type") in ("array", "group")
+    if not is_node or fields.get("zarr_format") != 3:
+        what = f"open: {storage.where(name)!r} is not sound"
+        raise CorruptCheckpoint(error_text(what, expected="the metadata of a zarr v3 group or array"))
+    if fields["node_type"] == "group":
+        check_group(fields, repr(storage.where(name)))
+    return dict(fields)
+
+
+def _is_array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | None) -> bool:
+    if folder and ARRAY_FILE in names:
+        # Locks of zarr's ProcessSynchronizer look like empty ones.
+        return not folder.endswith(_LOCKS) or bool(storage.length(f"{folder}/{ARRAY_FILE}"))
+    return node is not None and node["node_type"] == "array"
+
+
+def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | None) -> StoredArray | None:
+    """Return the array that a folder is, None if torch has no such dtype."""
+    if ARRAY_FILE in names:
+        name = f"{folder}/{ARRAY_FILE}"
+        return decode_v2(storage.read(name), folder, storage.where(name))
+    return decode_v3(node or {}, folder, storage.where(f"{folder}/{NODE_FILE}"))
+
+
+def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[list[Object], list[str]]:
+    """Return the objects in a folder, and the names of files that only end as theirs do."""
+    files, others = {}, []
+    for name in names if folder else ():
+        length = storage.length(f"{folder}/{name}") if name.endswith(_OBJECT_SUFFIX) else None
+        unique_key = f"{folder}/{name.removesuffix(_OBJECT_SUFFIX)}"
+        if length is not None and is_object(unique_key):
+            files[unique_key] = (f"{folder}/{name}", length)
+        elif length is not None:
+            others.append(f"{folder}/{name}")
+    whole = whole_keys(list(files))
+    return [(whole[unique_key], name, length) for unique_key, (name, length) in files.items()], others
+
+
+def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
+    """Return the full unique key of each: old releases left out the grid's last size.
+
+    It follows from the cells, if all of them are there.
+
+    Args:
+        unique_keys: of all cells of one object.
+
+    Examples:
+        >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])
+        {'rng/shard_0.0_1': 'rng/shard_0.0_1.2', 'rng/shard_0.1_1': 'rng/shard_0.1_1.2'}
+        >>> whole_keys(["rng/shard_0.1_1"])
+        {'rng/shard_0.1_1': 'rng/shard_0.1_1'}
+    """
+    items = {unique_key: ShardedObject.empty_from_unique_key(unique_key) for unique_key in unique_keys}
+    shapes = {item.global_shape for item in items.values()}
+    shape = min(shapes, default=())
+    whole = (*shape[:-1], 1 + max((item.global_offset[-1] for item in items.values() if item.global_offset), default=0))
+    if len(shapes) != 1 or shape[-1:] != (-1,) or prod(whole) != len(items):
+        return {unique_key: unique_key for unique_key in unique_keys}
+    return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}
+
+
+# The files of a folder of zarr arrays: which there must be, and which there are
+
+_MOST_MISSING = 1000  # names of one array's missing chunks
+
+
+def needed_files(storage: Storage, group: Group) -> dict[str, int]:
+    """Return the least length of each file of a group's chunks and objects that must be there, by name.
+
+    A chunk that isn't there has the fill value, unless the array has none, as Megatron-Core's.
+    """
+    needed: dict[str, int] = {}
+    names = texts(group.index.file_text, group.index.file_start)
+    for number, (name, length) in enumerate(zip(names, group.index.file_length.tolist(), strict=True)):
+        if number not in group.sources:
+            needed[name] = length
+        elif group.sources[number][1] is not None:  # not one of the fill value, which is no file
+            needed[name] = 0  # it is packed: only its codec knows how long it has to be
+    for array in group.arrays:
+        if array.fill is None:
+            absent = missing_cells(array, stored_cells(storage, array))[:_MOST_MISSING].tolist()
+            needed |= {array.file_name(tuple(cell)): 0 for cell in absent}
+    return needed
+
+
+_CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
+
+
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the arrays' metadata and chunks, of the groups' metadata, and of objects' files.
+
+    Raises:
+        CorruptCheckpoint: the metadata of an array isn't sound.
+    """
+    storage = checkpoint.storage
+    arrays, objects, untaken = find_arrays(storage)
+    folders = {array.name for array in arrays} | set(filter(partial(is_folder, storage), untaken))
+    groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
+    nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _METADATA_FILES]
+    chunks = [name for folder in sorted(folders) for name in files_in(storage, folder, _CHUNK_PART.fullmatch)]
+    return (*_METADATA_FILES, MANIFEST_FILE, *nodes, *chunks, *(name for _, name, _ in objects))

@@ -1,0 +1,380 @@
+"""How a save cuts tensors into chunk files, along ranks' shards if these are a regular grid: which bytes go where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from ...codec import check_storable, row_major_bits
+from ...errors import IntegrityError, error_text
+from ...geometry import Column, row_major_strides, volumes
+from ...layouts import ShardColumns, TensorKind, select_rows
+from ...lazy import LazyTensor
+from ...mapping import ShardedTensor
+from ...plans import Runs, StoredChunks, plan_load
+from ...storage import (
+    BlockHasher,
+    Buffer,
+    Hashes,
+    SizedBuffers,
+    Storage,
+    digest,
+    hash_column,
+    hashed,
+    in_parts,
+    reported,
+    reported_parts,
+    tensor_buffers,
+    write_parts,
+)
+from ...strategies import checked_data
+from ._array import Shape, StoredArray
+from ._cells import encode_shard_index, inner_counts
+from ._group import inner_cells
+
+_UNQUOTED = "+=@,()[]"
+_LONGEST = 200  # file systems allow 255 bytes in a name, and a temporary name is longer
+_RESERVED = {"zarr.json", "metadata.json"}
+
+
+def array_name(key: str) -> str:
+    """Return the folder of a key's array: the key itself if its characters are harmless.
+
+    Other characters are percent-encoded, as in a URL, and so is the first one of a name that is reserved or hidden. A
+    name longer than 200 characters is cut, and ends with a hash of the key.
+
+    Examples:
+        >>> array_name("decoder.layers.0.weight"), array_name("a/b"), array_name(".."), array_name("_shardtree")
+        ('decoder.layers.0.weight', 'a%2Fb', '%2E.', '%5Fshardtree')
+        >>> array_name("x" * 300)[170:]
+        'xxxxxxxxxxxxx~a5d1b4607dc83554'
+    """
+    name = quote(key, safe=_UNQUOTED)
+    if name[0] in "._" or name in _RESERVED:
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[: _LONGEST - 17]}~{digest(key.encode())}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayLayout:
+    """One tensor's array, and which shard goes to which of its files.
+
+    Attributes:
+        array: as its metadata will describe it.
+        rows: of its shards among all that are written, those with elements, int64 (shards,).
+        columns: these shards, on the tensor's own axes.
+        cells: the cells of the grid that get a file, in row-major order, int64 (files, axes).
+        file: the number of each shard's file, int64 (shards,).
+        writer: the rank that writes each file, -1 if several do, int64 (files,).
+        metadata_writer: the rank that writes the metadata.
+    """
+
+    array: StoredArray
+    rows: Column
+    columns: ShardColumns
+    cells: Column
+    file: Column
+    writer: Column
+    metadata_writer: int
+
+
+def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[ArrayLayout]:
+    """Yield the layout of each tensor's array. Every rank computes the same one, so that none is exchanged.
+
+    Args:
+        written: the shards of all ranks, each once, in the replica that is written.
+        rank: only tensors of which this rank writes something; None for all.
+
+    Raises:
+        IntegrityError: a file would have gaps, or two keys would have one name.
+        UnsupportedValue: a dtype can't be stored.
+    """
+    numbers = np.unique(writes.key if rank is None else writes.key[writes.rank == rank])
+    # All rows of these tensors, tensor by tensor: a rank's share of the work doesn't grow with the others' tensors.
+    rows = np.flatnonzero(np.isin(writes.key, numbers))
+    order = rows[np.argsort(writes.key[rows], kind="stable")]
+    begins = np.searchsorted(writes.key[order], numbers).tolist()
+    names: dict[str, str] = {}
+    for number, (begin, end) in zip(numbers.tolist(), pairwise([*begins, len(order)]), strict=True):
+        key = writes.keys[number]
+        other = names.setdefault(array_name(key), key)
+        if other != key:
+            what = f"save: tensors {other!r} and {key!r} would lie in the same folder"
+            raise IntegrityError(error_text(what, fix="Rename one."))
+        yield _array_layout(writes, number, order[begin:end])
+
+
+def _array_layout(writes: ShardColumns, number: int, rows: Column) -> ArrayLayout:
+    key, kind = writes.keys[number], writes.kinds[number]
+    check_storable(kind.dtype, f"save: {key!r}")
+    metadata_writer = int(writes.rank[rows[0]])
+    # A tensor without elements has no chunk file, only metadata.
+    rows = rows[writes.elements[rows] > 0]
+    columns, axes = select_rows(writes, rows), max(1, len(kind.global_shape))
+    columns = replace(columns, offset=columns.offset[:, -axes:], shape=columns.shape[:, -axes:])
+    box = kind.global_shape or (1,)
+    cell = _regular_cell(columns, box)
+    # No regular grid: one chunk that is the whole tensor, to which each rank writes its bytes.
+    step, inner = _file_shape(columns, box, cell) if cell else (tuple(max(1, size) for size in box), None)
+    shapes = (step, inner) if kind.global_shape else ((), None)
+    array = StoredArray(array_name(key), key, kind.dtype, kind.global_shape, shapes[0], inner=shapes[1])
+    cells, file = _cells(columns, step, array.counts)
+    _check_filled(array, columns, cells, file)
+    return ArrayLayout(array, rows, columns, cells, file, _writers(columns.rank, file, len(cells)), metadata_writer)
+
+
+def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, Column]:
+    """Return the cells of the files that shards go to, in row-major order, and the number of each shard's file."""
+    place = columns.offset // np.array(step, dtype=np.int64)
+    strides = row_major_strides(np.array([counts], dtype=np.int64))
+    _, first, file = np.unique((place * strides).sum(axis=1), return_index=True, return_inverse=True)
+    return place[first], file.reshape(-1)
+
+
+def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
+    """Return the shape of the cells if all shards, or the boxes of flat ones, are a regular grid's; else None."""
+    if not len(columns):
+        return None
+    cell = columns.shape.max(axis=0)
+    at_edge = np.minimum(cell, np.array(box, dtype=np.int64) - columns.offset)
+    regular = (columns.offset % cell == 0).all() and (columns.shape == at_edge).all()
+    return tuple(cell.tolist()) if regular else None
+
+
+def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, Shape | None]:
+    """Return the shape of a file and of its inner chunks, None for a single one."""
+    # Neighbouring cells of one rank share a file: stacked layers would be a small file for each layer otherwise.
+    counts = tuple(-(-size // step) for size, step in zip(box, cell, strict=True))
+    whole = (columns.start < 0) | (columns.stop - columns.start == volumes(columns.shape))
+    if len(columns) < 2 or not whole.all() or prod(counts) != len(columns):
+        return cell, None
+    writers = np.empty(counts, dtype=np.int64)
+    writers[tuple((columns.offset // np.array(cell)).T)] = columns.rank
+    factors = _common_blocks(writers)
+    if prod(factors) == 1:
+        return cell, None
+    return tuple(size * factor for size, factor in zip(cell, factors, strict=True)), cell
+
+
+def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
+    """Return the shape of equal blocks of a grid in each of which all cells have one value; axis by axis the largest.
+
+    Examples:
+        >>> _common_blocks(np.array([[0, 1], [0, 1], [2, 2], [2, 2]]))
+        (2, 1)
+    """
+    factors = []
+    for axis, size in enumerate(writers.shape):
+        for factor in (divisor for divisor in range(size, 0, -1) if size % divisor == 0):
+            blocks = writers.reshape(*writers.shape[:axis], size // factor, factor, *writers.shape[axis + 1 :])
+            first = blocks.take([0], axis=axis + 1)
+            if (blocks == first).all():
+                writers = first.squeeze(axis + 1)
+                factors.append(factor)
+                break
+    return tuple(factors)
+
+
+def _check_filled(array: StoredArray, columns: ShardColumns, cells: Column, file: Column) -> None:
+    """Raise unless every file that is written is written whole."""
+    # To other readers a gap would be zeros, without an error.
+    step = np.array(array.step, dtype=np.int64)
+    room = volumes(np.minimum(step, np.array(array.box, dtype=np.int64) - cells * step))
+    elements = np.bincount(file, weights=columns.elements, minlength=len(cells)).astype(np.int64)
+    if (elements != room).any():
+        first = int(np.flatnonzero(elements != room)[0])
+        what = f"save: the shards of {array.key!r} leave gaps in chunk {tuple(cells[first].tolist())}"
+        fix = "Save all of the tensor, or shards of a regular grid."
+        raise IntegrityError(error_text(what, found=f"{elements[first]} elements", expected=int(room[first]), fix=fix))
+
+
+def _writers(rank: Column, file: Column, files: int) -> Column:
+    low, high = np.full(files, np.iinfo(np.int64).max), np.full(files, -1, dtype=np.int64)
+    np.minimum.at(low, file, rank)
+    np.maximum.at(high, file, rank)
+    return np.where(low == high, low, -1)
+
+
+_ZEROS = bytes(64 * 1024)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkFile:
+    """What a rank writes of one chunk file.
+
+    Attributes:
+        name: of the file.
+        length: of the whole file, in bytes.
+        is_shared: whether other ranks write other parts of it.
+        shard: for each run, the number of its shard among the rank's, int64 (runs,).
+        byte: where each begins in the shard's row-major bytes, int64 (runs,).
+        target: where each begins in the file, ascending, int64 (runs,).
+        count: bytes in each, int64 (runs,).
+        index: the bytes at the end of the file.
+    """
+
+    name: str
+    length: int
+    is_shared: bool
+    shard: Column
+    byte: Column
+    target: Column
+    count: Column
+    index: bytes = b""
+
+
+def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[ChunkFile]:
+    """Yield what a rank writes of a tensor's files.
+
+    Args:
+        part: where the tensor's shards go.
+        rank: who writes.
+        numbers: for each of the tensor's shards, which of the rank's shards it is; -1 for others', int64 (shards,).
+    """
+    array, own = part.array, np.flatnonzero(numbers >= 0)
+    files, file = np.unique(part.file[own], return_inverse=True)
+    step = array.inner or array.step
+    columns = select_rows(part.columns, own)
+    # Shards that are whole chunks, the usual case, need no plan.
+    at_edge = (columns.shape != np.array(step, dtype=np.int64)).any()
+    runs = _planned_runs(part, columns, files, step) if at_edge else _whole(array, columns, file.reshape(-1), step)
+    order = np.lexsort((runs.target_byte, runs.target))
+    ends = np.searchsorted(runs.target[order], np.arange(len(files) + 1)).tolist()
+    chunks, chunk_bytes = prod(inner_counts(array)), prod(step) * array.dtype.itemsize
+    index = _index(chunks, chunk_bytes) if array.inner is not None else b""
+    for number, cell in enumerate(part.cells[files].tolist()):
+        rows = order[ends[number] : ends[number + 1]]
+        yield ChunkFile(
+            array.file_name(tuple(cell)),
+            chunks * chunk_bytes + len(index),
+            bool(part.writer[files[number]] != rank),
+            numbers[own][runs.file[rows]],
+            runs.byte[rows],
+            runs.target_byte[rows],
+            runs.length[rows],
+            index,
+        )
+
+
+def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
+    """Return the runs of shards whose boxes are whole chunks, one each; the target is the number of the file."""
+    place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
+    strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
+    item_size = array.dtype.itemsize
+    target = (place * strides).sum(axis=1) * (prod(step) * item_size) + np.maximum(columns.start, 0) * item_size
+    number = np.arange(len(columns))
+    return Runs(number, np.zeros_like(number), file, target, columns.elements * item_size)
+
+
+def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
+    """Return the runs of shards of any boxes; the target is the number of the file."""
+    # Writing is planned as a load of chunks from shards: the same code finds which bytes meet.
+    slots = _slots(part.array, part.cells[files])
+    each = len(slots) // len(files)
+    targets = replace(
+        columns,
+        key=np.zeros(len(slots), dtype=np.int64),
+        keys=(part.array.key,),
+        kinds=(TensorKind(part.array.dtype, part.array.shape, 0),),
+        offset=slots * np.array(step, dtype=np.int64),
+        shape=np.tile(np.array(step, dtype=np.int64), (len(slots), 1)),
+        start=np.full(len(slots), -1, dtype=np.int64),
+        stop=np.full(len(slots), -1, dtype=np.int64),
+    )
+    number, zeros = np.arange(len(columns)), np.zeros(len(columns), dtype=np.int64)
+    sources = StoredChunks(zeros, columns.offset, columns.shape, columns.start, columns.stop, number, zeros)
+    runs = plan_load(targets, sources, shortest_run=1).runs
+    before = runs.target % each * (prod(step) * part.array.dtype.itemsize)
+    return replace(runs, target=runs.target // each, target_byte=before + runs.target_byte)
+
+
+def _slots(array: StoredArray, cells: Column) -> Column:
+    """Return the places of the chunks in some files, in the files' order."""
+    if array.inner is None:
+        return cells
+    numbers = np.arange(prod(inner_counts(array)))
+    return np.concatenate([inner_cells(array, cell, numbers) for cell in cells])
+
+
+def _index(chunks: int, chunk_bytes: int) -> bytes:
+    begin = np.arange(chunks, dtype=np.int64) * chunk_bytes
+    return encode_shard_index(begin, np.full(chunks, chunk_bytes, dtype=np.int64))
+
+
+def write_chunk_file(
+    storage: Storage,
+    file: ChunkFile,
+    shards: Sequence[ShardedTensor],
+    *,
+    durable: bool,
+    checksums: bool,
+    progress: Callable[[int], None],
+) -> Hashes | None:
+    """Write a file, or a rank's part of it, and return its block hashes; None where other ranks write it too.
+
+    Raises:
+        ShapeError: a tensor no longer has the dtype or shape of its shard.
+    """
+    # An asynchronous save without a snapshot may see a tensor that was replaced since the call.
+    for number in np.unique(file.shard).tolist():
+        checked_data(shards[number])
+    # No rank sees all bytes of a file that several write, so that none could hash its blocks.
+    if file.is_shared:
+        write_parts(storage, file.name, file.length, reported_parts(_parts(file, shards), progress), durable=durable)
+        return None
+    hasher = BlockHasher() if checksums else None
+    buffers = _buffers(file, shards)
+    with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
+        storage.write(file.name, SizedBuffers(file.length, reported(stream, progress)), durable=durable)
+    return None if hasher is None else hash_column(hasher)
+
+
+def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffer]:
+    """Yield a whole file: the runs in order, zeros where an edge chunk reaches beyond its tensor, the index."""
+    memories: dict[int, Buffer] = {}
+    end = 0
+    rows = (column.tolist() for column in (file.shard, file.byte, file.target, file.count))
+    for number, byte, target, count in zip(*rows, strict=True):
+        yield from _zeros(target - end)
+        # A whole tensor is passed on in parts, so that a lazy one or a view is never whole in memory.
+        if byte == 0 and count == shards[number].data.nbytes:
+            yield from tensor_buffers(shards[number].data)
+        else:
+            if number not in memories:
+                memories[number] = _memory(shards[number])
+            yield memories[number][byte : byte + count]
+        end = target + count
+    yield from _zeros(file.length - len(file.index) - end)
+    if file.index:
+        yield memoryview(file.index)
+
+
+def _parts(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
+    """Yield a rank's parts of a shared file, one shard after the other, so that one is in memory at a time."""
+    order = np.argsort(file.shard, kind="stable")
+    last, memory = -1, memoryview(b"")
+    rows = (column[order].tolist() for column in (file.shard, file.byte, file.target, file.count))
+    for number, byte, target, count in zip(*rows, strict=True):
+        if number != last:
+            last, memory = number, _memory(shards[number])
+        yield target, memory[byte : byte + count]
+
+
+def _memory(shard: ShardedTensor) -> Buffer:
+    data = shard.data
+    return memoryview(row_major_bits(data.read() if isinstance(data, LazyTensor) else data).numpy())
+
+
+def _zeros(count: int) -> Iterator[Buffer]:
+    while count > 0:
+        yield memoryview(_ZEROS)[:count]
+        count -= len(_ZEROS)

@@ -1,0 +1,277 @@
+"""Loading from zarr folders: our own by their index, those of other programs by their metadata and file names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codec import dtype_name
+from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
+from ...layouts import shard_columns
+from ...mapping import ShardedObject, ShardedTensor
+from ...plans import LoadPlan, ReadCost
+from ...storage import Buffer, MemoryStorage, ReadReport, Storage, fetch
+from ...strategies import Checkpoint, check_lengths, check_objects_known, check_taken, old_unique_key, read_checked
+from ...strategies.index import (
+    IndexMetadata,
+    file_at,
+    find_texts,
+    objects_from_index,
+    plan_shards,
+    planned_cost,
+    read_planned,
+)
+from ..archives import decode_archive
+from ._array import Shape, StoredArray, fill_item, zarr_name
+from ._codecs import check_headers
+from ._group import Group, find_arrays, needed_files, read_group
+from ._own import MEGATRON, decode_columns, is_own
+
+# Chunks that aren't plain bytes: the zarr package decodes them, one at a time
+
+_MOST_DECODED = 4 * 2**30
+"""The most bytes that one decoded chunk may take: guards against metadata of a few bytes that claims a huge chunk."""
+
+
+def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
+    """Return the elements of one chunk file that lie in the tensor, as row-major bytes, uint8 (bytes,).
+
+    Raises:
+        StrategyError: the zarr package isn't installed.
+        CorruptCheckpoint: the chunk can't be decoded.
+        UnsupportedValue: it is too large to be decoded at once, or its compressor isn't the last codec.
+    """
+    name = array.file_name(cell)
+    _check_size(array, array.file_bytes)
+    package = zarr_package(array.name)
+    data = storage.read(name)
+    # Looked at before it is decoded: a small file could fill the memory, and a short one be read beyond its end.
+    check_headers(array, data, repr(storage.where(name)))
+    try:
+        values = _values(package, array, name.removeprefix(f"{array.name}/"), data, cell)
+    except CheckpointingException:
+        raise
+    except Exception as error:  # codecs raise exceptions of any class
+        cause = f"{type(error).__name__}: {error}"[:300]
+        fix = "The file was damaged, or made by a program whose codecs aren't installed."
+        raise CorruptCheckpoint(
+            error_text(f"load: {storage.where(name)!r} can't be decoded", found=cause, fix=fix)
+        ) from error
+    return torch.from_numpy(values.reshape(-1).view(np.uint8).copy())
+
+
+def filled(array: StoredArray, length: int) -> torch.Tensor:
+    """Return a number of bytes of a chunk that isn't stored, uint8 (bytes,).
+
+    Raises:
+        UnsupportedValue: it is too large to be made at once.
+        CorruptCheckpoint: the fill value doesn't fit the dtype.
+    """
+    _check_size(array, length)
+    item = torch.frombuffer(bytearray(fill_item(array.fill, array.dtype, repr(array.name))), dtype=torch.uint8)
+    return item.repeat(length // item.numel())
+
+
+def _check_size(array: StoredArray, length: int) -> None:
+    """Raise if a chunk of an array is too large to be in memory whole."""
+    if length > _MOST_DECODED:
+        found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
+        what = f"load: a chunk of array {array.name!r} is too large to be decoded"
+        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix="Rewrite it with smaller chunks."))
+
+
+def zarr_package(what: str) -> Any:
+    """Return the zarr package, imported only when a chunk needs it.
+
+    Raises:
+        StrategyError: it isn't installed.
+    """
+    try:
+        return import_module("zarr")
+    except ImportError as error:
+        fix = "pip install 'shardtree[zarr]'"
+        text = error_text(f"load: {what!r} is compressed, which needs the zarr package", found="none", fix=fix)
+        raise StrategyError(text) from error
+
+
+def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shape) -> np.ndarray[Any, Any]:
+    # The package gets an array in memory with this one chunk, so that the file can come from any storage of ours.
+    file = "zarr.json" if array.prefix or "codecs" in array.document else ".zarray"
+    buffer = package.core.buffer.default_buffer_prototype().buffer
+    document = json.dumps(_numpy_document(array)).encode()
+    store = package.storage.MemoryStore({file: buffer.from_bytes(document), name: buffer.from_bytes(data)})
+    # By the package's own reader, over a store of this one chunk: so its codecs run as it means them to.
+    region = tuple(
+        slice(at * step, min(size, (at + 1) * step))
+        for at, step, size in zip(cell, array.chunk, array.shape, strict=False)
+    )
+    zarr_array = package.open_array(store, mode="r", zarr_format=3 if file == "zarr.json" else 2)
+    values = np.asarray(zarr_array[region])
+    expected = tuple(part.stop - part.start for part in region)
+    if values.shape != expected or values.dtype.itemsize != array.dtype.itemsize:
+        raise ValueError(f"decoded to {values.shape} {values.dtype}, expected {expected} {dtype_name(array.dtype)}")
+    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+
+
+def _numpy_document(array: StoredArray) -> dict[str, Any]:
+    """Return the metadata with unsigned integers in place of dtypes that NumPy, and so zarr-python, lacks."""
+    document, name = dict(array.document), zarr_name(array.dtype)
+    if name == dtype_name(array.dtype):
+        return document
+    fill = document.get("fill_value")
+    bits = 0 if fill is None else int.from_bytes(fill_item(fill, array.dtype, repr(array.name)), "little")
+    is_v3 = "codecs" in document
+    words = {"data_type": name} if is_v3 else {"dtype": f"<u{array.dtype.itemsize}"}
+    if is_v3 and document.get("data_type") == name:
+        return document  # one of our own: its bits already count as integers
+    return document | words | {"fill_value": bits}
+
+
+# Reading tensors: plain chunks straight from their files into the target, others one decoded chunk at a time
+
+
+def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype, or not all of it is.
+        UnsupportedValue: torch has no such dtype.
+        CorruptCheckpoint: stored bytes aren't what was saved, or what the metadata says.
+    """
+    group = read_arrays(checkpoint)
+    check_taken(group.untaken, [shard.key for shard in shards])
+    columns = shard_columns(shards, checkpoint.world.rank)
+    plan = plan_shards(group.index, shards, columns, group.gaps)
+    memories = [shard.data for shard in shards]
+    plain, virtual_plan = _split(group, plan)
+    report = read_planned(checkpoint, group.index, plain, memories)
+    for number, part in _by_file(virtual_plan):
+        report += _read_virtual(checkpoint, group, number, part, memories)
+    return report
+
+
+def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
+    """Return what a plan reads, where a chunk that has to be decoded counts with its whole file."""
+    plain, virtual_plan = _split(group, plan)
+    numbers = [number for number in virtual_plan.files if group.sources[number][1] is not None]
+    lengths = [checkpoint.storage.length(file_at(group.index, number).name) or 0 for number in numbers]
+    pieces = len(virtual_plan.runs.file) + len(virtual_plan.strided.file)
+    decoded_cost = ReadCost(virtual_plan.bytes_read, sum(lengths), pieces, len(numbers))
+    return planned_cost(checkpoint, group.index, plain) + decoded_cost
+
+
+def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
+    """Return the part of a plan that is read as it is stored, and the part from virtual files."""
+    virtual_files = np.array(sorted(group.sources), dtype=np.int64)
+    runs, strided = np.isin(plan.runs.file, virtual_files), np.isin(plan.strided.file, virtual_files)
+    return plan.select(~runs, ~strided), plan.select(runs, strided)
+
+
+def _read_virtual(
+    checkpoint: Checkpoint, group: Group, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Decode or make one chunk, and copy the plan's part of it; its memory is freed with this call."""
+    array, cell = group.sources[number]
+    file = file_at(group.index, number)
+    if cell is not None and checkpoint.storage.length(file.name) is None:
+        check_lengths(checkpoint, [file])
+    chunk = filled(array, file.length) if cell is None else decoded(checkpoint.storage, array, cell)
+    # Decoded chunks go through the same fetch as files do, so that there is one way from a plan to memory.
+    room = MemoryStorage()
+    room.write(file.name, [memoryview(chunk.numpy())], durable=False)
+    return fetch(room, {number: file}, plan, memories, verify=None, progress=checkpoint.options.progress)
+
+
+def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:
+    """Return a plan's rows file by file."""
+    numbers = np.array(plan.files, dtype=np.int64)
+    runs, strided = (np.argsort(rows.file, kind="stable") for rows in (plan.runs, plan.strided))
+    ends = np.append(numbers, numbers[-1:] + 1)
+    of_runs = np.searchsorted(plan.runs.file[runs], ends).tolist()
+    of_strided = np.searchsorted(plan.strided.file[strided], ends).tolist()
+    return [
+        (number, plan.select(runs[slice(*one)], strided[slice(*other)]))
+        for number, one, other in zip(numbers.tolist(), pairwise(of_runs), pairwise(of_strided), strict=True)
+    ]
+
+
+def read_arrays(checkpoint: Checkpoint) -> Group:
+    """Return the content of a checkpoint's folder."""
+    # Once for each opened checkpoint: listing the chunks of thousands of arrays takes long.
+    return checkpoint.once(_read_arrays)
+
+
+def _read_arrays(checkpoint: Checkpoint) -> Group:
+    if is_own(checkpoint.fields):
+        return Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
+    if checkpoint.fields["sharded_backend_version"] == MEGATRON:
+        # Without fill values for v2 arrays: a missing chunk is an error there.
+        return read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
+    arrays, _, untaken = find_arrays(checkpoint.storage)
+    return read_group(checkpoint.storage, [_with_fill(array) for array in arrays], untaken=untaken)
+
+
+def _with_fill(array: StoredArray) -> StoredArray:
+    """Return a v2 array without a fill value as one of zeros: zarr-python doesn't write its chunks of zeros."""
+    return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
+
+
+def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    group = read_arrays(checkpoint)
+    cost, files = partial(_cost, checkpoint, group), partial(needed_files, checkpoint.storage, group)
+    return IndexMetadata(group.index, untaken=group.untaken, gaps=group.gaps, cost=cost, files=files)
+
+
+def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each sharded object, in order.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks some.
+        CorruptCheckpoint: stored bytes aren't what was saved.
+    """
+    return objects_from_index(checkpoint, read_arrays(checkpoint).index, objects) if objects else []
+
+
+# Objects of Megatron-Core's old format, in a file each
+
+
+def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each sharded object, in order.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks some.
+        UnsafeFile: an object needs a class that isn't known to be harmless, and pickles aren't allowed.
+        CorruptCheckpoint: a file isn't sound.
+    """
+    index = read_arrays(checkpoint).index
+    keys, old_keys = [item.unique_key for item in objects], [old_unique_key(item) for item in objects]
+    # By both names: old releases of Megatron-Core left out the last number.
+    exact, old = (find_texts(index.object_text, index.object_start, names) for names in (keys, old_keys))
+    numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
+    check_objects_known(keys, [number >= 0 for number in numbers])
+    names = [file_at(index, int(index.object_file[number])).name for number in numbers]
+    return [decoded_object(checkpoint, name, object_bytes(checkpoint, name)) for name in names]
+
+
+def object_bytes(checkpoint: Checkpoint, name: str) -> Buffer:
+    """Read the file of an object of Megatron-Core's old format."""
+    with checkpoint.storage.open(name) as reader:
+        data = reader.read()
+    checkpoint.options.progress(data.nbytes)
+    return data
+
+
+def decoded_object(checkpoint: Checkpoint, name: str, data: Buffer) -> Any:
+    """Return the value of such a file."""
+    what, options = checkpoint.storage.where(name), checkpoint.options
+    return decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)

@@ -1,0 +1,221 @@
+"""A folder of our own, in which other readers see valid zarr: objects, common state and index are arrays of bytes.
+
+Removal writes a new index first.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codec import canonical_json, decode_tree, encode_tree, parse_json
+from ...errors import CorruptCheckpoint, StrategyError, error_text
+from ...storage import Buffer, Storage, can, locked, make_folder, remove_files, remove_folder, sync_folder
+from ...strategies import (
+    Checkpoint,
+    Fields,
+    PendingSave,
+    ReadCache,
+    checked_entry,
+    read_checked,
+    read_metadata,
+    replace_metadata,
+)
+from ...strategies.index import (
+    COLUMNS,
+    Index,
+    load_common,
+    sound_index,
+    texts,
+    unsound_index,
+    unused_files,
+    without_prefix,
+)
+from ._array import StoredArray
+from ._layout import array_name
+from ._metadata import NODE_FILE, OURS, encode_v3
+
+FOLDER = "_shardtree"
+
+MEGATRON = 1
+"""The version of what Megatron-Core's old releases wrote."""
+
+Document = dict[str, Any]
+
+
+def is_own(fields: Fields) -> bool:
+    """Return whether a save of ours wrote the arrays, as metadata.json says."""
+    return "index" in fields and fields["sharded_backend_version"] != MEGATRON
+
+
+def group_document(members: dict[str, Document] | None = None) -> Document:
+    """Return the zarr.json of a group; the outermost one consolidates that of all members.
+
+    Examples:
+        >>> group_document()
+        {'zarr_format': 3, 'node_type': 'group', 'attributes': {}}
+    """
+    plain: Document = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    if members is None:
+        return plain
+    inline = {"kind": "inline", "must_understand": False, "metadata": members}
+    return plain | {"attributes": {OURS: {"version": 3}}, "consolidated_metadata": inline}
+
+
+def blob(name: str, length: int, attributes: dict[str, Any] | None = None) -> tuple[str, Document]:
+    """Return the name of the file that holds an array of bytes, and the array's zarr.json.
+
+    Examples:
+        >>> blob("common", 7)[0]
+        '_shardtree/common/c.0'
+    """
+    folder = f"{FOLDER}/{name}"
+    array = StoredArray(folder, folder, torch.uint8, (length,), (max(1, length),))
+    document = encode_v3(array)
+    return array.file_name((0,)), document | {"attributes": attributes or {}}
+
+
+def write_document(storage: Storage, folder: str, document: Document, *, durable: bool) -> None:
+    """Write the zarr.json of an array or a group."""
+    name = f"{folder}/{NODE_FILE}" if folder else NODE_FILE
+    storage.write(name, [memoryview(canonical_json(document))], durable=durable)
+
+
+def write_blob(storage: Storage, name: str, buffers: Iterable[Buffer], document: Document, *, durable: bool) -> None:
+    """Write an array of bytes: its file, then its zarr.json."""
+    folder = name.rpartition("/")[0]
+    make_folder(storage, folder, durable=durable)
+    storage.write(name, buffers, durable=durable)
+    write_document(storage, folder, document, durable=durable)
+    if durable:
+        sync_folder(storage, folder)
+
+
+def encode_columns(index: Index) -> bytes:
+    """Return an index as bytes: its columns in the common codec."""
+    return encode_tree({name: np.ascontiguousarray(getattr(index, name)) for name in COLUMNS})
+
+
+def decode_columns(data: Buffer, where: str) -> Index:
+    """Return the index that bytes hold.
+
+    Raises:
+        CorruptCheckpoint: they don't hold one that is sound.
+    """
+    columns = decode_tree(data)
+    if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
+        raise unsound_index(where, "other columns than an index has")
+    return sound_index(Index(**{name: columns[name] for name in COLUMNS}), where)
+
+
+# The common state, encoded by the common codec
+
+BACKEND, VERSION = "zarr", 3
+
+
+def save_common(pending: PendingSave, common: Any) -> Fields:
+    """Write the common tree as one array of bytes, and return its fields of metadata.json."""
+    data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
+    name, document = blob("common", len(data))
+    write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
+    return {"common": checked_entry(name, data)}
+
+
+def load_own_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where shards were; an empty one if another program wrote the arrays."""
+    return load_common(checkpoint) if "common" in checkpoint.fields else {}
+
+
+# Removing tensors and objects from a folder of ours: a new index first, then the arrays that became unused
+
+_CHUNK_FILE = re.compile(r"(?P<folder>.+)/c(\.\d+)*")
+_INDEX_FOLDER = re.compile(rf"{FOLDER}/index(-(?P<number>\d{{1,9}}))?")
+_NUMBERS = 10**9
+
+
+def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
+    """Remove every stored tensor and object whose key begins with a prefix, and the arrays that become unused.
+
+    Raises:
+        StrategyError: another program wrote the arrays.
+    """
+    storage = checkpoint.storage
+    if not is_own(checkpoint.fields):
+        fix = "Remove the arrays' folders."
+        raise StrategyError(error_text(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
+    before, fields = read_metadata(storage)
+    current = replace(checkpoint, fields=fields, cache=ReadCache())
+    old = decode_columns(*read_checked(current, "index"))
+    new = without_prefix(old, key_prefix)
+    if new is old:
+        return
+    members, unused_names = group_members(current), unused_files(old, new)
+    removed_keys = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
+    old_index = str(fields["index"]["name"]).rpartition("/")[0]
+    removed_folders = {
+        old_index,
+        *(set(map(array_name, removed_keys)) | folders_of(unused_names)).intersection(members),
+    }
+    data = encode_columns(new)
+    name, document = blob(_next_index(old_index, storage), len(data))
+    write_blob(storage, name, [memoryview(data)], document, durable=True)
+    documents = {folder: each for folder, each in members.items() if folder not in removed_folders}
+    documents[name.rpartition("/")[0]] = document
+    group = canonical_json(group_document({folder: documents[folder] for folder in sorted(documents)}))
+    fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
+    # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
+    # interrupted, every array that is listed anywhere is there. Under the lock, since a checkpoint that takes the place
+    # of this one has files of the same names.
+    with locked(storage):
+        replace_metadata(storage, before, fields, durable=True)
+        storage.replace(NODE_FILE, group, durable=True)
+        _remove(storage, unused_names, removed_folders)
+
+
+def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
+    """Return the metadata of all arrays and groups, by folder, from the group's zarr.json.
+
+    Raises:
+        CorruptCheckpoint: the file isn't what was saved.
+    """
+    data, where = read_checked(checkpoint, "group")
+    node: Any = parse_json(data, where)
+    for name in ("consolidated_metadata", "metadata"):
+        node = node.get(name) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", expected="the metadata of all arrays"))
+    return node
+
+
+def folders_of(files: Iterable[str]) -> set[str]:
+    """Return the folders of the files that are named like chunks.
+
+    Examples:
+        >>> sorted(folders_of(["w/c.0.1", "w/c.0.0", "s/c", "notes/cat.0"]))
+        ['s', 'w']
+    """
+    return {match["folder"] for match in map(_CHUNK_FILE.fullmatch, files) if match}
+
+
+def _next_index(folder: str, storage: Storage) -> str:
+    """Return the name of the index that follows the one in a folder."""
+    match = _INDEX_FOLDER.fullmatch(folder)
+    number = int(match["number"] or 0) + 1 if match else 1
+    # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
+    more = secrets.randbelow(_NUMBERS - 1) if can(storage).late_requests else 0
+    return f"index-{(number + more) % _NUMBERS}"
+
+
+def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> None:
+    # Guards against a crafted index that names other files: only names that a save gives are removed.
+    remove_files(storage, sorted(name for name in files if _CHUNK_FILE.fullmatch(name)))
+    nodes = [f"{folder}/{NODE_FILE}" for folder in sorted(folders)]
+    remove_files(storage, [*nodes, *(f"{folder}/c.0" for folder in folders if _INDEX_FOLDER.fullmatch(folder))])
+    for folder in sorted(folders):
+        remove_folder(storage, folder)

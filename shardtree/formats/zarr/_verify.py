@@ -1,0 +1,219 @@
+"""Checking the files of a zarr folder against hashes and codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ...codec import canonical_json
+from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
+from ...geometry import Column
+from ...storage import Storage, in_threads, read_if_there, threads_of
+from ...strategies import (
+    Checked,
+    Checkpoint,
+    Damage,
+    Finding,
+    Region,
+    Unchecked,
+    checked_name,
+    is_damaged,
+    refused_findings,
+    span_findings,
+    untaken_findings,
+)
+from ...strategies.index import file_at, files_findings, whole_file_findings
+from ..torch import archive_findings
+from ._array import Shape, StoredArray
+from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells
+from ._codecs import codec_list, codec_parts
+from ._group import Group, metadata_files
+from ._load import decoded, decoded_object, object_bytes, read_arrays
+from ._metadata import NODE_FILE
+from ._own import BACKEND, group_members, is_own
+
+# Checking arrays of other programs: the lengths of chunk files, and checksums of codecs
+
+_MOST_SHOWN = 1000
+"""How many missing chunk files of one array are listed."""
+
+_CHECKSUMS = frozenset({"crc32c", "crc32", "adler32", "fletcher32", "jenkins_lookup3"})
+
+_PLAIN = "chunks without a checksum codec: their lengths are compared, and packed ones unpacked"
+_METADATA = "metadata of arrays, which has no checksum: it has to be sound, and fit the chunks"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """A chunk file, and its place in the grid of its array."""
+
+    array: StoredArray
+    cell: Shape
+
+    @property
+    def name(self) -> str:
+        return self.array.file_name(self.cell)
+
+    def damage(self, what: str, end: int = 0) -> Damage:
+        """Return the damage of the file, with the box of the tensor that it holds."""
+        low = tuple(at * step for at, step in zip(self.cell, self.array.step, strict=True))
+        high = tuple(min(at + step, size) for at, step, size in zip(low, self.array.step, self.array.box, strict=True))
+        region = Region(self.array.key, low, high) if self.array.shape else Region(self.array.key, (), ())
+        return Damage(self.name, what, 0, end, (self.array.key,), (region,))
+
+
+def _group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
+    """Return which chunk files are missing, have another length, can't be decoded, or have no checksum."""
+    findings: list[Finding] = []
+    chunks: list[_Chunk] = []
+    for array in group.arrays:
+        cells = stored_cells(checkpoint.storage, array)
+        findings += _absent(array, cells)
+        chunks += [_Chunk(array, tuple(cell)) for cell in cells.tolist()]
+    threads = threads_of(checkpoint.storage, checkpoint.options.threads)
+    results = in_threads(partial(_check_chunk, checkpoint), chunks, threads)
+    findings += untaken_findings(group.untaken)
+    return (*findings, *(finding for one in results for finding in one), *_metadata(checkpoint.storage))
+
+
+def _absent(array: StoredArray, cells: Column) -> Iterator[Damage]:
+    # By zarr's spec a missing chunk has the fill value. Megatron-Core writes null for that, so there it is damage.
+    if array.fill is not None:
+        return
+    absent = missing_cells(array, cells)
+    for cell in absent[:_MOST_SHOWN].tolist():
+        yield _Chunk(array, tuple(cell)).damage("no such file")
+    if len(absent) > _MOST_SHOWN:
+        yield Damage(array.name, f"{len(absent) - _MOST_SHOWN} more files aren't there", keys=(array.key,))
+
+
+def _check_chunk(checkpoint: Checkpoint, chunk: _Chunk) -> list[Finding]:
+    storage, array, name = checkpoint.storage, chunk.array, chunk.name
+    length = storage.length(name)
+    if length is None:
+        return [chunk.damage("no such file")]
+    try:
+        if not array.raw:
+            return _check_packed(checkpoint, chunk, length)
+        checkpoint.options.progress(length)
+        if array.inner is not None:
+            read_shard_index(storage, array, name)
+            return list(span_findings(name, _PLAIN, length, _index_span(array, length)))
+    except CheckpointingException as error:
+        return [chunk.damage(str(error))]
+    if length != array.file_bytes:
+        return [chunk.damage(f"{length} bytes where a chunk has {array.file_bytes}", array.file_bytes)]
+    return list(span_findings(name, _PLAIN, length, ()))
+
+
+def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
+    """Return the byte range of the index in a file with inner chunks, if it has a CRC."""
+    size = index_bytes(array)
+    return (((0, size) if array.index_first else (length - size, length)),) if array.index_checked else ()
+
+
+def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Finding]:
+    """Return what is wrong with a file that has to be decoded; decoding checks the checksums of its codecs."""
+    storage, array = checkpoint.storage, chunk.array
+    unread = [Unchecked(chunk.name, "chunks that can't be decoded here", length)]
+    try:
+        decoded(storage, array, chunk.cell)
+    except (StrategyError, UnsupportedValue):
+        return list(unread)  # no zarr package, or a chunk that is too large: the bytes may be what was saved
+    checkpoint.options.progress(length)
+    return list(span_findings(chunk.name, _PLAIN, length, ((0, length),) if has_checksum(array) else ()))
+
+
+def has_checksum(array: StoredArray) -> bool:
+    """Return whether the last codec of an array is a checksum of all bytes of a chunk file.
+
+    Examples:
+        >>> import torch
+        >>> document = {"codecs": [{"name": "bytes"}, {"name": "crc32c"}]}
+        >>> has_checksum(StoredArray("w", "w", torch.int8, (4,), (4,), document=document))
+        True
+    """
+    document = array.document if isinstance(array.document, dict) else {}
+    if "codecs" in document:
+        codecs = codec_list(document["codecs"], array.name)
+    else:
+        last = document.get("compressor")
+        codecs = [last] if last is not None else codec_list(document.get("filters") or [], array.name)
+    return bool(codecs) and codec_parts(codecs[-1], array.name)[0].removeprefix("numcodecs.") in _CHECKSUMS
+
+
+def _metadata(storage: Storage) -> Iterator[Unchecked]:
+    for name in metadata_files(storage):
+        length = storage.length(name)
+        if length:
+            yield Unchecked(name, _METADATA, length)
+
+
+def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
+    """Yield what the files of Megatron-Core's old objects show: a record with another CRC, or without one."""
+    for number in group.index.object_file.tolist():
+        name = file_at(group.index, number).name
+        try:
+            data = object_bytes(checkpoint, name)
+            try:
+                decoded_object(checkpoint, name, data)
+            except (UnsafeFile, UnsupportedValue) as error:  # the bytes may still be what was saved
+                yield from refused_findings({name: str(error)})
+            yield from archive_findings(name, data)
+        except CheckpointingException as error:
+            yield Damage(name, str(error))
+
+
+# Checking a folder of ours: every chunk file against its hashes, every zarr.json against the group's
+
+
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is damaged: small files as wholes, chunk files block by block.
+
+    A file that several ranks wrote has no hashes, and neither have arrays of other programs, Megatron-Core's among
+    them: of these, files that are
+    missing or cut, that can't be decoded, or that a codec's own checksum finds wrong are reported.
+    """
+    findings: list[Finding] = list(whole_file_findings(checkpoint, "common")) if "common" in checkpoint.fields else []
+    if checkpoint.fields["sharded_backend"] != BACKEND:
+        return (*findings, *_beside_common(checkpoint))
+    if not is_own(checkpoint.fields):
+        try:
+            group = read_arrays(checkpoint)
+        except CheckpointingException as error:
+            return (Damage("", str(error)),)
+        return (*_group_findings(checkpoint, group), *_object_findings(checkpoint, group))
+    findings += _documents(checkpoint)
+    try:
+        index = read_arrays(checkpoint).index
+    except CheckpointingException as error:
+        # The chunk files' hashes are in the index.
+        return (*findings, Damage(checked_name(checkpoint, "index"), str(error)))
+    length = int(checkpoint.fields["index"]["length"])
+    checkpoint.options.progress(length)
+    return (*findings, Checked(checked_name(checkpoint, "index"), length), *files_findings(checkpoint, index))
+
+
+def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
+    """Yield the array's zarr.json of a common state whose shards are in another format: no group has its content."""
+    name = f"{checked_name(checkpoint, 'common').rpartition('/')[0]}/{NODE_FILE}"
+    length = checkpoint.storage.length(name) if "common" in checkpoint.fields else None
+    if length:
+        yield Unchecked(name, _METADATA, length)
+
+
+def _documents(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield which zarr.json files differ from what the group's says of them."""
+    findings = list(whole_file_findings(checkpoint, "group"))
+    yield from findings
+    if is_damaged(findings):
+        return
+    storage = checkpoint.storage
+    expected = {f"{folder}/{NODE_FILE}": canonical_json(each) for folder, each in group_members(checkpoint).items()}
+    contents = in_threads(partial(read_if_there, storage), expected, threads_of(storage, checkpoint.options.threads))
+    for (name, document), data in zip(expected.items(), contents, strict=True):
+        if data != document:
+            yield Damage(name, "the metadata of an array isn't what the group's zarr.json says of it")
+        checkpoint.options.progress(len(data or b""))
+        yield Checked(name, len(data or b""))
