@@ -41,7 +41,7 @@ if _BEARTYPE:
         conf=beartype.BeartypeConf(
             claw_is_pep526=False,  # local annotations may name what only a type checker imports
             # A NamedTuple's postponed hints are beyond it.
-            claw_skip_package_names=("shardtree.lazy", "shardtree.traces"),
+            claw_skip_package_names=("shardtree.core.lazy", "shardtree.traces"),
             is_pep484_tower=True,
             is_random=False,  # the same items each time: Hypothesis minds
         ),

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardtree as st
-from shardtree.storage import Verify
+from shardtree.shell.storage import Verify
 
 Tensors = dict[str, torch.Tensor]
 

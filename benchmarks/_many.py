@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 import shardtree as st
-from shardtree.checkpoint._consistency import Description, brief
-from shardtree.checkpoint._packed import PackedColumns, pack_columns, without_long_table
-from shardtree.checkpoint.loading import Place
+from shardtree.core.layouts import select_rows
+from shardtree.core.plans import level_writes
 from shardtree.layouts import (
     Mesh,
     PartitionSpec,
@@ -27,14 +26,15 @@ from shardtree.layouts import (
     TensorKind,
     mesh_columns,
     object_columns,
-    select_rows,
     shard_columns,
 )
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.plans import level_writes
-from shardtree.strategies.index import RankFiles
+from shardtree.shell.checkpoint._consistency import Description, brief
+from shardtree.shell.checkpoint._packed import PackedColumns, pack_columns, without_long_table
+from shardtree.shell.checkpoint.loading import Place
+from shardtree.shell.table.index import RankFiles
+from shardtree.shell.world._world import pack, unpack
 from shardtree.world import World
-from shardtree.world._world import pack, unpack
 
 DTYPE = torch.bfloat16
 LAYERS = 64

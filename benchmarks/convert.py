@@ -30,10 +30,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import shardtree as st
-from shardtree.checkpoint.conversion._journal import journal_of
-from shardtree.checkpoint.conversion._plan import Plan, plan_conversion
+from shardtree.conversion._journal import journal_of
+from shardtree.conversion._plan import Plan, plan_conversion
+from shardtree.shell.world import run_processes
 from shardtree.storage import LocalStorage, MemoryStorage
-from shardtree.world import run_processes
 
 from ._deepseek import SMALL, THIN, TRAINING, Config, make_folder, nbytes_of, shapes_of
 from ._measuring import Action, Bar, Settings, peak, print_bars, run

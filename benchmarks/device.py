@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 import shardtree as st
-from shardtree.storage._buffers import copies_by_device, plain_copies
+from shardtree.shell.storage._buffers import copies_by_device, plain_copies
 
 from ._measuring import Bar, Settings, in_turns, print_bars, ratio, run
 

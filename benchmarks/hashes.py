@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shardtree as st
-from shardtree.storage import block_hashes
+from shardtree.shell.storage import block_hashes
 
 from ._contenders import STEP
 from .roundtrip import _bytes

@@ -33,12 +33,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
-from shardtree.codec import Entry, encode_header
+from shardtree.core.codec import Entry, encode_header
 from shardtree.formats.torch_dist._metadata_write import Contents, encode_index_file
 from shardtree.layouts import ShardColumns, TensorKind
-from shardtree.storage import BLOCK_BYTES, StoredFile, digest
-from shardtree.strategies import decode_metadata, encode_metadata
-from shardtree.strategies.index import build_index, encode_index
+from shardtree.shell.storage import BLOCK_BYTES, digest
+from shardtree.shell.table import decode_metadata, encode_metadata
+from shardtree.shell.table.index import build_index, encode_index
+from shardtree.storage import StoredFile
 from shardtree.world import one_process
 
 from ._measuring import Bar, Seconds, Settings, in_turns, print_bars, ratio, run

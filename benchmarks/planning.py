@@ -34,25 +34,22 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from shardtree._ambient import collector_paused
-from shardtree.geometry import Column
+from shardtree.core.ambient import collector_paused
+from shardtree.core.geometry import Column
+from shardtree.core.layouts import join_agreed, raise_problems, rank_leaf, select_rows
+from shardtree.core.plans import LoadPlan, StoredChunks, level_writes, plan_load
 from shardtree.layouts import (
     Mesh,
     PartitionSpec,
     RankShard,
     ShardColumns,
     TensorKind,
-    join_agreed,
     mesh_shards,
-    raise_problems,
-    rank_leaf,
-    select_rows,
     shard_columns,
     sharding_problems,
 )
-from shardtree.plans import LoadPlan, StoredChunks, level_writes, plan_load
+from shardtree.shell.table.index import Index, build_index, plan_shards
 from shardtree.storage import StoredFile
-from shardtree.strategies.index import Index, build_index, plan_shards
 
 from ._measuring import Bar, Settings, print_bars, run
 

@@ -26,9 +26,9 @@ from unittest.mock import patch
 from rich.console import Console
 
 import shardtree as st
-from shardtree.checkpoint.saving import _start
 from shardtree.layouts import ShardColumns
-from shardtree.strategies import Exchange, new_save_id
+from shardtree.shell.checkpoint.saving import _start
+from shardtree.shell.table import Exchange, new_save_id
 
 from ._many import (
     DTYPE,

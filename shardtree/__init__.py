@@ -9,40 +9,40 @@ import inspect
 import typing
 
 from . import _old_names
+from .core.lazy import LazyTensor as LazyTensor
+from .core.lazy import lazy_map as lazy_map
+from .core.mapping import CommonStateDict as CommonStateDict
+from .core.mapping import FactoryBuildFn as FactoryBuildFn
+from .core.mapping import FactoryMergeFn as FactoryMergeFn
+from .core.mapping import LocalNonpersistentObject as LocalNonpersistentObject
+from .core.mapping import ReplicaId as ReplicaId
+from .core.mapping import ShardedBase as ShardedBase
+from .core.mapping import ShardedObject as ShardedObject
+from .core.mapping import ShardedStateDict as ShardedStateDict
+from .core.mapping import ShardedTensor as ShardedTensor
+from .core.mapping import ShardedTensorFactory as ShardedTensorFactory
+from .core.mapping import StateDict as StateDict
+from .core.mapping import is_main_replica as is_main_replica
+from .core.trees import apply_factories as apply_factories
+from .core.trees import apply_factory_merges as apply_factory_merges
+from .core.trees import bind as bind
+from .core.trees import cast as cast
+from .core.trees import combine as combine
+from .core.trees import compose as compose
+from .core.trees import diff as diff
+from .core.trees import extract_metadata as extract_metadata
+from .core.trees import map_data as map_data
+from .core.trees import map_shards as map_shards
+from .core.trees import merge as merge
+from .core.trees import narrow as narrow
+from .core.trees import partition as partition
+from .core.trees import prefix as prefix
+from .core.trees import rebox as rebox
+from .core.trees import rename as rename
+from .core.trees import select as select
+from .core.trees import unbox as unbox
+from .core.trees import without_data as without_data
 from .errors import CheckpointingException as CheckpointingException
-from .lazy import LazyTensor as LazyTensor
-from .lazy import lazy_map as lazy_map
-from .mapping import CommonStateDict as CommonStateDict
-from .mapping import FactoryBuildFn as FactoryBuildFn
-from .mapping import FactoryMergeFn as FactoryMergeFn
-from .mapping import LocalNonpersistentObject as LocalNonpersistentObject
-from .mapping import ReplicaId as ReplicaId
-from .mapping import ShardedBase as ShardedBase
-from .mapping import ShardedObject as ShardedObject
-from .mapping import ShardedStateDict as ShardedStateDict
-from .mapping import ShardedTensor as ShardedTensor
-from .mapping import ShardedTensorFactory as ShardedTensorFactory
-from .mapping import StateDict as StateDict
-from .mapping import is_main_replica as is_main_replica
-from .trees import apply_factories as apply_factories
-from .trees import apply_factory_merges as apply_factory_merges
-from .trees import bind as bind
-from .trees import cast as cast
-from .trees import combine as combine
-from .trees import compose as compose
-from .trees import diff as diff
-from .trees import extract_metadata as extract_metadata
-from .trees import map_data as map_data
-from .trees import map_shards as map_shards
-from .trees import merge as merge
-from .trees import narrow as narrow
-from .trees import partition as partition
-from .trees import prefix as prefix
-from .trees import rebox as rebox
-from .trees import rename as rename
-from .trees import select as select
-from .trees import unbox as unbox
-from .trees import without_data as without_data
 
 __version__ = "0.1.0"
 
@@ -54,8 +54,8 @@ if typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        from ._deferred import import_quickly, later
         from ._later import ROOM_OF, ROOMS
+        from .core.deferred import import_quickly, later
 
         if name == "__all__":
             return _names()

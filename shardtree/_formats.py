@@ -5,9 +5,9 @@ What a format does is a name here until a call needs it, so that a save of our o
 
 from __future__ import annotations
 
-from ._deferred import when_called
-from .strategies._actions import StoredRows, StrategyAction
-from .strategies._traits import FormatTraits
+from .core.deferred import when_called
+from .shell.table._actions import StoredRows, StrategyAction
+from .shell.table._traits import FormatTraits
 
 MANIFEST = "integrity.json"
 """Name of Megatron-Core's file with the SHA-256 of every other one."""

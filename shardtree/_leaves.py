@@ -7,12 +7,12 @@ package and, after a colon, what of it is meant.
 from __future__ import annotations
 
 LEAVES: dict[str, str] = {
-    "differing_replicas": "checkpoint._replicas:differing_replicas",
-    "drop_objects": "objects._rules:drop_objects",
+    "differing_replicas": "inspection._replicas:differing_replicas",
+    "drop_objects": "transforms._object_rules:drop_objects",
     "formats": "_formats:ROWS",
-    "html_of": "display:html_of",
-    "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
-    "read_together": "checkpoint.loading._exchange:read_together",
+    "html_of": "pictures._display:html_of",
+    "not_a_checkpoint": "inspection._no_checkpoint:not_a_checkpoint",
+    "read_together": "live._reading:read_together",
     "storage_behind": "stores._url:storage_behind",
     "through_trace": "lenses:through_trace",
 }

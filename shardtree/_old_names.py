@@ -9,7 +9,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from ._moved import new_address
+from .core.moved import new_address
 
 
 class _OldNames(MetaPathFinder, Loader):

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import shardtree as st
-from shardtree.storage import HostMemory, MemoryStorage, _buffers, _transports, host_memory
-from shardtree.storage._buffers import DeviceCopies, copies_by_device
+from shardtree.shell.storage import HostMemory, _buffers, _transports, host_memory
+from shardtree.shell.storage._buffers import DeviceCopies, copies_by_device
+from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, outline, random_bits
 from tests.storage.late_copies import LateDevice, memory_used_again
 

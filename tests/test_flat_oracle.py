@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import narrow_flat_range
+from shardtree.core.geometry import narrow_flat_range
 from shardtree.mapping import ShardedTensor
 from tests.trees.samples import assert_caught
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 import shardtree as st
-from shardtree.codec import decode_tree, encode_tree
-from shardtree.codec._tree import _DECODERS
+from shardtree.core.codec import decode_tree, encode_tree
+from shardtree.core.codec._tree import _DECODERS
 from shardtree.testing import bits, outline
 from tests.golden import make
 

@@ -16,7 +16,8 @@ import torch
 
 import shardtree as st
 from shardtree import lenses
-from shardtree.mapping import ShardedTensor, ShardedTensorFactory, same_value
+from shardtree.core.mapping import same_value
+from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 
 Make = Callable[[Any], Any]
 

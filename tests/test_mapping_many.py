@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.mapping import ShardedTensor, _many, box_of, whole_tensors, with_data
+from shardtree.core.mapping import _many, box_of, whole_tensors, with_data
+from shardtree.mapping import ShardedTensor
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.mapping.memory import _may_overlap
+from shardtree.core.mapping.memory import _may_overlap
 from tests.trees.samples import assert_caught
 
 PLACES = torch.arange(128)

@@ -26,7 +26,7 @@ _command = partial(app.command, cls=Command)
 
 
 def _warn_of_pickle(value: bool) -> bool:
-    from ..world import launched_rank
+    from ..shell.world import launched_rank
 
     if value and not launched_rank():
         what = "loading pickled values can run any code that the checkpoint's writer put there"
@@ -389,7 +389,7 @@ def explain(
     allow_pickle: _AllowPickle = False,
 ) -> int:
     """Say whether a load in another layout would succeed, and what each rank would read; no tensor is read."""
-    from ..strategies import LoadOptions
+    from ..shell.table import LoadOptions
     from ._layouts import mesh_layout
     from ._plan import run_explain
 

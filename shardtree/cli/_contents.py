@@ -12,14 +12,21 @@ import numpy as np
 import torch
 import typer
 
-from ..checkpoint import OpenCheckpoint
-from ..checkpoint.opened import index_of
-from ..codec import dtype_name
+from ..core.codec import dtype_name
+from ..core.layouts import Grid, chunk_grids
+from ..core.mapping import ShardedObject, ShardedTensor
+from ..core.trees import HOLE, Record, key_matcher, near_patterns, shell_differences
 from ..errors import KeyMismatch, error_text, plural
-from ..layouts import Grid, chunk_grids
-from ..mapping import ShardedObject, ShardedTensor
-from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, reasoned, texts, untaken_of
-from ..trees import HOLE, Record, key_matcher, near_patterns, shell_differences
+from ..inspection import OpenCheckpoint, index_of
+from ..shell.table.index import (
+    DeferredMetadata,
+    Index,
+    IndexMetadata,
+    item_sizes,
+    reasoned,
+    texts,
+    untaken_of,
+)
 
 
 @dataclass(frozen=True, slots=True)

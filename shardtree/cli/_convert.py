@@ -11,15 +11,16 @@ from typing import Any
 
 from rich.text import Text
 
-from ..checkpoint import ConversionReport, convert, open_checkpoint
-from ..codec import dtype_from_name
+from ..conversion import ConversionReport, convert
+from ..core.codec import dtype_from_name
+from ..core.trees import bind, cast, compose
 from ..errors import CheckpointingException, RemoteError, StrategyError, WorldError, error_text, plural, shorten
 from ..formats import huggingface
+from ..inspection import open_checkpoint
 from ..interop.megatron_optimizer import model_space
-from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies
+from ..shell.table import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies
+from ..shell.world import World, launched_world, on_rank_zero
 from ..transforms import partial_rename
-from ..trees import bind, cast, compose
-from ..world import World, launched_world, on_rank_zero
 from ._command import INTERRUPTED, TROUBLE, complain, printed
 from ._contents import contents_in_files
 from ._output import Output, bar, json_text, pace, printable, show_verdict, size

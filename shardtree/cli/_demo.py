@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint import is_checkpoint, load, load_plain_tensors, save
+from ..core.layouts import Mesh, P, SpecFunction, shard_at, specs_by_pattern, tensor_shards, tree_columns
+from ..core.mapping import ShardedTensor, is_main_replica
+from ..core.trees import diff, leaves_with_paths, map_data, map_shards, prefix, without_data
 from ..errors import AlreadyACheckpoint, error_text, plural, render_path, shorten
-from ..layouts import Mesh, P, SpecFunction, shard_at, specs_by_pattern, tensor_shards, tree_columns
-from ..mapping import ShardedTensor, is_main_replica
+from ..inspection import load_plain_tensors
 from ..pictures import Picture, layout_picture
-from ..strategies import LoadOptions, SaveOptions
-from ..trees import diff, leaves_with_paths, map_data, map_shards, prefix, without_data
-from ..world import World, one_process, run_processes
+from ..shell.checkpoint import is_checkpoint, load, save
+from ..shell.table import LoadOptions, SaveOptions
+from ..shell.world import World, one_process, run_processes
 from ._output import Output, pace, show_verdict, size, working
 from ._views import show_picture
 

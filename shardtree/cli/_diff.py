@@ -8,12 +8,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..checkpoint import CheckpointDifference, KindDifference, OpenCheckpoint, ValueDifference, compare, open_checkpoint
-from ..codec import dtype_from_name, dtype_name
+from ..core.codec import dtype_from_name, dtype_name
+from ..core.layouts import TensorKind
+from ..core.trees import Difference, Record
 from ..errors import TreePath, plural, render_path
-from ..layouts import TensorKind
-from ..strategies import LoadOptions, Strategies, StrategyAction, default_strategies
-from ..trees import Difference, Record
+from ..inspection import (
+    CheckpointDifference,
+    KindDifference,
+    OpenCheckpoint,
+    ValueDifference,
+    compare,
+    open_checkpoint,
+)
+from ..shell.table import LoadOptions, Strategies, StrategyAction, default_strategies
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
 from ._output import Heading, Output, Table, bar, json_text, show_table, show_verdict, size, working
 

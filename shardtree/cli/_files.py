@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ..checkpoint import OpenCheckpoint
-from ..checkpoint.needed_files import missing_files
-from ..storage import LocalStorage, MemoryStorage, Storage, file_lengths
+from ..inspection import OpenCheckpoint
+from ..inspection.needed_files import missing_files
+from ..shell.storage import LocalStorage, MemoryStorage, Storage, file_lengths
 
 _MOST, _MOST_REMOTE = 20_000, 500  # files that are counted; each remote one takes a request
 

@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import OpenCheckpoint, load_content_metadata, open_checkpoint
 from ..errors import CheckpointingException, NotACheckpoint, error_text, plural, shorten
-from ..strategies import LoadOptions
-from ..strategies.index import DeferredMetadata
+from ..inspection import OpenCheckpoint, open_checkpoint
+from ..shell.checkpoint import load_content_metadata
+from ..shell.table import LoadOptions
+from ..shell.table.index import DeferredMetadata
 from ._command import complain
 from ._contents import (
     Contents,

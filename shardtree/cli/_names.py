@@ -11,10 +11,10 @@ from typing import Any
 
 import typer
 
-from ..codec import dtype_name
+from ..core.codec import dtype_name
+from ..core.trees import near_names
 from ..errors import CheckpointingException, TreeError, error_text
-from ..strategies import StrategyAction, formats_with
-from ..trees import near_names
+from ..shell.table import StrategyAction, formats_with
 
 ALIASES = {
     "hf": "huggingface",

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.text import Text
 
-from ..checkpoint import OpenCheckpoint, explain_ranks, open_checkpoint
 from ..errors import plural
-from ..plans.resharding import plan_reshard
-from ..strategies import LoadOptions
+from ..inspection import OpenCheckpoint, explain_ranks, open_checkpoint
+from ..live.resharding import plan_reshard
+from ..shell.table import LoadOptions
 from ..traces import Trace, trace, transformed
 from ._contents import check_patterns, contents_at, matcher
 from ._layouts import MeshLayout, RankTree, stored_trees, trees_on_mesh, whole_tensors

@@ -12,23 +12,24 @@ import numpy as np
 import typer
 from rich.text import Text
 
-from ..checkpoint import OpenCheckpoint, open_checkpoint
-from ..display import draw, write_text
+from ..core.geometry import group_sums
 from ..errors import CheckpointingException, NotACheckpoint, StrategyError, plural, shorten
-from ..geometry import group_sums
+from ..inspection import OpenCheckpoint, open_checkpoint
 from ..pictures import (
     Bar,
     Bars,
     Picture,
     details_html,
+    draw,
     element_html,
     figure_html,
     html_page,
     stored_picture,
     table_html,
+    write_text,
 )
-from ..strategies import LoadOptions, VerifyReport
-from ..strategies.index import texts
+from ..shell.table import LoadOptions, VerifyReport
+from ..shell.table.index import texts
 from ._command import TROUBLE, options_as_typed, shell_words
 from ._contents import TensorRow, cut_text, shape_text, stored_index
 from ._diff import Outcome, difference_of, difference_tables, summary

@@ -7,12 +7,13 @@ from typing import Any
 
 from rich.text import Text
 
-from ..checkpoint import CheckpointSeries, open_checkpoint, step_prefix
 from ..errors import CheckpointingException, plural, shorten
+from ..inspection import open_checkpoint, step_prefix
 from ..pictures import moment_text
-from ..retention import SavedStep
-from ..storage import Storage, folder_in, listed, storage_at
-from ..world import one_process
+from ..series import CheckpointSeries
+from ..series.policies import SavedStep
+from ..shell.storage import Storage, folder_in, listed, storage_at
+from ..shell.world import one_process
 from ._contents import plain
 from ._files import Files, files_in, files_of
 from ._output import Heading, Output, json_text, printable, show_table, size

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import check_replicas, verify
 from ..errors import StrategyError, error_text, plural, shorten
-from ..storage import storage_at
-from ..strategies import LoadOptions, VerifyReport, by_reason
-from ..world import one_process
+from ..inspection import check_replicas, verify
+from ..shell.storage import storage_at
+from ..shell.table import LoadOptions, VerifyReport, by_reason
+from ..shell.world import one_process
 from ._command import TROUBLE, complain
 from ._files import files_in
 from ._output import Output, bar, json_text, pace, printable, show_verdict, size

@@ -12,18 +12,17 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import OpenCheckpoint, open_checkpoint
-from ..codec import dtype_name
-from ..display import draw
+from ..core.codec import dtype_name
+from ..core.geometry import slices
+from ..core.layouts import place_text
+from ..core.mapping import ShardedTensor
+from ..core.trees import as_integers, near_names, torch_converts
 from ..errors import KeyMismatch, ShapeError, StrategyError, error_text
-from ..geometry import slices
-from ..layouts import place_text
-from ..mapping import ShardedTensor
-from ..pictures import COLOURS, Picture, picture_lines
-from ..storage import Directory
-from ..strategies import LoadOptions
-from ..strategies.index import find_texts, texts
-from ..trees import as_integers, near_names, torch_converts
+from ..inspection import OpenCheckpoint, open_checkpoint
+from ..pictures import COLOURS, Picture, draw, picture_lines
+from ..shell.storage import Directory
+from ..shell.table import LoadOptions
+from ..shell.table.index import find_texts, texts
 from ._contents import TensorRow, brief, cut_text, entries_of, fields_of, kind_of, plain, shape_text, stored_index
 from ._layouts import chunk_shard
 from ._output import Heading, Output, json_text, printable, show_table, size

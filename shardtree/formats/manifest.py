@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..codec import parse_json
+from ..core.codec import parse_json
 from ..errors import CheckpointingException, CorruptCheckpoint, error_text
-from ..storage import Storage, in_threads
-from ..strategies import Checked, Checkpoint, Damage, Finding, Unchecked
+from ..shell.storage import Storage, in_threads
+from ..shell.table import Checked, Checkpoint, Damage, Finding, Unchecked
 
 MANIFEST_FILE = "integrity.json"
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from .._ambient import collector_paused
+from ..core.ambient import collector_paused
+from ..core.trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
 from ..errors import (
     CheckpointingException,
     CorruptCheckpoint,
@@ -16,9 +17,17 @@ from ..errors import (
     error_text,
     render_path,
 )
-from ..storage import Buffer, opened
-from ..strategies import Checkpoint, Damage, Fields, Finding, LoadOptions, PendingSave, refuse_replaced, span_findings
-from ..trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
+from ..shell.storage import Buffer, opened
+from ..shell.table import (
+    Checkpoint,
+    Damage,
+    Fields,
+    Finding,
+    LoadOptions,
+    PendingSave,
+    refuse_replaced,
+    span_findings,
+)
 from .archives import add_record, archive_records, decode_archive, encode_archive, find_record
 from .manifest import check_listed
 from .pickles import read_pickle, write_pickle

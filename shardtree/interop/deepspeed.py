@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import torch
 
-from ..checkpoint import OpenCheckpoint, is_checkpoint
-from ..checkpoint.conversion import left_out_keys
+from ..conversion import left_out_keys
+from ..core.lazy import LazyTensor
+from ..core.mapping import ShardedTensor
 from ..errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue, error_text
 from ..formats.archives import StreamedTensor, streamed_archive
-from ..lazy import LazyTensor
-from ..mapping import ShardedTensor
-from ..storage import Directory, Storage, locked, make_folder, storage_at, tensor_buffers
-from ..strategies import alone_in
+from ..inspection import OpenCheckpoint
+from ..shell.checkpoint import is_checkpoint
+from ..shell.storage import Directory, Storage, locked, make_folder, storage_at, tensor_buffers
+from ..shell.table import alone_in
 
 __all__ = ["save_universal"]
 

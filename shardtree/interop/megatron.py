@@ -8,8 +8,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointingException, MetadataError, TreePath, UnsupportedValue, error_text, render_path
-from ..mapping import (
+from ..core.mapping import (
     FactoryBuildFn,
     FactoryMergeFn,
     LocalNonpersistentObject,
@@ -19,7 +18,8 @@ from ..mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from ..trees import apply_factories, apply_factory_merges, flatten_with_paths, map_shards, megatron_kind
+from ..core.trees import apply_factories, apply_factory_merges, flatten_with_paths, map_shards, megatron_kind
+from ..errors import CheckpointingException, MetadataError, TreePath, UnsupportedValue, error_text, render_path
 
 __all__ = ["from_megatron", "to_megatron"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import OpenCheckpoint
+from ..core.mapping import ReplicaId, ShardedObject, ShardedTensor
+from ..core.trees import rename, shard_leaves
 from ..errors import CorruptCheckpoint, KeyMismatch, UnsupportedValue, error_text
-from ..mapping import ReplicaId, ShardedObject, ShardedTensor
-from ..trees import rename, shard_leaves
+from ..inspection import OpenCheckpoint
 from .megatron import from_megatron
 
 __all__ = ["model_space", "optimizer_shards"]

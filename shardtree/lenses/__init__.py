@@ -1,6 +1,6 @@
 """Lenses for factories: pure functions from a model's form of a tensor to a checkpoint's, with the way back."""
 
-from ..lazy import computed
+from ..core.lazy import computed
 from ._attention import FusedForm, attention_qkv, rotary_halves, rotary_pairs
 from ._axis_runs import PADDING, AxisRuns, grouped_runs, joined_parts
 from ._factory import as_factory, boxes_of, factories_by_pattern, flat_of

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from ..core.geometry import Column, refuse
 from ..errors import MetadataError, ShapeError, error_text
-from ..geometry import Column, refuse
 from ._axis_runs import AxisRuns
 from ._lens import Lens, positive
 from ._mapped import mapped_axis

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..core.geometry import Column, integer, integers, refuse
 from ..errors import ShapeError, error_text
-from ..geometry import Column, integer, integers, refuse
 
 PADDING = -1
 """The part number of indices that aren't stored."""

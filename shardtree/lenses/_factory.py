@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import box_column, check_flat_range, flat_boxes, refuse
+from ..core.lazy import LazyTensor, only_filled, stored
+from ..core.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+from ..core.trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
 from ..errors import MetadataError, ShapeError, TreeError, error_text, plural
-from ..geometry import box_column, check_flat_range, flat_boxes, refuse
-from ..lazy import LazyTensor, only_filled, stored
-from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
-from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
 from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes, reshaped
 
 # Flat ranges to boxes, and back.

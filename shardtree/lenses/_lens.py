@@ -10,10 +10,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from ..core.geometry import integer, refuse
+from ..core.mapping import ShardedTensor
+from ..core.trees import as_integers, empty_data
 from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text
-from ..geometry import integer, refuse
-from ..mapping import ShardedTensor
-from ..trees import as_integers, empty_data
 
 
 @dataclass(frozen=True, slots=True, eq=False)

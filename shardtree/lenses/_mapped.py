@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.geometry import Column, integer, refuse
+from ..core.mapping import ShardedTensor
+from ..core.trees import as_integers, full_data, join_data, padding_like
 from ..errors import CheckpointingException, MetadataError, ShapeError, error_text
-from ..geometry import Column, integer, refuse
-from ..mapping import ShardedTensor
-from ..trees import as_integers, full_data, join_data, padding_like
 from ._axis_runs import PADDING, AxisRuns, Block, grouped_runs, joined_parts, stored_blocks
 from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, device_of, positive, with_values
 from ._renamed import check_names, replaced_part

@@ -9,9 +9,9 @@ from math import prod
 
 import torch
 
+from ..core.geometry import integers, refuse
+from ..core.mapping import ShardedTensor
 from ..errors import MetadataError, ShapeError, error_text
-from ..geometry import integers, refuse
-from ..mapping import ShardedTensor
 from ._lens import Lens, StoredForm, check_box, check_exact, positive
 from ._traced import stored_by
 

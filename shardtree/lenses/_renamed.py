@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..core.geometry import refuse
+from ..core.mapping import ReplicaId, ShardedTensor
+from ..core.trees import match_key
 from ..errors import MetadataError, TreeError, error_text
-from ..geometry import refuse
-from ..mapping import ReplicaId, ShardedTensor
-from ..trees import match_key
 from ._lens import Lens, StoredForm, check_box, checked_lenses
 
 # Replacing a part of a key, which works for optimizer states' keys too.

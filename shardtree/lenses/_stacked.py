@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import integer, refuse
+from ..core.mapping import ShardedTensor
+from ..core.trees import join_data
 from ..errors import ShapeError, TreeError, error_text
-from ..geometry import integer, refuse
-from ..mapping import ShardedTensor
-from ..trees import join_data
 from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, compose, no_elements, positive, with_values
 from ._renamed import check_names, replaced_part
 from ._traced import stored_by

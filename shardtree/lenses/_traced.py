@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from ..errors import MetadataError, ShapeError, TraceError, error_text
-from ..geometry import refuse, slices
-from ..lazy import LazyTensor, dense
-from ..mapping import ShardedTensor, given_tensor, lacks_memory
-from ..traces import Box, Kind, Local, Trace, View, check_written, localized, trace, view_of, whole_shard
-from ..trees import (
+from ..core.geometry import refuse, slices
+from ..core.lazy import Box, LazyTensor, dense
+from ..core.mapping import ShardedTensor, given_tensor, lacks_memory
+from ..core.trees import (
     checked_patterns,
     flatten_with_paths,
     is_plain_tensor,
@@ -26,6 +24,8 @@ from ..trees import (
     scaled_values,
     those_of,
 )
+from ..errors import MetadataError, ShapeError, TraceError, error_text
+from ..traces import Kind, Local, Trace, View, check_written, localized, trace, view_of, whole_shard
 from ._factory import as_factory
 from ._lens import Lens, Shape, StoredForm, check_box, check_exact, device_of, reshaped
 from ._renamed import replaced_part

@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..codec import encode_tree, row_major_bits
+from ..core.codec import encode_tree, row_major_bits
+from ..core.layouts import ObjectRule, ShardColumns, join_columns, reshard_objects, shard_columns
+from ..core.mapping import ShardedObject
+from ..core.trees import HOLE, comparable, map_shards
 from ..errors import WorldError, error_text
-from ..layouts import ShardColumns, join_columns, shard_columns
-from ..mapping import ShardedObject
-from ..objects import ObjectRule, reshard_objects
-from ..plans import agreed_common
-from ..plans.resharding import ReshardPlan, Schedule, plan_reshard, with_relays
-from ..trees import HOLE, comparable, map_shards
-from ..world import World, agree, gather, on_one_rank
+from ..shell.world import World, agree, gather, on_one_rank
 from ._memory import DOING, Ends
+from .resharding import ReshardPlan, Schedule, plan_reshard, with_relays
+from .resharding._in_memory import agreed_common
 
 # Hashes of plans, by which ranks compare a plan that they were passed.
 

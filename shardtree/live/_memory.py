@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.geometry import Column
+from ..core.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, given_tensor
+from ..core.mapping.memory import (
+    check_no_aliases,
+    check_unchanged,
+    check_writable,
+    fill_once,
+    refuse_read_only,
+    tied,
+)
+from ..core.trees import HOLE, held_tensors, refuse_too_deep
 from ..errors import CheckpointingException, ShapeError, error_text
-from ..geometry import Column
-from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, given_tensor
-from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, refuse_read_only, tied
-from ..plans import SourceTree, TargetTree, complete, join_filled, take_source, take_target
-from ..plans.resharding import Schedule
-from ..trees import HOLE, held_tensors, refuse_too_deep
+from .resharding import Schedule
+from .resharding._in_memory import SourceTree, TargetTree, complete, join_filled, take_source, take_target
 
 # A rank's source and target trees, either of which may be missing.
 

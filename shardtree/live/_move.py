@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..geometry import Column, flat_boxes, row_major_strides, rows_of
-from ..lazy import flat_bytes
-from ..plans.resharding import (
+from ..core.geometry import Column, flat_boxes, row_major_strides, rows_of
+from ..core.lazy import flat_bytes
+from ._memory import DOING, Buffers
+from .resharding import (
     CARRIERS,
     Boxes,
     Memories,
@@ -31,7 +32,6 @@ from ..plans.resharding import (
     target_regions,
     write_boxes,
 )
-from ._memory import DOING, Buffers
 
 # The transport: the one part that users replace to move bytes by other means.
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import xxhash
 
+from ..core.fingerprints import bytes_total
+from ..core.geometry import box_slices
+from ..core.layouts import place_text
 from ..errors import IntegrityError, error_text, shorten
-from ..fingerprints import bytes_total
-from ..geometry import box_slices
-from ..layouts import place_text
-from ..world import World, agree, gather, share
+from ..shell.world import World, agree, gather, share
 from ._memory import DOING
 from ._move import Pieces, Route, Transport, first_failure, pack
 

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._ambient import shielded
-from ..errors import IntegrityError, MetadataError, TreePath, error_text
-from ..geometry import Column, integer, refuse, widen
-from ..layouts import ShardColumns, shard_columns
-from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..plans.resharding import ReshardPlan, Schedule, with_relays
-from ..trees import (
+from ..core.ambient import shielded
+from ..core.geometry import Column, integer, refuse, widen
+from ..core.layouts import ShardColumns, shard_columns
+from ..core.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..core.trees import (
     Transform,
     checked_patterns,
     flatten_with_paths,
@@ -24,7 +22,8 @@ from ..trees import (
     target_through,
     with_data,
 )
-from ..world import agree, current_world, gather, share
+from ..errors import IntegrityError, MetadataError, TreePath, error_text
+from ..shell.world import agree, current_world, gather, share
 from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import (
     DOING,
@@ -40,6 +39,7 @@ from ._memory import (
 )
 from ._move import Route, Transport, move
 from ._proof import HashingTransport, hash_for, join_with_proof
+from .resharding import ReshardPlan, Schedule, with_relays
 
 # A rank's rows in a plan, matched by the shards' places in their tensors.
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+from ..core.mapping import ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
+from ..core.trees import map_shards
 from ..errors import TreeError, error_text, render_path
-from ..mapping import ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
-from ..trees import map_shards
 from ._convert import check_known, optim_state_to_sharding_state
 from ._groups import GROUP_PREFIX, stored_groups
 from ._leaf import PREFIX, RULES_FIX, OptimizerRules, check_rules, list_item, moment_shape, rule_of, state_leaf

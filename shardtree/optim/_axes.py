@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from ..core.geometry import as_int
+from ..core.mapping import ReplicaId, ShardedBase, ShardedObject, ShardedTensor
 from ..errors import ShapeError, TreeError, error_text
-from ..geometry import as_int
-from ..mapping import ReplicaId, ShardedBase, ShardedObject, ShardedTensor
 from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._state_dict import ShardedParam, check_param
 

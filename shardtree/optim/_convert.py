@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from ..core.mapping import ShardedStateDict, StateDict
 from ..errors import TreeError, error_text
-from ..mapping import ShardedStateDict, StateDict
 from ._groups import MEMBERS, Hyperparameters, arranged_groups, check_which, stored_groups
 from ._leaf import (
     RULES_FIX,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from ..core.mapping import LocalNonpersistentObject
+from ..core.trees import diff
 from ..errors import TreeError, error_text
-from ..mapping import LocalNonpersistentObject
-from ..trees import diff
 from ._per_parameter import per_parameter
 from ._state_dict import Group, ShardedParam, members
 

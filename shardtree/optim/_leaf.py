@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..errors import ShapeError, TreeError, error_text, render_path
-from ..mapping import (
+from ..core.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
@@ -19,7 +18,8 @@ from ..mapping import (
     check_has_shape,
     without_shape,
 )
-from ..trees import call_at, leaves_with_paths, match_key
+from ..core.trees import call_at, leaves_with_paths, match_key
+from ..errors import ShapeError, TreeError, error_text, render_path
 from ._per_parameter import per_parameter
 from ._state_dict import ParamId, ShardedParam, check_param
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..core.mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..core.trees import build_factories, diff, leaves_with_paths
 from ..errors import ShapeError, error_text
-from ..mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..trees import build_factories, diff, leaves_with_paths
 from ._state_dict import ShardedParam, check_param
 
 # The shard with the parameter's first element holds the main replica of such values.

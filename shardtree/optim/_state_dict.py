@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..core.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from ..core.trees import leaves_with_paths, path_key
 from ..errors import TreeError, error_text
-from ..mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
-from ..trees import leaves_with_paths, path_key
 
 ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
 ParamId: TypeAlias = int | str

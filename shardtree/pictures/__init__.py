@@ -1,5 +1,6 @@
 """Pictures of layouts, meshes, lenses, plans and series: immutable values, and their texts, SVG and HTML."""
 
+from ._display import draw, write_text
 from ._flows import factory_picture, lens_picture, trace_picture
 from ._html import details_html, element_html, figure_html, html_page, page_of, table_html, text_html
 from ._layouts import layout_picture, mesh_picture, shard_picture, stored_picture, tree_picture

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..core.geometry import Column
+from ..core.lazy import dense
+from ..core.mapping import ShardedTensor, ShardedTensorFactory
+from ..core.trees import shard_leaves
 from ..errors import KeyMismatch, ShapeError, error_text, plural, printable, shorten
-from ..geometry import Column
-from ..lazy import dense
 from ..lenses import Lens
-from ..mapping import ShardedTensor, ShardedTensorFactory
 from ..traces import Computed, Loop, Move, Trace, axis_of, coverage, factored
-from ..trees import shard_leaves
 from ._picture import TONES, Block, Flow, Picture, Stream
 
 _MOST_ELEMENTS = 1 << 22

@@ -10,9 +10,8 @@ from math import prod
 import numpy as np
 import torch
 
-from ..errors import KeyMismatch, error_text, plural, size_text
-from ..geometry import Column, group_sums
-from ..layouts import (
+from ..core.geometry import Column, group_sums
+from ..core.layouts import (
     Mesh,
     PartitionSpec,
     ShardColumns,
@@ -24,8 +23,9 @@ from ..layouts import (
     sharding_faults,
     splits,
 )
-from ..mapping import ShardedTensor
-from ..trees import near_names
+from ..core.mapping import ShardedTensor
+from ..core.trees import near_names
+from ..errors import KeyMismatch, error_text, plural, size_text
 from ._picture import Bar, Bars, Cell, Entry, Picture, Plane
 from ._regions import Regions, places, regions_of
 from ._style import rank_labels, rank_words

@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 
+from ..core.geometry import Column, group_sums
 from ..errors import plural, size_text
-from ..geometry import Column, group_sums
-from ..plans.resharding import ReshardPlan, Schedule
+from ..live.resharding import ReshardPlan, Schedule
 from ._layouts import checked_key
 from ._picture import TONES, Bar, Bars, Cell, Entry, Picture, Plane
 from ._regions import group_count

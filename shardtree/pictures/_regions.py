@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry import Column, distinct
+from ..core.geometry import Column, distinct
 
 MOST_BANDS = 48
 """More rows or columns than this can't be told apart: they are merged."""

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from math import isfinite
 
 from ..errors import plural, printable
-from ..retention import Choose, SavedStep
+from ..series.policies import Choose, SavedStep
 from ._picture import Entry, Line, Moment, Picture
 
 _MOST = 200

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..core.geometry import Column
 from ..errors import plural, rank_text
-from ..geometry import Column
 
 _TONES = {
     # on light pages, and on dark ones

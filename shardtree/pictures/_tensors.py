@@ -8,15 +8,8 @@ from itertools import islice, pairwise, product
 
 import numpy as np
 
-from ..geometry import Column, distinct, rows_of
-from ..layouts import (
-    ShardColumns,
-    TensorKind,
-    place_text,
-    select_rows,
-    shard_boxes,
-    sharding_faults,
-)
+from ..core.geometry import Column, distinct, rows_of
+from ..core.layouts import ShardColumns, TensorKind, place_text, select_rows, shard_boxes, sharding_faults
 from ._picture import TONES, Cell, Entry, Plane
 from ._regions import Region, Regions, places, regions_of
 from ._style import rank_labels, rank_words

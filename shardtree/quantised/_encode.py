@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..core.geometry import slices
+from ..core.lazy import Box
 from ..errors import UnsupportedValue, error_text
-from ..geometry import slices
-from ..lazy import Box
 from ._part import WINDOW, Part, inside, windows
 
 Encode = Callable[[torch.Tensor, tuple[int, int]], tuple[torch.Tensor, ...]]

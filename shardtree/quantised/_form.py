@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from ..core.lazy import Box, LazyTensor, has_no_elements, memory_beside, of_source
+from ..core.mapping import ShardedTensor
 from ..errors import ShapeError, TreeError, UnsupportedValue, error_text
-from ..lazy import Box, LazyTensor, has_no_elements, memory_beside, of_source
 from ..lenses import StoredForm, as_factory
-from ..mapping import ShardedTensor
 from ._encode import Encode, blocks_of, encoded
 from ._lazy import Boxwise
 from ._part import Join, Part, decoded, in_pieces, inside, is_of_blocks, joined, owned, scaled, shard_of

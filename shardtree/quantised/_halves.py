@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from ..core.mapping import ShardedTensor
 from ..errors import shorten
-from ..mapping import ShardedTensor
 from ._form import Form
 from ._part import Part
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..lazy import Box, Fetch
+from ..core.lazy import Box, Fetch
 
 Shape = tuple[int, ...]
 

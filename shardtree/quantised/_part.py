@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import slices
+from ..core.lazy import Box
+from ..core.mapping import ShardedTensor
+from ..core.trees import join_data
 from ..errors import UnsupportedValue, error_text
-from ..geometry import slices
-from ..lazy import Box
 from ..lenses import StoredForm
-from ..mapping import ShardedTensor
-from ..trees import join_data
 
 WINDOW = 2**19
 """Elements that are computed at a time, so that they stay in the processor's cache."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import check_type, refuse
+from ..core.lazy import Box, of_source
+from ..core.mapping import ShardedTensor
+from ..core.trees import check_patterns_fit, checked_patterns, key_matcher, scaled_values, those_of
 from ..errors import KeyMismatch, MetadataError, ShapeError, UnsupportedValue, error_text
-from ..geometry import check_type, refuse
-from ..lazy import Box, of_source
-from ..mapping import ShardedTensor
-from ..trees import check_patterns_fit, checked_patterns, key_matcher, scaled_values, those_of
 from ._encode import Encode
 from ._form import Form
 from ._forms import FORMS

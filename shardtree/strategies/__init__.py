@@ -3,136 +3,9 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
-from .._deferred import later
-from ._actions import (
-    PROTOCOLS,
-    Commit,
-    Copies,
-    Describe,
-    Recognize,
-    Resolution,
-    SaveSharded,
-    Strategies,
-    Strategy,
-    StrategyAction,
-)
-from ._checks import (
-    IN_COMMON,
-    Comparison,
-    Read,
-    check_fit,
-    check_objects_known,
-    check_objects_written,
-    check_seen,
-    check_taken,
-    checked_data,
-    first_difference,
-    is_object,
-    memory_of,
-    misfit,
-    old_unique_key,
-    pieces_of,
-)
-from ._findings import (
-    Checked,
-    Damage,
-    Finding,
-    Region,
-    Unchecked,
-    VerifyReport,
-    by_reason,
-    is_damaged,
-    refused_findings,
-    span_findings,
-    stored_parts,
-    untaken_findings,
-)
-from ._metadata import (
-    check_lengths,
-    check_unchanged,
-    check_unreplaced,
-    checked_entry,
-    checked_name,
-    decode_metadata,
-    fetch_checked,
-    fields_of_backend,
-    is_deciding,
-    is_of_others,
-    metadata_bytes,
-    read_checked,
-    read_metadata,
-    refuse_replaced,
-    replace_metadata,
-    stamp,
-    unless_replaced,
-    unreplaced,
-)
-from ._own_hash import encode_metadata
-from ._save_folders import (
-    OWNER_FILE,
-    abandoning,
-    alone_in,
-    check_alone,
-    disown,
-    is_committed,
-    is_orphaned,
-    is_save_file,
-    is_save_folder,
-    is_surely_orphaned,
-    make_save_folder,
-    new_save_id,
-    owned,
-    remove_interrupted,
-    remove_save,
-    remove_unless_committed,
-    save_is_alive,
-)
-from ._traits import METADATA_FILE, FormatTraits, Stamp
-from ._values import (
-    AsyncRequest,
-    Checkpoint,
-    Exchange,
-    Fields,
-    LoadOptions,
-    Outcome,
-    PendingSave,
-    ReadCache,
-    Replaced,
-    SaveOptions,
-    call_in_turn,
-)
-from .base import (
-    StrategyTable,
-    deciding_files,
-    default_strategies,
-    find_strategy,
-    formats_with,
-    get_default_strategy,
-    is_whole,
-    manifests,
-    register_default_strategy,
-    table_of,
-    traits_of,
-)
-from .index import (
-    Index,
-    RankFiles,
-    StoredItem,
-    build_index,
-    item_buffers,
-    rank_file,
-    rank_files,
-    read_index,
-    rows_from_index,
-    rows_of_saves,
-    save_with_index,
-    stored_fingerprints,
-    write_file,
-)
-from .index._metadata import PairsMapping
+import typing
 
-# What was a package of formats here is found by its old name.
-__getattr__ = later(__name__, {})
+from ..core.deferred import face
 
 __all__ = [
     "AsyncRequest",
@@ -169,3 +42,42 @@ __all__ = [
     "save_with_index",
     "write_file",
 ]
+
+if typing.TYPE_CHECKING:
+    from ..shell.table import (
+        AsyncRequest,
+        Checked,
+        Checkpoint,
+        Damage,
+        Finding,
+        FormatTraits,
+        Index,
+        LoadOptions,
+        Outcome,
+        PendingSave,
+        RankFiles,
+        ReadCache,
+        Region,
+        Replaced,
+        SaveOptions,
+        StoredItem,
+        Strategies,
+        Strategy,
+        StrategyAction,
+        Unchecked,
+        VerifyReport,
+        build_index,
+        default_strategies,
+        get_default_strategy,
+        item_buffers,
+        rank_file,
+        rank_files,
+        read_index,
+        register_default_strategy,
+        rows_from_index,
+        rows_of_saves,
+        save_with_index,
+        write_file,
+    )
+else:
+    __getattr__, __dir__ = face(__name__, __all__, "..shell.table")

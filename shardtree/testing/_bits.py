@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from ..core.mapping import ShardedTensor, same_value
+from ..core.trees import entries, leaves_with_paths, map_shards, node_data
 from ..errors import TreePath
-from ..mapping import ShardedTensor, same_value
-from ..trees import entries, leaves_with_paths, map_shards, node_data
 
 # Comparing bits rather than values: NaNs equal themselves, and NaN payloads and signed zeros count.
 

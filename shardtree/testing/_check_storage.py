@@ -10,7 +10,7 @@ from typing import Any, cast
 from zlib import crc32
 
 from ..errors import CorruptCheckpoint, StorageError, shorten
-from ..storage import (
+from ..shell.storage import (
     Capabilities,
     MemoryStorage,
     SizedBuffers,

@@ -15,10 +15,16 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from ..core.mapping import (
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from ..core.trees import apply_factories, apply_factory_merges, map_shards
 from ..errors import render_path
 from ..lenses import as_factory
-from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedBase, ShardedTensor, ShardedTensorFactory
-from ..trees import apply_factories, apply_factory_merges, map_shards
 from ._bits import bits, carried, check_equal, first_difference, shards_of
 from ._law_lens import LENS_CASES
 from ._layouts import cut, layouts

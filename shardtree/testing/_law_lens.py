@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from .. import lenses
+from ..core.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from ..core.trees import apply_factories, apply_factory_merges, map_shards
 from ..errors import plural
 from ..lenses import grouped_runs as groups
-from ..mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from ..trees import apply_factories, apply_factory_merges, map_shards
 from ._bits import assemble, carried, check_equal, check_same, first_difference, shards_of
 from ._layouts import flattened
 from ._tensors import random_bits

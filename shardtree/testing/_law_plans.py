@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ..buffers import BufferPlan, buffer_slices, flat_shards
-from ..layouts import ShardColumns, check_access, join_columns, shard_columns
-from ..mapping import ShardedTensor
-from ..plans import LoadPlan, Runs, StoredChunks, Strided
+from ..core.layouts import ShardColumns, check_access, join_columns, shard_columns
+from ..core.mapping import ShardedTensor
+from ..core.plans import LoadPlan, Runs, StoredChunks, Strided
+from ..optim.buffers import BufferPlan, buffer_slices, flat_shards
 from ._bits import assemble, carried, check_equal, check_same
 from ._law_purity import check_pure
 from ._layouts import Layout, cut

@@ -10,13 +10,13 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from ..core.layouts import ShardColumns
+from ..core.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from ..core.plans import convertible
+from ..core.trees import apply_factories, leaves_with_paths
 from ..errors import TreePath, render_path
-from ..layouts import ShardColumns
-from ..mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from ..plans import convertible
-from ..plans import reshard as st_reshard
-from ..plans.resharding import ReshardPlan
-from ..trees import apply_factories, leaves_with_paths
+from ..live.resharding import ReshardPlan
+from ..live.resharding import reshard as st_reshard
 from ._bits import assemble, check_equal, outline, shards_of
 from ._law_plans import Element, shard_elements
 from ._law_purity import check_pure

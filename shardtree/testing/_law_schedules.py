@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..geometry import Column
-from ..layouts import ShardColumns
-from ..plans.resharding import ReshardPlan, Schedule, Transfers
+from ..core.geometry import Column
+from ..core.layouts import ShardColumns
+from ..live.resharding import ReshardPlan, Schedule, Transfers
 
 _NOTHING = -1
 _Wants = dict[tuple[int, int], dict[int, int]]  # (key, element) -> rank that needs it -> rank that sends it

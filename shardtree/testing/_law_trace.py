@@ -12,14 +12,14 @@ from itertools import chain, pairwise
 
 import torch
 
+from ..core.geometry import slices
+from ..core.layouts import access_problems, shard_columns
+from ..core.lazy import Box
+from ..core.mapping import ShardedTensor
+from ..core.trees import apply_factories, as_integers
 from ..errors import CheckpointingException, ShapeError, TraceError
-from ..geometry import slices
-from ..layouts import access_problems, shard_columns
-from ..lazy import Box
-from ..mapping import ShardedTensor
 from ..quantised import Form
 from ..traces import Trace, localized, trace
-from ..trees import apply_factories, as_integers
 from ._bits import assemble, check_equal, check_same, shards_of
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from ..mapping import ReplicaId, ShardedTensor
+from ..core.mapping import ReplicaId, ShardedTensor
 from ._bits import carried
 
 # Printing by Hypothesis and IPython: by a value's own repr, which is much shorter than all of a dataclass's fields.

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ..checkpoint import load as st_load
-from ..checkpoint import save as st_save
-from ..mapping import LocalNonpersistentObject, ShardedObject
-from ..storage import Directory, MemoryStorage
-from ..strategies import Strategies
-from ..trees import deepest, leaves_with_paths, without_data
-from ..world import simulate
+from ..core.mapping import LocalNonpersistentObject, ShardedObject
+from ..core.trees import deepest, leaves_with_paths, without_data
+from ..shell.checkpoint import load as st_load
+from ..shell.checkpoint import save as st_save
+from ..shell.storage import Directory, MemoryStorage
+from ..shell.table import Strategies
+from ..shell.world import simulate
 from ._bits import assemble, check_same, outline, refilled
 from ._layouts import Layout, cut, layouts, pretty_repr
 from ._tensors import PRINTABLE_DTYPES, tensors

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 import torch
 
+from ..core.geometry import refuse
+from ..core.trees import torch_converts
 from ..errors import MetadataError
-from ..geometry import refuse
-from ..trees import torch_converts
 from ._bits import first_difference
 
 DEFAULTS: Final = {

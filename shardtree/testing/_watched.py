@@ -10,7 +10,7 @@ from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
-from ..storage import Buffer, Function, Sibling, Storage, around
+from ..shell.storage import Buffer, Function, Sibling, Storage, around
 
 
 @dataclass(frozen=True, slots=True)

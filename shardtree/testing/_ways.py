@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 import torch
 
-from ..checkpoint import explain_ranks
-from ..checkpoint import load as st_load
-from ..checkpoint import save as st_save
+from ..core.trees import diff, unbox
 from ..errors import render_path, shorten
+from ..inspection import explain_ranks
 from ..live import redistribute
-from ..plans import reshard
-from ..plans.resharding import plan_reshard, with_relays
-from ..storage import Directory, MemoryStorage, ReadReport
-from ..strategies import LoadOptions, Strategies
-from ..trees import diff, unbox
-from ..world import World, simulate
+from ..live.resharding import plan_reshard, reshard, with_relays
+from ..shell.checkpoint import load as st_load
+from ..shell.checkpoint import save as st_save
+from ..shell.storage import Directory, MemoryStorage, ReadReport
+from ..shell.table import LoadOptions, Strategies
+from ..shell.world import World, simulate
 from ._bits import outline
 from ._law_reshard import check_reshard
 

@@ -1,6 +1,6 @@
 """Traces: what code does to the elements of tensors, taken from running it once on tensors without data."""
 
-from ..lazy import Box
+from ..core.lazy import Box
 from ._boxes import View, view_of
 from ._differences import Difference
 from ._local import Local, check_written, localized, transformed, whole_shard

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ..lazy import Box, Strided, covering, dense
+from ..core.lazy import Box, Strided, covering, dense
 from ._evaluate import leaves
 from ._moves import Move, normal, turned
 from ._steps import Kind

@@ -7,8 +7,8 @@ from math import copysign
 
 import torch
 
-from ..lazy import dense
-from ..trees import as_integers
+from ..core.lazy import dense
+from ..core.trees import as_integers
 from ._moves import Move, read_of
 from ._steps import Computed, Constant, Operand
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..lazy import dense
+from ..core.lazy import dense
 from ._evaluate import filled
 from ._moves import Moves, in_place, read_of, rolled, through
 from ._steps import Constant, number, operator_name

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..core.lazy import Box, Fetch, LazyTensor, dense, of_source
+from ..core.mapping import ShardedTensor
 from ..errors import TraceError, error_text
-from ..lazy import Box, Fetch, LazyTensor, dense, of_source
-from ..mapping import ShardedTensor
 from ._boxes import MOST, Reads, View, into_box, reads_of, tight
 from ._evaluate import leaves, operand_moves
 from ._moves import Move, Moves

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..lazy import dense
+from ..core.lazy import dense
 from . import _gathers as gathers
 from . import _scatters as scatters
 from ._moves import Moves, read_of, whole

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.lazy import dense
+from ..core.mapping import without_shape
 from ..errors import TraceError, error_text
-from ..lazy import dense
-from ..mapping import without_shape
 from ._moves import Moves, in_place, read_of, rolled
 from ._steps import Kind, seen_through
 from ._trace import Trace

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..lazy import dense
+from ..core.lazy import dense
 from ._gathers import Rule, check_numbers, known, only_axis, positions_along, runs
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through
 from ._steps import cast, number, operator_name

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..core.lazy import flat_bytes
+from ..core.trees import as_integers
 from ..errors import shorten
-from ..lazy import flat_bytes
-from ..trees import as_integers
 
 
 def short(dtype: torch.dtype) -> str:

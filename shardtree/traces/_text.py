@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from ..core.lazy import dense
 from ..errors import plural
-from ..lazy import dense
 from ._moves import Loop, Move, rolled
 from ._steps import Constant
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from .._deferred import leaf
+from ..core.deferred import leaf
+from ..core.lazy import Box, dense
+from ..core.trees import empty_data
 from ..errors import KeyMismatch, ShapeError, TraceError, error_text
-from ..lazy import Box, dense
-from ..trees import empty_data
 from ._boxes import reads_of
 from ._differences import Difference, differences
 from ._evaluate import dense_tensor, filled, leaves

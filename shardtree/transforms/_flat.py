@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..core.geometry import integer
+from ..core.mapping import ShardedTensor
+from ..core.trees import check_stars, checked_keys
 from ..errors import ShapeError, TreeError, error_text
-from ..geometry import integer
-from ..mapping import ShardedTensor
-from ..trees import check_stars, checked_keys
 from ._places import Flat, renamed
 
 

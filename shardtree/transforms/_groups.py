@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ..core.mapping import ShardedBase, ShardedObject
+from ..core.trees import entries, like
 from ..errors import CheckpointingException, TreeError
-from ..mapping import ShardedBase, ShardedObject
-from ..trees import entries, like
 from ._places import Entry, Flat, entry_of
 
 _LISTS: Final = ("params", "param_names")

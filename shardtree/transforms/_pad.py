@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import integer, integers, refuse
+from ..core.lazy import computed
+from ..core.mapping import ShardedTensor
+from ..core.trees import join_data, padding_like
 from ..errors import MetadataError, ShapeError, error_text
-from ..geometry import integer, integers, refuse
-from ..lazy import computed
-from ..mapping import ShardedTensor
-from ..trees import join_data, padding_like
 from ._flat import check_plain, resized, whole_axis
 from ._states import map_tensors
 

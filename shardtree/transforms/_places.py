@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import torch
 
+from ..core.lazy import LazyTensor
+from ..core.mapping import ShardedBase, ShardedObject, ShardedTensor
+from ..core.trees import Place, Places, kept_place, moved_place, named_paths, places, planted
 from ..errors import TreeError, TreePath, error_text
-from ..lazy import LazyTensor
-from ..mapping import ShardedBase, ShardedObject, ShardedTensor
-from ..trees import Place, Places, kept_place, moved_place, named_paths, places, planted
 
 _TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 

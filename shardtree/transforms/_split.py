@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import integer, integers
+from ..core.mapping import ShardedTensor
+from ..core.trees import fill_key, join_data, match_key
 from ..errors import ShapeError, TreeError, error_text
-from ..geometry import integer, integers
-from ..mapping import ShardedTensor
-from ..trees import fill_key, join_data, match_key
 from ._flat import check_same, checked_names, flat_tensors, replace_entries, resized, whole_axis
 from ._places import Flat, on_tree
 from ._states import StateChange, carry_states

@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import TreeError, error_text, missing_numbers, shorten
-from ..geometry import check_type, integers
-from ..lenses import layer_at
-from ..mapping import ShardedBase, ShardedTensor
-from ..trees import (
+from ..core.geometry import check_type, integers
+from ..core.mapping import ShardedBase, ShardedTensor
+from ..core.trees import (
     KeyForm,
     Piece,
     check_stars,
@@ -28,6 +26,8 @@ from ..trees import (
     shard_leaves,
     text_piece,
 )
+from ..errors import TreeError, error_text, missing_numbers, shorten
+from ..lenses import layer_at
 from ._flat import check_plain, check_same, flat_tensors, replace_entries, replace_named
 from ._groups import NamedParameters, key_ends, renamed_in_groups
 from ._places import Flat, entry_of, on_tree, renamed

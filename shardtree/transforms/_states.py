@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..core.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..core.trees import checked_keys, match_keys
 from ..errors import CheckpointingException, TreeError, error_text
-from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..trees import StateKey, checked_keys, match_keys, state_keys
 from ._flat import flat_tensors, replace_named
 from ._groups import NamedParameters, key_ends, renamed_in_groups
 from ._places import Flat, entry_of, name_of, on_tree, renamed
+from ._state_keys import StateKey, state_keys
 
 _BY_NUMBER = re.compile(r"(?:.+\.)?state\.[0-9]+\.[^.]+", re.DOTALL)
 """A state that stands under its parameter's number, as in what ``optimizer.state_dict()`` gives."""

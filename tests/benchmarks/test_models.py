@@ -13,8 +13,8 @@ import shardtree as st
 from benchmarks import optimizers, planning, thousands
 from benchmarks._many import Case
 from benchmarks._measuring import peak
-from shardtree.checkpoint import _packed
-from shardtree.plans import plan_load
+from shardtree.core.plans import plan_load
+from shardtree.shell.checkpoint import _packed
 
 MIB = 1024 * 1024
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, forks servers")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree.buffers import buffer_slices, flat_shards, flat_targets, plan_buffers, slice_views
+from shardtree.core.lazy import LazyTensor, stored
 from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local
-from shardtree.lazy import LazyTensor, stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.testing import (
     BufferOptions,

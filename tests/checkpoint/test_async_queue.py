@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 import shardtree as st
-from shardtree.storage import MemoryStorage, Storage, _buffers
-from shardtree.strategies import StrategyAction, default_strategies, safetensors
+from shardtree.shell.storage import _buffers
+from shardtree.shell.table import safetensors
+from shardtree.storage import MemoryStorage, Storage
+from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import watched
 from shardtree.world import World
 from tests.checkpoint.parts import ALL_FORMATS, FORMATS
@@ -453,7 +455,7 @@ def test_ranks_that_differ_in_the_number_of_saves_are_told() -> None:
 
 
 def test_a_dropped_queue_is_loud_and_its_saves_stay_on_their_way(caplog: pytest.LogCaptureFixture) -> None:
-    from shardtree.checkpoint.async_saves._exit import calls_in_progress, finalize
+    from shardtree.shell.checkpoint.async_saves._exit import calls_in_progress, finalize
 
     queue = st.AsyncCallsQueue()
     queue.schedule_async_request(request(folder := st.storage.MemoryStorage()))

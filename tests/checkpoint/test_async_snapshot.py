@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 import shardtree as st
-from shardtree.checkpoint.async_saves import _snapshot
-from shardtree.checkpoint.async_saves._snapshot import snapshot_shards
-from shardtree.storage import HostMemory
-from shardtree.storage._buffers import copies_by_device, plain_copies
+from shardtree.shell.checkpoint.async_saves import _snapshot
+from shardtree.shell.checkpoint.async_saves._snapshot import snapshot_shards
+from shardtree.shell.storage import HostMemory
+from shardtree.shell.storage._buffers import copies_by_device, plain_copies
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.storage.late_copies import LateDevice
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.trees import SCALED_DTYPES, scaled_values, those_of
+from shardtree.core.trees._scaled import _ROWS
 from shardtree.errors import KeyMismatch, ShapeError
 from shardtree.interop.dtensor import load_module
 from shardtree.quantised import FORMS
 from shardtree.storage import MemoryStorage
-from shardtree.trees import SCALED_DTYPES, scaled_values, those_of
-from shardtree.trees._scaled import _ROWS
 from tests.cli.checkpoints import run
 from tests.quantised.stored import UNKNOWN, stored
 
@@ -223,6 +223,6 @@ def test_the_command_line_refuses_too(tmp_path: Path, which: str) -> None:
 
 
 def test_the_law_of_scales_catches_a_cast_that_looks_at_no_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.plans._without_scales.scaled_values", lambda *_: {})
+    monkeypatch.setattr("shardtree.core.plans._without_scales.scaled_values", lambda *_: {})
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         test_values_arent_cast_without_their_scales(load, SCALES["rows"])

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.shell.world import agree
 from shardtree.storage import MemoryStorage
-from shardtree.world import World, agree, simulate
+from shardtree.world import World, simulate
 from tests.world.passing_on import PassingOn
 
 RANKS = 3

@@ -13,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as hypothesis
 
 import shardtree as st
-from shardtree.checkpoint.loading import _strict
 from shardtree.errors import CorruptCheckpoint, IntegrityError, KeyMismatch, render_path
+from shardtree.shell.checkpoint.loading import _strict
+from shardtree.shell.table import encode_metadata, read_metadata
 from shardtree.storage import MemoryStorage
-from shardtree.strategies import encode_metadata, read_metadata
 from shardtree.world import World
 from tests.checkpoint.test_collectives import CountingWorld
 from tests.trees.samples import assert_caught
@@ -275,5 +275,5 @@ def test_what_a_save_of_a_union_stores_every_rank_can_load(shapes: Sequence[Any]
 
 
 def test_the_law_of_loads_catches_a_union_in_which_shards_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.checkpoint.saving._parts.misfits", lambda union, shards: ())
+    monkeypatch.setattr("shardtree.shell.checkpoint.saving._parts.misfits", lambda union, shards: ())
     assert_caught(loads_where_it_saves, save_two, TWO_SHAPES)

@@ -15,9 +15,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree import LoadOptions
-from shardtree.checkpoint import _differences
-from shardtree.checkpoint._comparison import CheckpointDifference, compare
-from shardtree.checkpoint._differences import ValueDifference, boxes_within
+from shardtree.inspection import _differences
+from shardtree.inspection._comparison import CheckpointDifference, compare
+from shardtree.inspection._differences import ValueDifference, boxes_within
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, bits, global_states, rank_tree, state_layouts
 from tests.checkpoint.parts import saved as saved_tree

@@ -17,15 +17,15 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree import SaveOptions
-from shardtree.checkpoint._comparison import compare
-from shardtree.checkpoint.conversion import ConversionReport, convert
+from shardtree.conversion import ConversionReport, convert
 from shardtree.errors import (
     IntegrityError,
     KeyMismatch,
 )
+from shardtree.inspection._comparison import compare
+from shardtree.shell.table.index import read_index
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import default_strategies
-from shardtree.strategies.index import read_index
 from shardtree.testing import first_difference, global_states, rank_tree, state_layouts
 from shardtree.transforms import split_tensor, stack_layers
 from tests.checkpoint.parts import files, saved

@@ -12,9 +12,9 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint import OpenCheckpoint
-from shardtree.checkpoint.conversion._journal import journal_of
-from shardtree.checkpoint.conversion._plan import batches_of
-from shardtree.lazy import _computed
+from shardtree.conversion._journal import journal_of
+from shardtree.conversion._plan import batches_of
+from shardtree.core.lazy import _computed
 from shardtree.storage import MemoryStorage
 
 SHAPES = {"embedding": (40, 16), "layers.0.w": (16, 24), "norm": (16,)}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardtree as st
-from shardtree.checkpoint.conversion._single import SingleFile
+from shardtree.conversion._single import SingleFile
 from shardtree.errors import AlreadyACheckpoint, StorageError
 from shardtree.storage import LocalStorage
 from shardtree.world import World, simulate
@@ -87,7 +87,7 @@ def left_behind(source: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
-        patched.setattr("shardtree.checkpoint.conversion._convert.forget", killed)
+        patched.setattr("shardtree.conversion._convert.forget", killed)
         st.convert(source, file, backend="huggingface")
     assert sorted(path.name for path in file.parent.iterdir()) == [f".{file.name}.convert", file.name]
 

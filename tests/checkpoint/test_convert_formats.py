@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint._comparison import CheckpointDifference, compare
-from shardtree.checkpoint.conversion import convert
+from shardtree.conversion import convert
 from shardtree.errors import IntegrityError
+from shardtree.inspection._comparison import CheckpointDifference, compare
+from shardtree.shell.table import formats_with
+from shardtree.shell.table.index import IndexMetadata
 from shardtree.storage import LocalStorage, MemoryStorage
-from shardtree.strategies import StrategyAction, default_strategies, formats_with
-from shardtree.strategies.index import IndexMetadata
+from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, watched
 from tests.checkpoint.parts import Killed, files
 from tests.faults.sampling import EXHAUSTIVE, sample
@@ -192,7 +193,7 @@ def read_elsewhere(name: str) -> tuple[list[str], dict[str, torch.Tensor], dict[
     where = FIXTURES / name
     objects = [item.key for item in st.open_checkpoint(where).metadata.values() if is_object(item)]
     pairs = st.trees.leaves_with_paths(st.load_common_state_dict(where))
-    common = {st.trees.path_key(path): leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+    common = {st.core.trees.path_key(path): leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
     return objects, dict(st.load_plain_tensors(where)), common
 
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint._comparison import compare
-from shardtree.checkpoint.conversion import ConversionReport, _write, convert
-from shardtree.checkpoint.conversion._identity import common_hash
+from shardtree.conversion import ConversionReport, _write, convert
+from shardtree.conversion._identity import common_hash
 from shardtree.errors import IntegrityError, StorageError
+from shardtree.inspection._comparison import compare
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, global_states, rank_tree, state_layouts, watched

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint._comparison import compare
-from shardtree.checkpoint.conversion import ConversionReport, convert
+from shardtree.conversion import ConversionReport, convert
+from shardtree.inspection._comparison import compare
 from shardtree.storage import MemoryStorage
 from shardtree.world import simulate
 from tests.s3.environment import at, s3

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint._comparison import compare
-from shardtree.checkpoint.conversion import ConversionReport, convert
+from shardtree.conversion import ConversionReport, convert
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
+from shardtree.inspection._comparison import compare
 from shardtree.storage import MemoryStorage
 from shardtree.testing import Call, watched
 from tests.checkpoint.parts import Killed, files

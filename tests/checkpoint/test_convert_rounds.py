@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.conversion import _passage, _write, convert
+from shardtree.conversion import _passage, _write, convert
 from shardtree.errors import StorageError
 from shardtree.storage import MemoryStorage, wrapped
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.conversion import _write, convert
+from shardtree.conversion import _write, convert
 from shardtree.formats.huggingface import _save as huggingface
 from shardtree.formats.zarr import _layout as zarr
 from shardtree.storage import MemoryStorage

@@ -11,9 +11,9 @@ import torch
 import zarr
 
 import shardtree as st
-from shardtree.checkpoint.conversion._passage import Passage
+from shardtree.conversion._passage import Passage
+from shardtree.core.lazy import stored
 from shardtree.formats.zarr import _load
-from shardtree.lazy import stored
 
 ROWS, COLUMNS = 4, 2**20
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _choice
-from shardtree.checkpoint.loading._choice import Place, exchange_choice
-from shardtree.storage import LocalStorage, MemoryStorage, ReadReport, _folders, crosses_network
+from shardtree.shell.checkpoint.loading import _choice
+from shardtree.shell.checkpoint.loading._choice import Place, exchange_choice
+from shardtree.shell.storage import _folders, crosses_network
+from shardtree.storage import LocalStorage, MemoryStorage, ReadReport
 from shardtree.testing import watched
 
 ROWS = torch.arange(1 << 19).view(1 << 9, -1)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import BLOCK_BYTES, MemoryStorage, Verify
+from shardtree.shell.storage import BLOCK_BYTES, Verify
+from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, random_bits
 from tests.checkpoint.parts import ALL_FORMATS as FORMATS
 from tests.checkpoint.parts import counted

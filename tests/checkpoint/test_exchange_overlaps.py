@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _exchange
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
-from shardtree.plans import ExchangePlan, plan_exchange, plan_reads
+from shardtree.live import _reading as _exchange
+from shardtree.live.resharding._exchange import ExchangePlan, plan_exchange, plan_reads
+from shardtree.shell.world._simulated import SimulatedWorld
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, random_bits
 from shardtree.world import World
-from shardtree.world._simulated import SimulatedWorld
 from tests.trees.samples import assert_caught
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -13,12 +13,13 @@ from hypothesis import strategies as some
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
+from shardtree.core.plans import read_rounds
 from shardtree.errors import (
     KeyMismatch,
     StrategyError,
 )
-from shardtree.plans import read_rounds
-from shardtree.storage import MemoryStorage, Storage, _blocks
+from shardtree.shell.storage import _blocks
+from shardtree.storage import MemoryStorage, Storage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, cut, layouts
 from tests.checkpoint.parts import ALL_FORMATS, counted, saved, whole

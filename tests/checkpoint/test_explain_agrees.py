@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _checks, _strict
 from shardtree.plans import Unexpected
+from shardtree.shell.checkpoint.loading import _checks, _strict
 from shardtree.storage import MemoryStorage
 from shardtree.trees import flatten_with_paths
 from tests.checkpoint.parts import counted
@@ -232,7 +232,7 @@ def options(draw: some.DrawFn, trees: Sequence[Any]) -> dict[str, Any]:
 def known(trees: Sequence[Any]) -> Any:
     """The columns of all ranks' shards; none where the ranks don't agree, or there is no telling."""
     try:
-        return st.layouts.join_columns([st.layouts.tree_columns(tree, rank) for rank, tree in enumerate(trees)])
+        return st.layouts.join_columns([st.core.layouts.tree_columns(tree, rank) for rank, tree in enumerate(trees)])
     except Exception:
         return None
 

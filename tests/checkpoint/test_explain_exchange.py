@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.loading import _exchange
-from shardtree.plans import plan_exchange, plan_reads
+from shardtree.live import _reading as _exchange
+from shardtree.live.resharding._exchange import plan_exchange, plan_reads
 from shardtree.storage import MemoryStorage
 
 ALWAYS = st.LoadOptions(exchange="always", verify=None)

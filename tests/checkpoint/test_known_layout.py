@@ -14,15 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core.layouts import select_rows, tensor_shards, tree_columns
 from shardtree.errors import CheckpointingException, IntegrityError
-from shardtree.layouts import (
-    Mesh,
-    PartitionSpec,
-    TensorKind,
-    select_rows,
-    tensor_shards,
-    tree_columns,
-)
+from shardtree.layouts import Mesh, PartitionSpec, TensorKind
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, check_roundtrip, global_states, rank_tree, state_layouts
 from shardtree.world import World

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import claim, is_temporary, maker_is_dead, process_token
+from shardtree.shell.storage import claim, is_temporary, maker_is_dead, process_token
 from tests.quick_python.command import quick_python
 
 FORMATS = [("safetensors", 1), ("torch_dist", 1), ("zarr", 3)]

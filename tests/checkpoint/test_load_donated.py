@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.loading._targets import with_memories
+from shardtree.core.mapping.memory import _reach, check_no_aliases
 from shardtree.errors import ShapeError
-from shardtree.mapping.memory import _reach, check_no_aliases
+from shardtree.shell.checkpoint.loading._targets import with_memories
 from tests.checkpoint.parts import freed, saved_tensors, whole
 
 W = torch.arange(12.0).view(3, 4)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core.plans import convertible, read_rounds
 from shardtree.errors import KeyMismatch, ShapeError
-from shardtree.plans import convertible, read_rounds
 from shardtree.testing import PRINTABLE_DTYPES, Layout, Piece, bits, cut, layouts
 from tests.checkpoint.parts import saved_tensors, whole
 from tests.options import load_keywords

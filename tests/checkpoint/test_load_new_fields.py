@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core.trees import _at_paths
 from shardtree.errors import KeyMismatch, TreeError
 from shardtree.storage import MemoryStorage
-from shardtree.trees import _at_paths, register_dataclass
+from shardtree.trees import register_dataclass
 from tests.checkpoint.parts import FORMATS
 from tests.trees.samples import assert_caught
 

@@ -13,7 +13,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import NotACheckpoint
-from shardtree.storage import folder_in
+from shardtree.shell.storage import folder_in
 from tests.cli.checkpoints import run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

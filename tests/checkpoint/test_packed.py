@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint import _packed
-from shardtree.checkpoint._consistency import check_columns, describe
-from shardtree.checkpoint._packed import (
+from shardtree.errors import IntegrityError
+from shardtree.layouts import ShardColumns
+from shardtree.shell.checkpoint import _packed
+from shardtree.shell.checkpoint._consistency import check_columns, describe
+from shardtree.shell.checkpoint._packed import (
     AlikeColumns,
     pack_columns,
     send_tables,
     unpack_columns,
     without_long_table,
 )
-from shardtree.errors import IntegrityError
-from shardtree.layouts import ShardColumns
-from shardtree.strategies import Exchange
+from shardtree.shell.table import Exchange
 from shardtree.testing import GlobalState, global_states, rank_tree, state_layouts
 from shardtree.world import simulate
 from tests.checkpoint.parts import saved_by
@@ -46,7 +46,7 @@ def heard(columns: Sequence[ShardColumns], together: int) -> list[ShardColumns]:
 def check_columns_are_heard(hear: Hear, state: GlobalState, layout: Layouts, together: int) -> None:
     ranks = next(iter(layout.values())).ranks
     trees = (rank_tree(state, layout, rank) for rank in range(ranks))
-    own = [st.layouts.shard_columns(st.layouts.tensor_shards(tree), rank) for rank, tree in enumerate(trees)]
+    own = [st.layouts.shard_columns(st.core.layouts.tensor_shards(tree), rank) for rank, tree in enumerate(trees)]
     for found, expected in zip(hear(own, together), own, strict=True):
         assert (found.keys, found.kinds) == (expected.keys, expected.kinds)
         for name in ARRAYS:
@@ -84,12 +84,12 @@ def check_said_alike(check: Callable[..., None], case: tuple[GlobalState, Layout
     """Raise unless columns that are kept once fail as all ranks' do, whichever rows are main replicas."""
     state, layout, _ = case
     trees = (rank_tree(state, layout, rank) for rank in range(next(iter(layout.values())).ranks))
-    parts = [st.layouts.shard_columns(st.layouts.tensor_shards(tree), rank) for rank, tree in enumerate(trees)]
+    parts = [st.layouts.shard_columns(st.core.layouts.tensor_shards(tree), rank) for rank, tree in enumerate(trees)]
     parts = [replace(part, main=part.main & np.resize(np.array(mask), len(part))) for part in parts]
     said, descriptions = AlikeColumns(), [describe((), (), rank, ranks=len(parts)) for rank in range(len(parts))]
     for rank, part in enumerate(parts):
         said.add(part, rank)
-    expected = error_of(lambda: st.layouts.join_checked(parts))
+    expected = error_of(lambda: st.core.layouts.join_checked(parts))
     assert error_of(lambda: check("load", said, descriptions)) == expected
 
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said_alike_of_columns_that_are_kept_once(
 
 def test_the_law_catches_replicas_that_are_forgotten() -> None:
     def main_alone(doing: str, said: AlikeColumns, descriptions: Any) -> None:
-        st.layouts.join_checked(said.select(lambda part: np.flatnonzero(part.main)))
+        st.core.layouts.join_checked(said.select(lambda part: np.flatnonzero(part.main)))
 
     assert_caught(check_said_alike, main_alone, cases(), MASKS)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.mapping import _read_only
 from shardtree.errors import ShapeError, StorageError
-from shardtree.mapping import _read_only
 from tests.strategies.test_overwrite_formats import FORMATS
 
 pytestmark = [

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core.trees import NAMESPACE
 from shardtree.errors import TreeError
 from shardtree.testing import global_states, rank_tree, state_layouts, target_tree
-from shardtree.trees import NAMESPACE
 from tests.checkpoint.parts import FORMATS, saved, saved_by
 from tests.trees.samples import assert_caught
 
@@ -134,7 +134,7 @@ def test_a_registered_subclass_comes_back_as_what_the_target_has(backend: tuple[
     assert type(plain) is dict and plain["a"] == 3
     kept, left = st.partition(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
     assert type(left["p"]) is Params and not st.diff(st.combine(kept, left), tree)
-    assert type(st.trees.prune({"p": Params(a=st.trees.HOLE, b=1)})["p"]) is Params
+    assert type(st.core.trees.prune({"p": Params(a=st.trees.HOLE, b=1)})["p"]) is Params
 
 
 As = Callable[[Any], Any]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint._replicas import ReplicaDifference
 from shardtree.errors import IntegrityError
+from shardtree.inspection._replicas import ReplicaDifference
 from shardtree.storage import MemoryStorage
 from shardtree.testing import random_bits
 from tests.options import save_keywords
@@ -133,7 +133,7 @@ def test_a_save_of_a_spec_that_forgets_a_cut_tells_the_same(options: dict[str, A
 def test_with_a_known_layout_each_shard_is_compared_with_its_own_replica(changed: bool) -> None:
     state = {name: torch.full((4, 2), float(number)) for number, name in enumerate("zyxw")}
     trees = [st.map_data(torch.clone, tree) for tree in st.shard(state, st.Mesh(dp=2, tp=2), st.P("tp"))]
-    layout = st.layouts.tree_columns(trees)
+    layout = st.core.layouts.tree_columns(trees)
     if changed:
         trees[3]["x"].data[0, 0] = float("nan")
     refused = pytest.raises(IntegrityError, match="'x': rank 3 holds other elements than rank 1")

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 
 import shardtree as st
-from shardtree.checkpoint.saving import _start
 from shardtree.errors import (
     IntegrityError,
     RemoteError,
     StrategyError,
     UnsafeFile,
 )
+from shardtree.shell.checkpoint.saving import _start
 from shardtree.storage import MemoryStorage
 from shardtree.testing import common_states, outline
 from tests.checkpoint.parts import saved_by

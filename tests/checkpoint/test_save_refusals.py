@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.trees import path_key
 from shardtree.errors import CheckpointingException, TraceError, TreeError, UnsupportedValue
 from shardtree.interop.dtensor._placed import ReadOptions, all_parts, placed_tensors
-from shardtree.trees import path_key
 from tests.checkpoint.parts import ALL_FORMATS, freed
 from tests.options import save_keywords
 
@@ -131,7 +131,7 @@ def test_what_is_not_initialised_differs_from_what_is(kind: str) -> None:
     tree, other, filled = ({"a": [1, each]} for each in (LAZY[kind](), LAZY[kind](), torch.ones(2)))
     assert not st.diff(tree, other)
     assert st.diff(tree, filled).mismatch == st.diff(filled, tree).mismatch == (("a", 1),)
-    (problem,) = st.layouts.common_problems([tree, filled])
+    (problem,) = st.core.layouts.common_problems([tree, filled])
     assert str(problem).startswith("tree['a'][1]: rank 0 has Uninitialized")
 
 

@@ -15,17 +15,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import (
-    LocalStorage,
-    MemoryStorage,
-    Storage,
-    claim,
-    folder_in,
-    make_folder,
-    owner_note,
-    release,
-    storage_at,
-)
+from shardtree.shell.storage import claim, folder_in, make_folder, owner_note, release, storage_at
+from shardtree.storage import LocalStorage, MemoryStorage, Storage
 from shardtree.testing import Call, watched
 from shardtree.world import World
 from tests.options import save_keywords

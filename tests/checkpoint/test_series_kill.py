@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.series import _remove
-from shardtree.storage import MemoryStorage, Storage, folder_in
+from shardtree.series import _remove
+from shardtree.shell.storage import folder_in
+from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, watched
 from tests.checkpoint.test_series import NOT_SYNCED, tree
 from tests.faults.sampling import first

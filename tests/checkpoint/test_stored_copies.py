@@ -18,8 +18,8 @@ from hypothesis import strategies as some
 from torch.distributed.tensor import Replicate, Shard
 
 import shardtree as st
-from shardtree.checkpoint._replicas import ReplicaDifference
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
+from shardtree.inspection._replicas import ReplicaDifference
 from shardtree.storage import MemoryStorage
 from tests.cli.checkpoints import document, run
 from tests.interop.dtensor_cases import Case, numbered

@@ -19,8 +19,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
+from shardtree.shell.table import find_strategy
 from shardtree.storage import LocalStorage
-from shardtree.strategies import default_strategies, find_strategy
+from shardtree.strategies import default_strategies
 from tests.checkpoint.parts import files as walk
 from tests.checkpoint.parts import saved_by, whole
 from tests.options import load_keywords

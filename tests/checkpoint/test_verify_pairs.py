@@ -19,14 +19,12 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, StrategyError, UnsupportedValue
+from shardtree.shell.table import METADATA_FILE, decode_metadata, encode_metadata
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import (
-    METADATA_FILE,
     StoredItem,
     StrategyAction,
-    decode_metadata,
     default_strategies,
-    encode_metadata,
     item_buffers,
     rank_file,
     rank_files,

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.storage import BLOCK_BYTES
-from shardtree.strategies.index import bounding_box
+from shardtree.shell.storage import BLOCK_BYTES
+from shardtree.shell.table.index import bounding_box
 from tests.checkpoint.parts import FORMATS, saved_by
 from tests.checkpoint.parts import files as walk
 from tests.strategies.folders import Files, flipped, folder_of

@@ -139,7 +139,7 @@ def test_the_exit_status_is_1_where_something_differs(status: int, monkeypatch: 
 
 WEIGHTS = made_up_weights()
 STATES = [training_state(WEIGHTS, LOADED_AS, rank, 2) for rank in range(2)]
-ELEMENTS = sum(shard.data.numel() for shard in st.layouts.tensor_shards(training_state(WEIGHTS, LOADED_AS, 0, 1)))
+ELEMENTS = sum(shard.data.numel() for shard in st.core.layouts.tensor_shards(training_state(WEIGHTS, LOADED_AS, 0, 1)))
 
 
 MATRIX = "encoder.layer.1.intermediate.dense.weight"

@@ -74,7 +74,8 @@ def test_flags_have_no_type_in_the_help() -> None:
 
 
 def test_help_lists_the_formats_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardtree.strategies import StrategyAction, base
+    from shardtree.shell.table import base
+    from shardtree.strategies import StrategyAction
 
     monkeypatch.setitem(base._rows, (StrategyAction.SAVE_SHARDED, "punchcards", 2), print)
     text = " ".join(run("convert", "--help").stdout.split())

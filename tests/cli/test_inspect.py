@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import shardtree as st
-from shardtree.checkpoint import needed_files
 from shardtree.cli import _files
-from shardtree.trees import match_key
+from shardtree.core.trees import match_key
+from shardtree.inspection import needed_files
 from tests.cli.checkpoints import ROOT, document, process, run, training_state
 
 

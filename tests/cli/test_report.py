@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.strategies import StrategyAction, base
+from shardtree.shell.table import base
+from shardtree.strategies import StrategyAction
 from tests.cli.checkpoints import ROOT, document, run, save_training_state
 from tests.cli.test_verify_command import data_file, flip
 

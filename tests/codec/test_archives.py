@@ -28,7 +28,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.codec import decode_tree, encode_tree, row_major_bits
+from shardtree.core.codec import decode_tree, encode_tree, row_major_bits
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.formats.archives import (
     add_record,

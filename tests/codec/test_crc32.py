@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtree.codec import crc32, crc32_thread_bytes
+from shardtree.core.codec import crc32, crc32_thread_bytes
 from tests.quick_python.command import quick_python
 
 WITHOUT_ISAL = """
 import sys
 sys.modules["isal"] = None
-from shardtree.codec import crc32, crc32_thread_bytes
+from shardtree.core.codec import crc32, crc32_thread_bytes
 print(crc32(b"789", crc32(b"123456")), crc32_thread_bytes())
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardtree.codec import (
+from shardtree.core.codec import (
     bit_view,
     byte_buffer,
     check_storable,
@@ -21,7 +21,7 @@ from shardtree.codec import (
     kind_in_file,
     row_major_bits,
 )
-from shardtree.codec._header import byte_length
+from shardtree.core.codec._header import byte_length
 from shardtree.errors import MetadataError, UnsupportedValue
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

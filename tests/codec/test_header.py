@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.codec import (
+from shardtree.core.codec import (
     Entry,
     bit_view,
     decode_header,
@@ -21,7 +21,7 @@ from shardtree.codec import (
     format_tag,
     header_length,
 )
-from shardtree.codec._header import byte_length
+from shardtree.core.codec._header import byte_length
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, MetadataError
 
 TAGS = ["BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64", "C64"]

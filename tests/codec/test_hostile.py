@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.codec import Entry, decode_tree, encode_header
-from shardtree.codec._tree import _DECODERS
+from shardtree.core.codec import Entry, decode_tree, encode_header
+from shardtree.core.codec._tree import _DECODERS
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 
 

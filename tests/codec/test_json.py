@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.codec import canonical_json, parse_json
+from shardtree.core.codec import canonical_json, parse_json
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue
 
 JSON = st.recursive(

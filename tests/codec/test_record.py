@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardtree.codec import decode_tree, encode_tree
+from shardtree.core.codec import decode_tree, encode_tree
 from shardtree.errors import UnsupportedValue
 from shardtree.trees import Record
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from shardtree.codec import Entry, decode_header, decode_tree, encode_header, encode_tree
+from shardtree.core.codec import Entry, decode_header, decode_tree, encode_header, encode_tree
 from shardtree.errors import CheckpointingException, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.testing import outline
 from shardtree.trees import HOLE, Record

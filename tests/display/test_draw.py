@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.layouts import tree_columns
+from shardtree.core.layouts import tree_columns
 from shardtree.pictures import Picture
 from shardtree.retention import SavedStep, keep_last
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import shardtree
 from shardtree import Mesh, ReshardPlan, plan_reshard, reshard, simulate
 from shardtree import PartitionSpec as P
-from shardtree.fingerprints import bytes_total
+from shardtree.core.fingerprints import bytes_total
 from shardtree.live._redistribute import own_rows
 from shardtree.plans import with_relays
 from shardtree.testing import GlobalState, random_bits
@@ -45,7 +45,7 @@ def test_its_sum_is_that_of_the_library(size: int, seed: int) -> None:
 def by_key(tree: Any, columns: shardtree.layouts.ShardColumns, rank: int) -> dict[str, list[torch.Tensor]]:
     """Return a rank's tensors as the file takes them: in the order of the plan."""
     found: dict[str, list[torch.Tensor]] = {}
-    shards = shardtree.layouts.tensor_shards(tree)
+    shards = shardtree.core.layouts.tensor_shards(tree)
     for _, shard in sorted(zip(own_rows("own", columns, shards, rank), shards, strict=True), key=itemgetter(0)):
         data = torch.empty(shard.data_shape, dtype=shard.dtype) if shard.data is None else shard.data
         found.setdefault(shard.key, []).append(data)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 import shardtree as st
-from shardtree.codec import dtype_from_name, dtype_name, format_tag, is_tagged
-from shardtree.codec._dtypes import _TAGS
-from shardtree.codec._tree import _DECODERS
-from shardtree.storage import BLOCK_BYTES
-from shardtree.strategies.index import COLUMNS, read_index
+from shardtree.core.codec import dtype_from_name, dtype_name, format_tag, is_tagged
+from shardtree.core.codec._dtypes import _TAGS
+from shardtree.core.codec._tree import _DECODERS
+from shardtree.shell.storage import BLOCK_BYTES
+from shardtree.shell.table.index import COLUMNS, read_index
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

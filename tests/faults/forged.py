@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 import shardtree as st
-from shardtree.codec import Entry, encode_header
-from shardtree.storage import BLOCK_BYTES, digest
-from shardtree.strategies import encode_metadata
-from shardtree.strategies.index import Index, decode_index, encode_index, text_columns
+from shardtree.core.codec import Entry, encode_header
+from shardtree.shell.storage import BLOCK_BYTES, digest
+from shardtree.shell.table import encode_metadata
+from shardtree.shell.table.index import Index, decode_index, encode_index, text_columns
 from tests.fuzz.seeds import write_files
 
 SAVE = "save-20260102T030405-0123456789abcdef"

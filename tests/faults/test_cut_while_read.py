@@ -12,8 +12,8 @@ import pytest
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, StorageError
-from shardtree.storage._local_files import LocalReader
-from shardtree.strategies import _metadata
+from shardtree.shell.storage._local_files import LocalReader
+from shardtree.shell.table import _metadata
 from tests.faults.sampling import sample
 from tests.fuzz import seeds
 from tests.fuzz.seeds import Files, write_files

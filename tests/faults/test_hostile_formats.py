@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from shardtree.strategies._metadata import encode_metadata
+from shardtree.shell.table._metadata import encode_metadata
 from tests.faults.entry_points import ways_to_read
 from tests.fuzz import seeds
 from tests.fuzz.seeds import Files, saved, write_files

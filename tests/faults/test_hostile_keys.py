@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.trees import differing_prefix
 from shardtree.errors import CheckpointingException, IntegrityError, TreeError
 from shardtree.formats.torch_dist._buckets import Piece, is_bucket
 from shardtree.formats.torch_dist._parameter_order import full_name, known_orders, layer_of
 from shardtree.transforms import keep_layers, stack_layers, unstack_layers
-from shardtree.trees import differing_prefix
 from tests.faults.absurd_numbers import QUICK, entry_points
 
 LONG = {

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import shardtree as st
 from shardtree.cli._app import app
 from shardtree.errors import CheckpointingException, UnsupportedValue
-from shardtree.strategies.index import COLUMNS, Index
+from shardtree.shell.table.index import COLUMNS, Index
 from tests.faults.entry_points import QUICK, entry_points
 from tests.faults.forged import (
     COMMON,

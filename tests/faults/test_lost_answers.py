@@ -143,7 +143,7 @@ def test_formats_with_a_commit_of_their_own_remove_nothing_either(backend: str, 
 def test_the_loss_is_seen_where_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a failing save that removes what it wrote, as if it were sure that nothing arrived."""
     files, storage = silent_storage()
-    monkeypatch.setattr("shardtree.strategies._values.OutcomeUnknown", KeyboardInterrupt)
+    monkeypatch.setattr("shardtree.shell.table._values.OutcomeUnknown", KeyboardInterrupt)
     with pytest.raises(st.errors.OutcomeUnknown):
         save(storage, 2.0)
     files.apply()

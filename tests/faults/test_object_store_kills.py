@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import shardtree as st
+from shardtree.shell.table._metadata import replace_metadata
 from shardtree.stores import _object_store
-from shardtree.strategies._metadata import replace_metadata
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
 from tests.s3 import jobs
 from tests.s3.environment import at, s3

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as draws
 
 import shardtree as st
-from shardtree.storage import Buffer, MemoryStorage, wrapped
+from shardtree.shell.storage import Buffer
+from shardtree.storage import MemoryStorage, wrapped
 from tests.faults.sampling import usually
 from tests.options import save_keywords
 

@@ -11,10 +11,10 @@ import torch
 
 import shardtree as st
 from shardtree import World
-from shardtree.checkpoint import _comparison
 from shardtree.errors import CheckpointReplaced
-from shardtree.storage._local_files import LocalReader
-from shardtree.strategies import _metadata
+from shardtree.inspection import _comparison
+from shardtree.shell.storage._local_files import LocalReader
+from shardtree.shell.table import _metadata
 from tests.checkpoint.parts import FORMATS
 
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.fingerprints import _sums, axis_weights, host_total
-from shardtree.fingerprints._sums import SlabTotal, _slab_total, compiled_total
+from shardtree.core.fingerprints import _sums, axis_weights, host_total
+from shardtree.core.fingerprints._sums import SlabTotal, _slab_total, compiled_total
 from shardtree.testing import shapes, tensors
 from tests.quick_python.command import quick_python
 from tests.trees.samples import assert_caught
@@ -72,7 +72,7 @@ WITHOUT_NUMBA = """
 import sys
 sys.modules["numba"] = None
 import numpy as np
-from shardtree.fingerprints import _sums, host_total
+from shardtree.core.fingerprints import _sums, host_total
 _sums._WORTH = 0
 print(_sums.compiled_for(1), host_total(np.zeros(3, dtype=np.uint8), (0,), (0,)) > 0)
 """

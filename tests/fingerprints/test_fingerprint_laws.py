@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree import ShardedTensor, World
-from shardtree.fingerprints import axis_weights, box_total, device_total, host_total, shard_pieces
-from shardtree.fingerprints._sums import FACTOR
+from shardtree.core.fingerprints import axis_weights, box_total, device_total, host_total, shard_pieces
+from shardtree.core.fingerprints._sums import FACTOR
 from shardtree.storage import MemoryStorage
 from shardtree.testing import (
     STORABLE_DTYPES,
@@ -110,7 +110,7 @@ def adding(tree: Any, world: World, change: Callable[[ShardedTensor], ShardedTen
 
 
 def _total(shard: ShardedTensor) -> int:
-    return sum(map(shardtree.fingerprints.piece_total, shard_pieces(shard)))
+    return sum(map(shardtree.core.fingerprints.piece_total, shard_pieces(shard)))
 
 
 def _main(shard: ShardedTensor) -> ShardedTensor | None:
@@ -235,7 +235,7 @@ def test_pieces_add_up_to_the_tensor(tensor: torch.Tensor, most: int, data: st.D
     pieces = [piece for shard in mains for piece in shard_pieces(shard, most)]
     assert sum(piece.data.numel() for piece in pieces) == tensor.numel()
     assert all(piece.data.numel() <= most for piece in pieces)
-    total = sum(map(shardtree.fingerprints.piece_total, pieces))
+    total = sum(map(shardtree.core.fingerprints.piece_total, pieces))
     assert total % 2**64 == (box_total(tensor, (0,) * tensor.ndim) if tensor.numel() else 0)
 
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_has_the_fingerprints_of_its_tree(data: st.DataObject) -> N
     expected = {key: by_the_page(key, tensor) for key, tensor in state.tensors.items()}
     assert shardtree.fingerprint(folder) == expected
     assert shardtree.simulate(3, lambda world: shardtree.fingerprint(folder, world=world)) == [expected] * 3
-    assert shardtree.strategies.stored_fingerprints(shardtree.open_checkpoint(folder).metadata) == expected
+    assert shardtree.shell.table.stored_fingerprints(shardtree.open_checkpoint(folder).metadata) == expected
     assert shardtree.verify(folder) == ()
     opened = shardtree.open_checkpoint(folder)
     assert shardtree.fingerprint([opened[key] for key in expected]) == expected  # lazy tensors

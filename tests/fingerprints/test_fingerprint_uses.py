@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.strategies import read_metadata, replace_metadata, stored_fingerprints
-from shardtree.strategies._metadata import write_checked
-from shardtree.strategies.index import Index, encode_index, read_index, text_at
+from shardtree.shell.table import read_metadata, replace_metadata, stored_fingerprints
+from shardtree.shell.table._metadata import write_checked
+from shardtree.shell.table.index import Index, encode_index, read_index, text_at
 from shardtree.testing import random_bits
 from tests.checkpoint.parts import ALL_FORMATS
 from tests.options import save_keywords

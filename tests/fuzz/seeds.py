@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import shardtree as st
-from shardtree.codec import Entry, encode_header
+from shardtree.core.codec import Entry, encode_header
 from shardtree.formats.zarr._cells import encode_shard_index
 
 Files = dict[str, bytes]

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from shardtree.codec import Entry, decode_header, encode_header, parse_json
+from shardtree.core.codec import Entry, decode_header, encode_header, parse_json
 from shardtree.errors import CheckpointingException
 from shardtree.formats.archives._zip import append, directory
-from shardtree.storage import BLOCK_BYTES, digest
-from shardtree.strategies._metadata import encode_metadata
-from shardtree.strategies.index import Index, decode_index, encode_index
+from shardtree.shell.storage import BLOCK_BYTES, digest
+from shardtree.shell.table._metadata import encode_metadata
+from shardtree.shell.table.index import Index, decode_index, encode_index
 
 from . import seeds
 from .seeds import Files

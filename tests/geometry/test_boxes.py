@@ -6,12 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import (
-    as_int64,
-    box_column,
-    narrowed,
-    widen,
-)
+from shardtree.core.geometry import as_int64, box_column, narrowed, widen
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Column, Cuts, carve_boxes, flat_boxes
+from shardtree.core.geometry import Column, Cuts, carve_boxes, flat_boxes
 from tests.trees.samples import assert_caught
 
 Carve = Callable[[Column, Column, Column, Column, Column], Cuts]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Spans, cut_spans
+from shardtree.core.geometry import Spans, cut_spans
 from tests.trees.samples import assert_caught
 
 CUTS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=3)

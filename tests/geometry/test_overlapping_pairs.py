@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Column, overlapping_pairs
-from shardtree.geometry._pairs import GroupedBoxes, _candidates, _cut_into_slabs
+from shardtree.core.geometry import Column, overlapping_pairs
+from shardtree.core.geometry._pairs import GroupedBoxes, _candidates, _cut_into_slabs
 
 Side = tuple[Column, Column, Column]  # group, offset, shape
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import _pairs as module
-from shardtree.geometry import reach_of, row_numbers, rows_in_reach
+from shardtree.core.geometry import _pairs as module
+from shardtree.core.geometry import reach_of, row_numbers, rows_in_reach
 from tests.geometry.test_overlapping_pairs import Side, share_an_element, two_sides
 from tests.trees.samples import assert_caught
 

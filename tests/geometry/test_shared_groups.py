@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Column, shared_groups
-from shardtree.geometry import _coverage as module
+from shardtree.core.geometry import Column, shared_groups
+from shardtree.core.geometry import _coverage as module
 from tests.trees.samples import assert_caught
 
 Find = Callable[[Column, Column, Column], Column]

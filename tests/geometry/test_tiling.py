@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Column, group_sums, tiled_groups, volumes
+from shardtree.core.geometry import Column, group_sums, tiled_groups, volumes
 from tests.trees.samples import assert_caught
 
 Boxes = tuple[Column, Column, Column, int]

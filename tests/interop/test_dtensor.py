@@ -17,9 +17,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardtree as st
+from shardtree.core.layouts import tensor_shards, tree_columns
 from shardtree.errors import CheckpointingException, IntegrityError, ShapeError, TreeError, UnsupportedValue
 from shardtree.interop.dtensor import dtensor_layout, from_dtensors, spec_of, to_dtensors
-from shardtree.layouts import AxisSplit, PartitionSpec, tensor_shards, tree_columns
+from shardtree.layouts import AxisSplit, PartitionSpec
 from shardtree.storage import MemoryStorage
 from shardtree.testing import check_pure
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
@@ -39,7 +40,7 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
 def check_shards(convert: Callable[[Any], Any], case: Case) -> None:
     """Check that the shards of all ranks have main replicas for each element once, and hold what stands there."""
     trees = {rank: convert({"w": dtensor}) for rank, dtensor in case.dtensors().items()}
-    assert st.layouts.access_problems(tree_columns(trees)) == ()
+    assert st.core.layouts.access_problems(tree_columns(trees)) == ()
     for tree in trees.values():
         for shard in tensor_shards(tree):
             assert torch.equal(shard.data, case.whole[shard.global_slice()])
@@ -259,7 +260,7 @@ def test_a_tensor_on_a_slice_is_replicated_along_the_other_axes(axis: int) -> No
     mains = [rank for rank, tree in trees.items() if st.is_main_replica(tree["w"].replica_id)]
     assert mains == [[0, 2], [0, 1]][axis]
     assert layouts == [rows(tree_columns(trees))] * 4
-    assert st.layouts.access_problems(tree_columns(trees)) == ()
+    assert st.core.layouts.access_problems(tree_columns(trees)) == ()
 
 
 def test_what_this_rank_has_no_part_in_is_left_out_and_comes_back_as_it_was() -> None:
@@ -290,7 +291,7 @@ def check_fsdp2(convert: Callable[[Any], Any], case: Case) -> None:
         shape = {"shape": case.whole.shape, "stride": case.whole.stride()}
         held = DTensor.from_local(as_fsdp2(case, rank), case.mesh(rank), case.placements, **shape)
         trees[rank] = convert({"w": held})
-    assert st.layouts.access_problems(tree_columns(trees)) == ()
+    assert st.core.layouts.access_problems(tree_columns(trees)) == ()
     for tree in trees.values():
         assert torch.equal(tree["w"].data, case.whole[tree["w"].global_slice()])
 

@@ -10,7 +10,8 @@ import torch
 
 import shardtree as st
 from shardtree.interop.dtensor import from_dtensors, to_dtensors
-from shardtree.world import World, run_processes
+from shardtree.shell.world import run_processes
+from shardtree.world import World
 from tests.interop.test_dtensor_fsdp2 import check_same, states, train, trained, whole
 
 pytestmark = [pytest.mark.peers, pytest.mark.torchrun]

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import shardtree as st
+from shardtree.core.layouts import tensor_shards
 from shardtree.interop.dtensor import dtensor_layout, from_dtensors, to_dtensors
-from shardtree.layouts import tensor_shards
-from shardtree.world import World, run_processes
+from shardtree.shell.world import run_processes
+from shardtree.world import World
 from tests.interop.test_dtensor import rows
 
 pytestmark = [pytest.mark.peers, pytest.mark.torchrun]

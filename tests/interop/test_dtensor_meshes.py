@@ -18,10 +18,11 @@ from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
+from shardtree.core.layouts import tensor_shards, tree_columns
 from shardtree.errors import MetadataError
 from shardtree.interop.dtensor import dtensor_layout, from_dtensors
 from shardtree.interop.dtensor._placed import widened
-from shardtree.layouts import Mesh, tensor_shards, tree_columns
+from shardtree.layouts import Mesh
 from shardtree.storage import MemoryStorage
 from shardtree.trees import leaves_with_paths
 from tests.interop.dtensor_cases import numbered
@@ -107,7 +108,7 @@ def test_slices_of_unflattened_meshes_are_saved_whole(
             # A stage knows what its own ranks hold; a layout is of all that are saved together.
             layout = dtensor_layout(tree) if within is None else None
             made.append((from_dtensors(tree, within=within), layout))
-    assert st.layouts.access_problems(tree_columns({rank: tree for rank, (tree, _) in enumerate(made)})) == ()
+    assert st.core.layouts.access_problems(tree_columns({rank: tree for rank, (tree, _) in enumerate(made)})) == ()
 
     def save_own(world: st.World) -> None:
         tree, layout = made[world.rank]

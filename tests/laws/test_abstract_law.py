@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree import transforms, trees
+from shardtree.core.lazy import LazyTensor
 from shardtree.errors import CheckpointingException
-from shardtree.lazy import LazyTensor
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.testing import LENS_CASES, cut, dtypes, layouts, random_bits
 from tests.trees.samples import assert_caught
@@ -77,7 +77,7 @@ OF_TREES: dict[str, Transform] = {
     "cast": partial(st.cast, dtype=torch.bfloat16),
     "cast some": partial(st.cast, dtype=torch.bfloat16, keys=["**"]),
     "combine": lambda tree: st.combine(*st.trees.extract_sharded(tree)),
-    "common_with_holes": st.trees.common_with_holes,
+    "common_with_holes": st.core.trees.common_with_holes,
     "extract_metadata": st.extract_metadata,
     "extract_nonpersistent": lambda tree: list(st.trees.extract_nonpersistent(tree)),
     "extract_sharded": lambda tree: list(st.trees.extract_sharded(tree)),
@@ -93,7 +93,7 @@ OF_TREES: dict[str, Transform] = {
     "select": partial(st.select, wanted="a*"),
     "unbox": lambda tree: st.unbox(tensors_alone(tree)),
     "without_data": st.without_data,
-    "without_holes": st.trees.without_holes,
+    "without_holes": st.core.trees.without_holes,
 }
 
 

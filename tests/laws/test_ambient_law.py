@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 import shardtree as st
 from shardtree import fingerprints
-from shardtree._ambient import shielded
-from shardtree.lazy import computed, lazy_map
+from shardtree.core.ambient import shielded
+from shardtree.core.lazy import computed, lazy_map
 from shardtree.storage import MemoryStorage
 from shardtree.testing import bits
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as hy
 
 import shardtree as st
-from shardtree.checkpoint.loading import _checks
+from shardtree.core.trees import path_key
 from shardtree.errors import KeyMismatch, TreeError, render_path
+from shardtree.shell.checkpoint.loading import _checks
 from shardtree.storage import MemoryStorage
-from shardtree.trees import leaves_with_paths, path_key
+from shardtree.trees import leaves_with_paths
 from tests.checkpoint.parts import FORMATS
 from tests.trees.samples import assert_caught
 

@@ -14,7 +14,10 @@ import torch
 
 import shardtree
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, wrapped
+from shardtree.shell.storage import make_folder
+from shardtree.shell.table import safetensors
+from shardtree.shell.table.index import remove_sharded
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, wrapped
 from shardtree.strategies import (
     AsyncRequest,
     Checkpoint,
@@ -22,9 +25,7 @@ from shardtree.strategies import (
     Strategies,
     StrategyAction,
     default_strategies,
-    safetensors,
 )
-from shardtree.strategies.index import remove_sharded
 from shardtree.testing import Call, outline, watched
 from shardtree.world import World, simulate
 from tests.options import save_keywords

@@ -18,12 +18,14 @@ import pytest
 import torch
 
 import shardtree
+from shardtree.core.layouts import tree_columns
 from shardtree.errors import RemoteError
-from shardtree.layouts import tree_columns
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.storage import MemoryStorage, Storage, is_folder
+from shardtree.shell.storage import is_folder
+from shardtree.shell.world import _phases, agree, gather_on_rank_zero, on_rank_zero, share, step
+from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, watched
-from shardtree.world import World, _phases, agree, gather_on_rank_zero, on_rank_zero, one_process, share, simulate, step
+from shardtree.world import World, one_process, simulate
 from tests.options import load_keywords, save_keywords
 from tests.strategies.buckets import Job, layer_kinds, write
 

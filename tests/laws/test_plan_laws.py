@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree.core.layouts import select_rows
+from shardtree.core.plans import LoadPlan, Runs, StoredChunks, level_writes, plan_load
 from shardtree.errors import CheckpointingException, ShapeError
-from shardtree.layouts import ShardColumns, join_columns, select_rows, shard_columns
+from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import LoadPlan, Runs, StoredChunks, level_writes, plan_load
+from shardtree.shell.table.index import load_from_index, read_index
 from shardtree.storage import MemoryStorage, ReadReport
 from shardtree.strategies import Checkpoint, Strategies, StrategyAction, default_strategies
-from shardtree.strategies.index import load_from_index, read_index
 from shardtree.testing import Layout, check_load_plan, check_writes, cut, even_layout, layouts
 from shardtree.world import simulate
 

@@ -15,14 +15,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec import bit_view, byte_buffer, row_major_bits
-from shardtree.lazy import flat_bytes
+from shardtree.core.codec import bit_view, byte_buffer, row_major_bits
+from shardtree.core.lazy import flat_bytes
+from shardtree.core.trees import as_integers
 from shardtree.live import _move
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import STORABLE_DTYPES, check_ways, random_bits
 from shardtree.testing._bits import bits
-from shardtree.trees import as_integers, map_shards
+from shardtree.trees import map_shards
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree.core.trees import common_with_holes
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import MemoryStorage
-from shardtree.trees import common_with_holes
 from tests.checkpoint.parts import FORMATS
 from tests.trees.samples import assert_caught
 

@@ -20,8 +20,8 @@ import torch
 import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CheckpointingException, CheckpointReplaced
 from shardtree.interop.deepspeed import save_universal
+from shardtree.shell.table import _save_folders
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, wrapped
-from shardtree.strategies import _save_folders
 from shardtree.testing import Call, watched
 from shardtree.world import World, simulate
 from tests.faults.sampling import first, sample, usually

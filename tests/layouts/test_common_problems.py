@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.layouts import Problem, common_problems
+from shardtree.core.layouts import common_problems
+from shardtree.layouts import Problem
 from shardtree.trees import HOLE
 from tests.trees.samples import assert_caught
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 
 import shardtree as st
+from shardtree.core.lazy import stored
 from shardtree.errors import CheckpointingException
 from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local, shard_at
-from shardtree.lazy import stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.storage import MemoryStorage
 from shardtree.testing import MeshCase as Case

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import box_column
-from shardtree.layouts import Grid, chunk_grids, join_columns, shard_columns
+from shardtree.core.geometry import box_column
+from shardtree.core.layouts import Grid, chunk_grids
+from shardtree.layouts import join_columns, shard_columns
 from shardtree.testing import Layout, cut, layouts, shapes
 from tests.trees.samples import assert_caught
 

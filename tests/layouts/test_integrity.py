@@ -13,25 +13,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.errors import IntegrityError
-from shardtree.geometry import volumes
-from shardtree.layouts import (
+from shardtree.core.geometry import volumes
+from shardtree.core.layouts import (
     Faults,
-    Problem,
-    ShardColumns,
     _integrity,
     access_problems,
     doubled_faults,
     join_checked,
-    join_columns,
     place_text,
     raise_problems,
     select_rows,
-    shard_columns,
     sharding_faults,
-    sharding_problems,
 )
-from shardtree.layouts._problems import _sizes
+from shardtree.core.layouts._problems import _sizes
+from shardtree.errors import IntegrityError
+from shardtree.layouts import Problem, ShardColumns, join_columns, shard_columns, sharding_problems
 from shardtree.mapping import ShardedTensor, is_main_replica
 from shardtree.testing import Layout, Piece, cut, layouts, shapes
 from tests.trees.samples import assert_caught

@@ -10,6 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from shardtree.core.layouts import (
+    access_problems,
+    common_problems,
+    join_objects,
+    kind_problems,
+    mesh_shard,
+    object_problems,
+    problem_lines,
+    rank_leaf,
+    select_rows,
+    write_problems,
+)
 from shardtree.layouts import (
     AxisSplit,
     Coverage,
@@ -19,24 +31,14 @@ from shardtree.layouts import (
     ShardColumns,
     TensorKind,
     abstract_at,
-    access_problems,
-    common_problems,
     coverage,
     join_columns,
-    join_objects,
-    kind_problems,
     mesh_columns,
-    mesh_shard,
     mesh_shards,
-    object_problems,
-    problem_lines,
-    rank_leaf,
-    select_rows,
     shard,
     shard_columns,
     sharding_problems,
     unshard,
-    write_problems,
 )
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.objects import reshard_objects

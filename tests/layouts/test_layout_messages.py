@@ -12,35 +12,30 @@ import numpy as np
 import pytest
 import torch
 
+from shardtree.core.layouts import check_spec, held_arrays, mesh_shard, raise_problems, rank_leaf, trees_by_rank
+from shardtree.core.layouts.meshes import placed_columns
+from shardtree.core.layouts.meshes._placement import Placement
 from shardtree.layouts import (
     AxisSplit,
     Mesh,
     PartitionSpec,
     TensorKind,
     check_access,
-    check_spec,
     join_columns,
     layout_of,
     mesh_columns,
-    mesh_shard,
     object_columns,
-    raise_problems,
-    rank_leaf,
     shard,
     shard_columns,
     sharding_problems,
     specs_by_pattern,
-    trees_by_rank,
     unshard,
 )
-from shardtree.layouts.meshes import placed_columns
-from shardtree.layouts.meshes._placement import Placement
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.objects import (
     ObjectArray,
     concatenate_objects,
     fold_objects,
-    held_arrays,
     redistribute_objects,
     replicate_cell,
     replicate_objects,

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.layouts import Problem, join_objects, object_columns, object_problems
+from shardtree.core.layouts import join_objects, object_problems
+from shardtree.layouts import Problem, object_columns
 from shardtree.mapping import ShardedObject, is_main_replica
 from tests.trees.samples import assert_caught
 

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
+from shardtree.core.trees import match_key
 from shardtree.errors import KeyMismatch, MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, abstract_at, from_local, layout_of, shard, shard_at, specs_by_pattern
-from shardtree.trees import match_key, nested
+from shardtree.trees import nested
 from tests.trees.samples import assert_caught
 
 MESH, ROWS, WHOLE = Mesh(tp=2), PartitionSpec("tp"), PartitionSpec()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.layouts import tree_columns
 from shardtree.errors import CheckpointingException, IntegrityError
 from shardtree.layouts import (
     AxisSplit,
@@ -21,7 +22,6 @@ from shardtree.layouts import (
     shard_at,
     sharding_problems,
     specs_by_pattern,
-    tree_columns,
     unshard,
 )
 from shardtree.trees import HOLE, diff

@@ -13,15 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtree.core.layouts import select_rows, shard_boxes
 from shardtree.errors import IntegrityError
-from shardtree.layouts import (
-    ShardColumns,
-    TensorKind,
-    join_columns,
-    select_rows,
-    shard_boxes,
-    shard_columns,
-)
+from shardtree.layouts import ShardColumns, TensorKind, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.testing import STORABLE_DTYPES, Layout, cut, layouts, shapes
 from tests.trees.samples import assert_caught

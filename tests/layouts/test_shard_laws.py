@@ -13,6 +13,8 @@ import torch
 from hypothesis import given
 
 import shardtree.layouts as layouts
+from shardtree.core.layouts import tree_columns
+from shardtree.core.trees import empty_data
 from shardtree.layouts import (
     AxisSplit,
     Mesh,
@@ -21,12 +23,11 @@ from shardtree.layouts import (
     coverage,
     mesh_columns,
     sharding_problems,
-    tree_columns,
 )
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.testing import STORABLE_DTYPES, first_difference, mesh_cases, outline, random_bits
 from shardtree.testing import MeshCase as Case
-from shardtree.trees import apply_factories, diff, empty_data, leaves_with_paths, map_shards, without_data
+from shardtree.trees import apply_factories, diff, leaves_with_paths, map_shards, without_data
 from tests.trees.samples import assert_caught
 
 Shard = Callable[..., list[Any]]

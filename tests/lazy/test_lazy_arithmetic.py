@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core.lazy import LazyTensor, _computed, lazy_map, stored
 from shardtree.errors import ShapeError, UnsupportedValue
-from shardtree.lazy import LazyTensor, _computed, lazy_map, stored
 from tests.lazy.test_lazy_tensor import Recorder, bits
 from tests.trees.samples import assert_caught
 

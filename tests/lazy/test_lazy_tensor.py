@@ -15,9 +15,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shardtree.core.lazy import LazyTensor, _make, stored, stored_each
+from shardtree.core.lazy._sources import dense
 from shardtree.errors import MetadataError, ShapeError, UnsupportedValue
-from shardtree.lazy import LazyTensor, _make, stored, stored_each
-from shardtree.lazy._sources import dense
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 Pair = tuple[LazyTensor, torch.Tensor]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.lazy import LazyTensor, stored
 from shardtree.errors import MetadataError, ShapeError
-from shardtree.lazy import LazyTensor, stored
 from shardtree.lenses import (
     PADDING,
     AxisRuns,

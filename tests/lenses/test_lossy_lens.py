@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as hy
 
 import shardtree as st
-from shardtree.lazy import computed
+from shardtree.core.lazy import computed
 from shardtree.lenses import Lens, StoredForm
 from shardtree.storage import MemoryStorage
 from shardtree.testing import check_lens, cut, even_layout

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import shardtree as st
 from shardtree.live._describe import agreed_device, describe
 from shardtree.live._memory import device_of_tensors, take_ends
+from shardtree.shell.world import run_processes
+from shardtree.shell.world._distributed import group_exchange
 from shardtree.testing import outline
-from shardtree.world import run_processes
-from shardtree.world._distributed import group_exchange
 from tests.world.passing_on import PassingOn
 
 WHOLE = {"w": torch.arange(48.0).view(8, 6), "small": torch.arange(6, dtype=torch.int8)}

@@ -30,8 +30,8 @@ from shardtree import (
 from shardtree.errors import WorldError
 from shardtree.layouts import ShardColumns
 from shardtree.plans import peak_bytes, with_relays
+from shardtree.shell.world import run_processes
 from shardtree.testing import outline
-from shardtree.world import run_processes
 
 pytestmark = pytest.mark.torchrun
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import shardtree
 from shardtree import Mesh, ShardedTensor, World, redistribute
 from shardtree import PartitionSpec as P
+from shardtree.core.fingerprints import bytes_total
 from shardtree.errors import IntegrityError, RemoteError
-from shardtree.fingerprints import bytes_total
 from shardtree.live._proof import _xxh3, hash_for
 from shardtree.testing import random_bits
 from shardtree.traces import Kind

@@ -27,12 +27,12 @@ from shardtree import (
     reshard,
     simulate,
 )
+from shardtree.core.layouts import select_rows, tree_columns
 from shardtree.errors import (
     RemoteError,
     ShapeError,
     WorldError,
 )
-from shardtree.layouts import select_rows, tree_columns
 from shardtree.plans import with_relays
 from shardtree.testing import (
     GlobalState,

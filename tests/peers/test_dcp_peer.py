@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.shell.world import run_processes
 from shardtree.testing import first_difference, outline
-from shardtree.world import World, run_processes
+from shardtree.world import World
 
 pytestmark = [pytest.mark.peers, pytest.mark.torchrun, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.codec import kind_in_file
+from shardtree.core.codec import kind_in_file
 from shardtree.errors import CheckpointingException
 from shardtree.testing import Layout, Piece, assemble, cut, even_layout, first_difference, refilled
 from shardtree.trees import without_data

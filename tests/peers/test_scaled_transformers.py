@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.trees import scaled_values, those_of
 from shardtree.quantised import recode
-from shardtree.trees import scaled_values, those_of
 from tests.peers.small_transformers import small_model
 from tests.peers.test_traces_huggingface import entries
 

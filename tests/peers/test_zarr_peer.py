@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec import dtype_name, row_major_bits
+from shardtree.core.codec import dtype_name, row_major_bits
 from shardtree.errors import CheckpointingException
 from shardtree.formats.zarr._layout import array_name
 from shardtree.testing import (
@@ -103,11 +103,11 @@ def test_xarray_opens_what_we_save(consolidated: bool, tmp_path: Path) -> None:
 def test_everything_else_is_there_as_bytes(tmp_path: Path) -> None:
     saved(STATE, LAYERS, tmp_path)
     group = zarr.open_group(tmp_path, mode="r")["_shardtree"]
-    assert st.codec.decode_tree(memoryview(group["common"][:].tobytes()))["common"] == {"iteration": 7}
+    assert st.core.codec.decode_tree(memoryview(group["common"][:].tobytes()))["common"] == {"iteration": 7}
     found = {}
     for _, array in group["objects"].arrays():
         for unique_key, begin, length in array.attrs["shardtree"]["objects"]:
-            found[unique_key] = st.codec.decode_tree(memoryview(array[begin : begin + length].tobytes()))
+            found[unique_key] = st.core.codec.decode_tree(memoryview(array[begin : begin + length].tobytes()))
     assert found == {"rng/shard_0_2": 1, "rng/shard_1_2": 2}
 
 

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 
 import shardtree as st
-from shardtree.layouts import StoredLayout, layout_of, shard_columns, tree_columns
+from shardtree.core.layouts import tree_columns
+from shardtree.layouts import StoredLayout, layout_of, shard_columns
 from shardtree.pictures import (
     Picture,
     factory_picture,

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from shardtree.layouts import ShardColumns, tree_columns
+from shardtree.core.layouts import tree_columns
+from shardtree.layouts import ShardColumns
 from shardtree.mapping import ShardedTensor, is_main_replica
 from shardtree.pictures import Picture, Plane, cell_lines, layout_picture, svg_of
 from shardtree.testing import Layout

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
+from shardtree.core.plans import convert, convertible
 from shardtree.errors import ShapeError
-from shardtree.plans import convert, convertible
 from shardtree.testing import STORABLE_DTYPES, GlobalState, global_states
 from shardtree.testing._bits import carried
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from shardtree.geometry import box_column
+from shardtree.core.geometry import box_column
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, mesh_shards
 from shardtree.testing import Piece, layouts, shapes
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core.plans import grouped, read_rounds
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import grouped, read_rounds
 from tests.trees.samples import assert_caught
 
 Group = Callable[[Iterable[int], Callable[[int], int], int], Iterator[list[int]]]

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
+from shardtree.live.resharding._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import ExchangePlan, SharedReads, plan_exchange, plan_reads, plan_reshard
+from shardtree.plans import plan_reshard
 from shardtree.testing._law_schedules import check_moved, element_numbers, moved
 from tests.trees.samples import assert_caught
 

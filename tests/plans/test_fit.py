@@ -11,12 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.layouts import TensorKind
-from shardtree.mapping import ShardedTensor
-from shardtree.plans import (
-    Gap,
-    Mismatch,
-    Unexpected,
+from shardtree.core.plans import (
     convertible,
     find_gaps,
     find_mismatches,
@@ -24,6 +19,9 @@ from shardtree.plans import (
     overlaps,
     stored_elements,
 )
+from shardtree.layouts import TensorKind
+from shardtree.mapping import ShardedTensor
+from shardtree.plans import Gap, Mismatch, Unexpected
 from shardtree.testing import cut, layouts, shapes
 from tests.trees.samples import assert_caught
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.testing import check_load_plan, cut, layouts, shapes
 from tests.laws.test_plan_laws import columns_of, stored_chunks
 

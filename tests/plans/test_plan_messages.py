@@ -13,8 +13,11 @@ import torch
 
 import shardtree as st
 from shardtree import Mesh, PartitionSpec, ShardedTensor
+from shardtree.core.plans import find_unexpected
 from shardtree.errors import ShapeError, TreeError
 from shardtree.layouts import TensorKind
+from shardtree.live.resharding import copy_transfers
+from shardtree.live.resharding._in_memory import take_source, take_target
 from shardtree.plans import (
     Explanation,
     FailedCheck,
@@ -26,13 +29,9 @@ from shardtree.plans import (
     Transfers,
     Undecided,
     Unexpected,
-    find_unexpected,
     plan_reshard,
-    take_source,
-    take_target,
     with_relays,
 )
-from shardtree.plans.resharding import copy_transfers
 from tests.layouts.test_layout_messages import FULL, part
 from tests.plans.reshard_layouts import mesh_layout
 from tests.trees.messages import read_messages, said

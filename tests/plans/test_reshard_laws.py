@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, select_rows
+from shardtree.core.layouts import select_rows
+from shardtree.layouts import Mesh, PartitionSpec, ShardColumns
 from shardtree.plans import ReshardPlan, Transfers, plan_reshard, with_relays
 from shardtree.testing import check_filled, check_reshard_plan, shard_elements
 from tests.plans.reshard_layouts import Case, mesh_layout, reshards

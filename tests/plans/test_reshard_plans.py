@@ -16,7 +16,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree import Mesh, PartitionSpec
-from shardtree.layouts import ShardColumns, select_rows
+from shardtree.core.layouts import select_rows
+from shardtree.layouts import ShardColumns
 from shardtree.testing import check_reshard_plan, global_states, rank_tree, state_layouts, target_tree
 from tests.plans.reshard_layouts import mesh_layout
 from tests.trees.samples import assert_caught

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.layouts import Mesh, PartitionSpec
+from shardtree.live.resharding._schedule import fill, schedule_transfers
 from shardtree.plans import ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
-from shardtree.plans.resharding._schedule import fill, schedule_transfers
 from shardtree.testing import check_schedule
 from tests.plans.reshard_layouts import mesh_layout, reshards
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.layouts import ShardColumns, join_columns, select_rows, shard_columns
+from shardtree.core.layouts import select_rows
+from shardtree.core.plans import level_writes
+from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import level_writes
 from shardtree.testing import check_writes, cut, layouts, shapes
 
 Case = tuple[ShardColumns, int]

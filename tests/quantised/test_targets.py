@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core.lazy import computed, only_filled
 from shardtree.errors import UnsupportedValue
-from shardtree.lazy import computed, only_filled
 from shardtree.lenses import Lens, StoredForm, as_factory, compose, transposed
 from shardtree.quantised import FORMS, Form, _form
 from shardtree.storage import MemoryStorage

@@ -9,7 +9,7 @@ from weakref import finalize
 
 import torch
 
-from shardtree.storage._buffers import DeviceCopies, Pair
+from shardtree.shell.storage._buffers import DeviceCopies, Pair
 
 
 def new_memory(nbytes: int) -> torch.Tensor:

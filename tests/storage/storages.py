@@ -9,7 +9,8 @@ from uuid import uuid4
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, storage_at
+from shardtree.shell.storage import make_folder, storage_at
+from shardtree.storage import LocalStorage, MemoryStorage, Storage
 
 
 class ObjectStore(MemoryFileSystem):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from shardtree.errors import StorageError
-from shardtree.storage import MemoryStorage, Storage, block_hashes, write_parts
+from shardtree.shell.storage import block_hashes, write_parts
+from shardtree.storage import MemoryStorage, Storage
 from shardtree.stores import _object_store
 from shardtree.strategies import PendingSave, SaveOptions, rank_file, write_file
 from shardtree.world import one_process

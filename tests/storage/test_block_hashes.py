@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.storage import BLOCK_BYTES, BlockHasher, block_count
+from shardtree.shell.storage import BLOCK_BYTES, BlockHasher, block_count
 from tests.trees.samples import assert_caught
 
 # A pattern that no block repeats, so that a block hashed at a wrong place is found.

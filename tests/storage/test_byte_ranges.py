@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from shardtree.core.plans import Runs
+from shardtree.core.plans._load import runs_plan
 from shardtree.errors import CorruptCheckpoint
-from shardtree.plans import Runs
-from shardtree.plans._load import runs_plan
-from shardtree.storage import ByteRanges, MemoryStorage, StoredFile, fetch
-from shardtree.storage._checked import joined_crc32
+from shardtree.shell.storage import fetch
+from shardtree.shell.storage._checked import joined_crc32
+from shardtree.storage import ByteRanges, MemoryStorage, StoredFile
 
 
 @pytest.mark.parametrize("length", [1, 255, 2**16, 2**24 + 3])

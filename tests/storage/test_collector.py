@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree import _ambient
-from shardtree._ambient import collector_paused
+from shardtree.core.ambient import collector_paused
 from tests.trees.samples import assert_caught
 
 Pause = Callable[[], AbstractContextManager[None]]

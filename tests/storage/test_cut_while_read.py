@@ -14,8 +14,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StorageError
+from shardtree.shell.storage._local_files import LocalReader
 from shardtree.storage import LocalStorage
-from shardtree.storage._local_files import LocalReader
 from tests.options import load_keywords
 from tests.quick_python.command import quick_python
 

@@ -14,21 +14,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.errors import CorruptCheckpoint, MetadataError, StorageError
 from shardtree.layouts import ShardColumns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
-from shardtree.storage import (
-    BLOCK_BYTES,
-    MemoryStorage,
-    ReadReport,
-    StoredFile,
-    Verify,
-    _fetch,
-    _requests,
-    block_hashes,
-    fetch,
-)
+from shardtree.shell.storage import BLOCK_BYTES, Verify, _fetch, _requests, block_hashes, fetch
+from shardtree.storage import MemoryStorage, ReadReport, StoredFile
 from shardtree.stores._fsspec import FsspecStorage
 from shardtree.testing import random_bits
 from tests.storage.threads import torch_threads

@@ -13,23 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
+from shardtree.core.geometry import joined_rows, rows_of
+from shardtree.core.plans import LoadPlan, Runs, Strided, plan_load
 from shardtree.errors import CorruptCheckpoint
-from shardtree.geometry import joined_rows, rows_of
 from shardtree.layouts import shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import LoadPlan, Runs, Strided, plan_load
-from shardtree.storage import (
-    BLOCK_BYTES,
-    MemoryStorage,
-    StoredFile,
-    Verify,
-    _requests,
-    _strided,
-    block_hashes,
-    fetch,
-    fetch_cost,
-)
-from shardtree.storage._requests import with_left_out
+from shardtree.shell.storage import BLOCK_BYTES, Verify, _requests, _strided, block_hashes, fetch, fetch_cost
+from shardtree.shell.storage._requests import with_left_out
+from shardtree.storage import MemoryStorage, StoredFile
 from shardtree.testing import random_bits
 from tests.storage.test_fetch import (
     COLUMNS,

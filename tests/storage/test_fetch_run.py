@@ -11,10 +11,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
+from shardtree.core.plans import Runs, runs_plan
 from shardtree.errors import CorruptCheckpoint
-from shardtree.plans import Runs, runs_plan
-from shardtree.storage import BLOCK_BYTES, BlockHasher, MemoryStorage, ReadReport, StoredFile, _fetch, fetch, fetch_run
-from shardtree.storage._blocks import hash_column
+from shardtree.shell.storage import BLOCK_BYTES, BlockHasher, _fetch, fetch, fetch_run
+from shardtree.shell.storage._blocks import hash_column
+from shardtree.storage import MemoryStorage, ReadReport, StoredFile
 
 LARGE = np.random.default_rng(0).integers(0, 256, 18 * BLOCK_BYTES + 1000, dtype=np.uint8)
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.storage import Capabilities, fetch_ahead, opened
+from shardtree.shell.storage import fetch_ahead, opened
+from shardtree.storage import Capabilities
 from tests.s3.environment import ROOT
 from tests.s3.server import Request, Server
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from shardtree.errors import StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, _local_files, locked
-from shardtree.storage._local_files import lock_folder, unlock_folder
+from shardtree.shell.storage import _local_files, locked
+from shardtree.shell.storage._local_files import lock_folder, unlock_folder
+from shardtree.storage import LocalStorage, MemoryStorage
 
 
 def is_free(path: Path) -> bool:

@@ -8,18 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtree.storage import (
-    LocalStorage,
-    MemoryStorage,
-    Storage,
-    folder_in,
-    is_link,
-    is_same_place,
-    make_folder,
-    remove_files,
-    storage_at,
-    wrapped,
-)
+from shardtree.shell.storage import folder_in, is_link, is_same_place, make_folder, remove_files, storage_at
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, wrapped
 from shardtree.stores._fsspec import FsspecStorage
 from shardtree.testing import watched
 

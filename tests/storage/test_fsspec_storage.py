@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 
 import shardtree as st
-from shardtree.strategies import _save_folders
+from shardtree.shell.table import _save_folders
 from tests.s3.jobs import tree, value_of
 
 pytest.importorskip("fsspec")

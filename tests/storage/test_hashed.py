@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.storage import BlockHasher, Buffer, _blocks, hash_column, hashed, in_parts
+from shardtree.shell.storage import BlockHasher, Buffer, _blocks, hash_column, hashed, in_parts
 from tests.trees.samples import assert_caught
 
 BLOCK = 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardtree.errors import StorageError
-from shardtree.storage import HostMemory, _buffers
+from shardtree.shell.storage import HostMemory, _buffers
 
 
 def test_memory_is_kept_for_the_next_time_and_no_more_than_was_needed_at_once() -> None:

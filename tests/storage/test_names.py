@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
-from shardtree.storage import _storage
-from shardtree.storage._storage import inside
+from shardtree.shell.storage import _storage
+from shardtree.shell.storage._storage import inside
 from tests.trees.samples import assert_caught
 
 Inside = Callable[[str, str], str]

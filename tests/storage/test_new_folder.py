@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardtree.errors import StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, new_folder, wrapped
+from shardtree.shell.storage import new_folder
+from shardtree.storage import LocalStorage, MemoryStorage, wrapped
 
 
 def synced_folders(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -18,7 +18,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError
-from shardtree.storage import SizedBuffers, _fetch, _requests, _transports, owner_note, write_parts
+from shardtree.shell.storage import _fetch, _requests, _transports, owner_note, write_parts
+from shardtree.storage import SizedBuffers
 from shardtree.stores import _object_store, _object_streams
 from tests.cli.checkpoints import run
 from tests.s3.environment import ROOT, at, s3
@@ -346,7 +347,7 @@ def test_a_format_without_a_clean_up_leaves_no_note_and_no_interrupted_save(serv
 def test_a_store_that_ignores_conditions_is_found_out(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardtree.strategies import _save_folders
+    from shardtree.shell.table import _save_folders
 
     monkeypatch.setattr(_object_store, "_honours", {})
     monkeypatch.setattr(_save_folders, "_warned_places", set())

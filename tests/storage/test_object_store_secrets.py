@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 import shardtree as st
-from shardtree.storage import storage_at
+from shardtree.shell.storage import storage_at
 from shardtree.stores import _object_errors, object_storage
 from shardtree.stores._fsspec import FsspecStorage
 from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at

@@ -9,7 +9,8 @@ from itertools import count
 import pytest
 
 import shardtree as st
-from shardtree.storage import SizedBuffers, storage_at
+from shardtree.shell.storage import storage_at
+from shardtree.storage import SizedBuffers
 from shardtree.stores import _object_store
 from shardtree.testing import check_storage
 from tests.s3.environment import ROOT, s3

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from shardtree.storage import MemoryStorage, claim, is_alive, is_claimed, is_temporary, owner_note, release
-from shardtree.strategies import OWNER_FILE, is_orphaned, make_save_folder, remove_save
+from shardtree.shell.storage import claim, is_alive, is_claimed, is_temporary, owner_note, release
+from shardtree.shell.table import OWNER_FILE, is_orphaned, make_save_folder, remove_save
+from shardtree.storage import MemoryStorage
 from tests.quick_python.command import quick_python
 
 SAVE = "save-20260102T030405-0123456789abcdef"
@@ -93,7 +94,7 @@ def test_temporary_names_are_ours_alone() -> None:
 
 HIDDEN = """
 import ctypes, json, os, subprocess, sys
-from shardtree.storage import _owner
+from shardtree.shell.storage import _owner
 libc = ctypes.CDLL(None, use_errno=True)
 PRIVATE, NAMESPACE = 1 << 14 | 1 << 18, 0x20000
 if libc.unshare(NAMESPACE) or libc.mount(b"none", b"/", None, PRIVATE, None):

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
-from shardtree.storage import MemoryStorage, Storage, move, write_parts
+from shardtree.shell.storage import move, write_parts
+from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import watched
 from tests.storage.storages import STORAGES, made
 from tests.trees.samples import assert_caught

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardtree.plans import Runs, runs_plan
-from shardtree.storage import Buffer, Capabilities, ReadReport, StoredFile, _requests, _transports, fetch
+from shardtree.core.plans import Runs, runs_plan
+from shardtree.shell.storage import Buffer, _requests, _transports, fetch
+from shardtree.storage import Capabilities, ReadReport, StoredFile
 
 COUNT, NBYTES = 40, 4096
 

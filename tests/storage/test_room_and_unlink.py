@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtree.storage import LocalStorage, MemoryStorage, SizedBuffers, Storage, _local_files
+from shardtree.shell.storage import _local_files
+from shardtree.storage import LocalStorage, MemoryStorage, SizedBuffers, Storage
 
 MIB = 1024 * 1024
 CUTS = some.lists(some.integers(0, 3000), max_size=5)

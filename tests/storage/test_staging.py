@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 import shardtree as st
-from shardtree.plans import Runs, runs_plan
-from shardtree.storage import BlockHasher, MemoryStorage, StoredFile, _buffers, _transports, hashed, tensor_buffers
-from shardtree.storage._buffers import copies_by_device, staged_buffers
-from shardtree.storage._requests import Cut, requests_of
+from shardtree.core.plans import Runs, runs_plan
+from shardtree.shell.storage import BlockHasher, _buffers, _transports, hashed, tensor_buffers
+from shardtree.shell.storage._buffers import copies_by_device, staged_buffers
+from shardtree.shell.storage._requests import Cut, requests_of
+from shardtree.storage import MemoryStorage, StoredFile
 from shardtree.testing import bits
 from tests.storage.late_copies import LateDevice, memory_used_again
 from tests.storage.test_tensor_buffers import views

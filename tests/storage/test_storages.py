@@ -10,16 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardtree.errors import StorageError
-from shardtree.storage import (
-    LocalStorage,
-    MemoryStorage,
-    Storage,
-    folder_in,
-    make_folder,
-    move,
-    storage_at,
-    write_parts,
-)
+from shardtree.shell.storage import folder_in, make_folder, move, storage_at, write_parts
+from shardtree.storage import LocalStorage, MemoryStorage, Storage
 from tests.storage.storages import STORAGES
 
 CLIMBING = ["../x", "a/../../x", "a/../..", "a/..", "/etc/x", "..", "a\0b"]

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.lazy import LazyTensor
-from shardtree.storage import MemoryStorage, tensor_buffers
-from shardtree.storage import _buffers as module
+from shardtree.core.lazy import LazyTensor
+from shardtree.shell.storage import _buffers as module
+from shardtree.shell.storage import tensor_buffers
+from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits, tensors
 from tests.trees.samples import assert_caught
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.storage import Task, in_threads, write_behind
+from shardtree.shell.storage import Task, in_threads, write_behind
 from tests.trees.samples import assert_caught
 
 PIECES = st.lists(st.binary(max_size=5), max_size=12)

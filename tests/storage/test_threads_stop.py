@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardtree.storage import in_threads
+from shardtree.shell.storage import in_threads
 
 
 def test_an_interrupt_stops_the_others_while_they_are_waited_for() -> None:

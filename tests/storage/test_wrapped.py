@@ -12,7 +12,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StorageError
-from shardtree.storage import Buffer, BytesReader, LocalStorage, MemoryStorage, Reader, Storage, can, folder_in, wrapped
+from shardtree.shell.storage import Buffer, can, folder_in
+from shardtree.storage import BytesReader, LocalStorage, MemoryStorage, Reader, Storage, wrapped
 from shardtree.testing import watched
 
 FIXED_NAMES = ["zarr", "dcp", "torch_dist", "huggingface"]

@@ -10,8 +10,9 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, IntegrityError, ShapeError, StorageError
+from shardtree.shell.table import formats_with
 from shardtree.storage import MemoryStorage
-from shardtree.strategies import StrategyAction, formats_with
+from shardtree.strategies import StrategyAction
 from shardtree.testing import Call, watched
 
 Format = tuple[str, int]

@@ -17,8 +17,9 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.formats.archives import encode_archive
 from shardtree.formats.torch_dist import _common, _dict_kinds
+from shardtree.shell.table import formats_with
 from shardtree.storage import MemoryStorage
-from shardtree.strategies import StrategyAction, formats_with
+from shardtree.strategies import StrategyAction
 from tests.trees.samples import assert_caught
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 import shardtree as st
 from shardtree.errors import UnsafeFile
 from shardtree.formats.torch_dist._common import nested
+from shardtree.shell.world import run_processes
 from shardtree.testing import first_difference
 from shardtree.trees import HOLE
-from shardtree.world import run_processes
 from tests.strategies.dcp_ranks import rows, save_what_differs
 from tests.strategies.test_torch_dist_read import SAVED
 

@@ -23,8 +23,8 @@ from shardtree.formats.archives._zip import open_archive
 from shardtree.formats.deepspeed._listing import zero_files
 from shardtree.formats.dtensor_files import rank_files
 from shardtree.formats.rank_archives import ArchiveFile, Piece, Tensors, contents_of
+from shardtree.shell.table.index import decode_index, encode_index
 from shardtree.strategies import Damage
-from shardtree.strategies.index import decode_index, encode_index
 from tests.fuzz import seeds
 from tests.fuzz.slots import sealed
 from tests.strategies.folders import Files, archive, folder_of

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 import shardtree as st
 from shardtree.errors import IntegrityError, MetadataError, UnsupportedValue
 from shardtree.formats.huggingface._layout import model_files
+from shardtree.shell.table import formats_with
 from shardtree.storage import MemoryStorage
-from shardtree.strategies import StrategyAction, formats_with
+from shardtree.strategies import StrategyAction
 from shardtree.testing import Call, watched
 from tests.checkpoint.parts import Killed
 from tests.strategies.test_huggingface import HF, folder_of, table, two_files, whole

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from shardtree.strategies.index import IndexMetadata, _file, index_problem
+from shardtree.shell.table.index import IndexMetadata, _file, index_problem
 from tests.checkpoint.parts import saved
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from shardtree.strategies.index._file import overlap
+from shardtree.shell.table.index._file import overlap
 
 LENGTHS = [7, 0, 9]
 

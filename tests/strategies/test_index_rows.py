@@ -12,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtree.core.geometry import Column
+from shardtree.core.layouts import select_rows
+from shardtree.core.plans import StoredChunks
 from shardtree.errors import UnsupportedValue
-from shardtree.geometry import Column
-from shardtree.layouts import TensorKind, select_rows, shard_columns
+from shardtree.layouts import TensorKind, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import StoredChunks
+from shardtree.shell.table.index import Index, _columns, build_index, chunks_of, kind_at, text_columns, texts
+from shardtree.shell.table.index._columns import kinds_at, stored_alike
 from shardtree.storage import StoredFile
-from shardtree.strategies.index import Index, _columns, build_index, chunks_of, kind_at, text_columns, texts
-from shardtree.strategies.index._columns import kinds_at, stored_alike
 from tests.layouts.test_shard_columns import any_shards
 from tests.trees.samples import assert_caught
 

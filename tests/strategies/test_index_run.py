@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core.plans import plan_load
 from shardtree.errors import CheckpointReplaced, CorruptCheckpoint
 from shardtree.layouts import shard_columns
-from shardtree.plans import plan_load
+from shardtree.shell.table.index import _load, build_index, chunks_of
 from shardtree.storage import MemoryStorage, StoredFile
-from shardtree.strategies.index import _load, build_index, chunks_of
 from tests.options import load_keywords
 from tests.trees.samples import assert_caught
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from shardtree.storage import LocalStorage, digest
-from shardtree.strategies import decode_metadata, encode_metadata
-from shardtree.strategies.index import decode_index, encode_index, text_columns
+from shardtree.shell.storage import digest
+from shardtree.shell.table import decode_metadata, encode_metadata
+from shardtree.shell.table.index import decode_index, encode_index, text_columns
+from shardtree.storage import LocalStorage
 from tests.checkpoint.parts import saved_by
 from tests.strategies.folders import flipped, folder_of
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.storage import Buffer
-from shardtree.strategies.safetensors import _layout, _write
+from shardtree.shell.storage import Buffer
+from shardtree.shell.table.safetensors import _layout, _write
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.options import save_keywords
 from tests.storage.threads import torch_threads

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtree.mapping import ShardedTensor
-from shardtree.storage import Buffer, tensor_buffers
-from shardtree.strategies.safetensors import _layout, _write
-from shardtree.strategies.safetensors._layout import Entries, Part, Source, entries_of, gathered, together
+from shardtree.shell.storage import Buffer, tensor_buffers
+from shardtree.shell.table.safetensors import _layout, _write
+from shardtree.shell.table.safetensors._layout import Entries, Part, Source, entries_of, gathered, together
 from shardtree.testing import STORABLE_DTYPES, random_bits, shapes
 from tests.trees.samples import assert_caught
 

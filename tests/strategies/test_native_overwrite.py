@@ -12,8 +12,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointReplaced, StorageError
+from shardtree.shell.table import encode_metadata, remove_save
 from shardtree.storage import LocalStorage, MemoryStorage
-from shardtree.strategies import encode_metadata, remove_save
 from shardtree.testing import watched
 from tests.checkpoint.parts import Killed
 from tests.faults.sampling import sample

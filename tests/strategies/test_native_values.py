@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.shell.table.safetensors._layout import parts
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, random_bits
 from tests.checkpoint.parts import saved
 from tests.strategies.test_native_files import data_files

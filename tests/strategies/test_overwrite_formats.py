@@ -21,7 +21,8 @@ from shardtree.errors import (
     StorageError,
     StrategyError,
 )
-from shardtree.storage import LocalStorage, MemoryStorage, owner_note, wrapped
+from shardtree.shell.storage import owner_note
+from shardtree.storage import LocalStorage, MemoryStorage, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, watched
 from tests.faults.sampling import SEED, first
@@ -249,7 +250,7 @@ def test_a_file_system_that_can_not_exchange_is_found_before_anything_is_written
         raise OSError(22, "Invalid argument", one)
 
     save(tmp_path / "step", OLD, "native")
-    monkeypatch.setattr("shardtree.storage._local_sibling.exchange_folders", refuse)
+    monkeypatch.setattr("shardtree.shell.storage._local_sibling.exchange_folders", refuse)
     with pytest.raises(StrategyError, match="can't exchange two folders"):
         save(tmp_path / "step", NEW, "dcp", overwrite=True)
     assert value_in(tmp_path / "step") == OLD and os.listdir(tmp_path) == ["step"]

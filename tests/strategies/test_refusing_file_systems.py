@@ -14,8 +14,9 @@ import pytest
 
 import shardtree as st
 from shardtree.errors import MetadataError, StorageError
-from shardtree.storage import LocalStorage, Refusal, SaveReport, can, with_own_refusals, wrapped
-from shardtree.storage._refusals import elsewhere
+from shardtree.shell.storage import can, with_own_refusals
+from shardtree.shell.storage._refusals import elsewhere
+from shardtree.storage import LocalStorage, Refusal, SaveReport, wrapped
 from tests.strategies.test_overwrite_formats import FOREIGN, FORMATS, NEW, OLD, tree, value_in
 
 Refuse = Callable[..., None]

@@ -11,18 +11,18 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StrategyError
+from shardtree.shell.table import StrategyTable
+from shardtree.shell.table._save_folders import is_save_file, new_save_id
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import (
     PendingSave,
     StrategyAction,
-    StrategyTable,
     rank_file,
     rank_files,
     rows_of_saves,
     save_with_index,
     write_file,
 )
-from shardtree.strategies._save_folders import is_save_file, new_save_id
 from shardtree.world import one_process
 
 SAVE = StrategyAction.SAVE_SHARDED

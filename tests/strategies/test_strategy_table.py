@@ -13,6 +13,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StrategyError
+from shardtree.shell.table import base, formats_with
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import (
     AsyncRequest,
@@ -20,9 +21,7 @@ from shardtree.strategies import (
     FormatTraits,
     PendingSave,
     StrategyAction,
-    base,
     default_strategies,
-    formats_with,
     get_default_strategy,
     register_default_strategy,
 )
@@ -164,7 +163,8 @@ def test_a_broken_package_is_named_where_it_is_wanted_and_a_warning_where_anothe
     use = """
     import warnings, torch, shardtree as st
     from shardtree.errors import StrategyError
-    from shardtree.strategies import StrategyAction, find_strategy, formats_with, get_default_strategy
+    from shardtree.strategies import StrategyAction, get_default_strategy
+    from shardtree.shell.table import find_strategy, formats_with
     storage = st.storage.MemoryStorage()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -15,11 +15,12 @@ import torch
 from torch.distributed.tensor import Shard
 
 import shardtree as st
+from shardtree.core.trees import path_key
 from shardtree.errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue
 from shardtree.formats.torch_checkpointing import recognize
 from shardtree.strategies import Damage
 from shardtree.testing import first_difference
-from shardtree.trees import HOLE, leaves_with_paths, path_key
+from shardtree.trees import HOLE, leaves_with_paths
 from tests.faults.test_wrong_values import foreign
 from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
 from tests.quick_python.command import torchrun

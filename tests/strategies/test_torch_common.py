@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core.trees import common_with_holes, without_holes
 from shardtree.errors import CheckpointingException
 from shardtree.formats.archives import add_record, encode_archive
 from shardtree.formats.pickles import write_pickle
@@ -18,7 +19,7 @@ from shardtree.formats.torch import COMMON_FILE, load_common, save_common
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import Checkpoint, LoadOptions, PendingSave, SaveOptions
 from shardtree.testing import outline
-from shardtree.trees import HOLE, common_with_holes, without_holes
+from shardtree.trees import HOLE
 from shardtree.world import one_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

@@ -13,8 +13,9 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, owner_note, wrapped
-from shardtree.strategies import _save_folders, alone_in, make_save_folder
+from shardtree.shell.storage import owner_note
+from shardtree.shell.table import _save_folders, alone_in, make_save_folder
+from shardtree.storage import LocalStorage, MemoryStorage, wrapped
 from shardtree.testing import Call, watched
 from shardtree.world import World
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.codec import Entry, encode_header
+from shardtree.core.codec import Entry, encode_header
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, UnsupportedValue
 from shardtree.storage import MemoryStorage, ReadReport
 from tests.strategies.folders import Files, archive, folder_of

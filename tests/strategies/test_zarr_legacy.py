@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec import bit_view
+from shardtree.core.codec import bit_view
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, ShapeError, StrategyError, UnsafeFile, UnsupportedValue
 from shardtree.formats.archives import encode_archive
 from shardtree.storage import MemoryStorage

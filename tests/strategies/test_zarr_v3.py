@@ -25,7 +25,8 @@ from shardtree.errors import (
 )
 from shardtree.formats.zarr._cells import crc32c
 from shardtree.formats.zarr._layout import array_name
-from shardtree.storage import MemoryStorage, files_in
+from shardtree.shell.storage import files_in
+from shardtree.storage import MemoryStorage
 from shardtree.testing import (
     GlobalState,
     Layout,

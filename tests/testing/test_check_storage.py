@@ -14,16 +14,8 @@ from uuid import uuid4
 
 import pytest
 
-from shardtree.storage import (
-    Entry,
-    LocalStorage,
-    MemoryStorage,
-    Storage,
-    folder_in,
-    make_folder,
-    storage_at,
-    wrapped,
-)
+from shardtree.shell.storage import folder_in, make_folder, storage_at
+from shardtree.storage import Entry, LocalStorage, MemoryStorage, Storage, wrapped
 from shardtree.testing import _check_storage, check_storage, watched
 from tests.storage.storages import STORAGES, made
 

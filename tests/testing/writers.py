@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from optree import tree_leaves
 
-from shardtree.codec import bit_view
+from shardtree.core.codec import bit_view
 from shardtree.errors import UnsupportedValue
 from shardtree.formats.archives import encode_archive
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.storage import Directory, MemoryStorage, Storage, storage_at
+from shardtree.shell.storage import storage_at
+from shardtree.storage import Directory, MemoryStorage, Storage
 from shardtree.testing import assemble
 from shardtree.trees import leaves_with_paths
 

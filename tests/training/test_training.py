@@ -17,7 +17,8 @@ from shardtree.buffers import BufferPlan, flat_shards, flat_targets
 from shardtree.lenses import Lens
 from shardtree.mapping import ShardedObject
 from shardtree.optim import abstract_optim_state_from_metadata
-from shardtree.world import World, run_processes
+from shardtree.shell.world import run_processes
+from shardtree.world import World
 from tests.training.place import Layout, Place, joined_place
 from tests.training.plain import plain_losses
 from tests.training.states import (

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.lazy import LazyTensor, stored
+from shardtree.core.lazy import LazyTensor, stored
 from shardtree.testing import PRINTABLE_DTYPES, check_pure, first_difference, random_bits
 
 Tree = dict[str, Any]

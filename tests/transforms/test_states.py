@@ -13,7 +13,7 @@ import shardtree as st
 from shardtree import transforms
 from shardtree.errors import TreeError
 from shardtree.testing import check_pure
-from shardtree.trees import state_keys
+from shardtree.transforms._state_keys import state_keys
 from tests.transforms.flat_trees import Tree, check_same, flat, whole
 
 FORMS = [

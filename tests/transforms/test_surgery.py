@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.lazy import LazyTensor
+from shardtree.core.lazy import LazyTensor
 from shardtree.testing import check_commutes, first_difference, random_bits
 from tests.options import convert_keywords
 from tests.transforms.flat_trees import Tree, flat, lazily, whole

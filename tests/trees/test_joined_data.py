@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardtree.core.trees import join_data
 from shardtree.errors import ShapeError
 from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local
-from shardtree.trees import join_data
 
 
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])

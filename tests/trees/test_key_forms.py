@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardtree as sharded
+from shardtree.core.trees import KeyForm, Piece, key_form, key_matcher, match_key, one_of, text_piece
+from shardtree.core.trees._key_forms import match_in_order
 from shardtree.transforms import _stack
-from shardtree.trees import KeyForm, Piece, key_form, key_matcher, match_key, one_of, text_piece
-from shardtree.trees._key_forms import match_in_order
 from tests.trees.samples import assert_caught
 
 # The matcher as it was while regular expressions alone were it: the oracle.

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardtree as sharded
-from shardtree.trees import fill_key, key_matcher, match_key, match_keys, shell_differences, stars
+from shardtree.core.trees import fill_key, key_matcher, match_key, match_keys, shell_differences, stars
 from tests.trees.samples import assert_caught
 
 NAMES = st.sampled_from(["a", "b", "ab", "X", "0"])

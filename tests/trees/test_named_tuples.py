@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as hs
 
 import shardtree as st
+from shardtree.core.layouts import meshes
+from shardtree.core.trees import path_key
+from shardtree.core.trees._nodes import Field, entries
 from shardtree.errors import KeyMismatch, TreeError
-from shardtree.layouts import meshes
 from shardtree.storage import MemoryStorage
-from shardtree.trees import HOLE, flatten_with_paths, leaves_with_paths, path_key
-from shardtree.trees._nodes import Field, entries
+from shardtree.trees import HOLE, flatten_with_paths, leaves_with_paths
 from tests.trees.samples import Pair, assert_caught, at
 
 

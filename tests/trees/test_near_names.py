@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.trees import differing_prefix, near_names
+from shardtree.core.trees import differing_prefix, near_names
 from tests.trees.samples import assert_caught
 
 Near = Callable[[Iterable[str], Collection[str]], dict[str, str]]

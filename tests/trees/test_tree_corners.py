@@ -9,22 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardtree.core.trees import as_integers, empty_data, join_data, namedtuple_types, prune, refuse_hidden
 from shardtree.errors import TreeError, UnsupportedValue
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.trees import (
-    HOLE,
-    Difference,
-    apply_factory_merges,
-    as_integers,
-    combine,
-    diff,
-    empty_data,
-    join_data,
-    namedtuple_types,
-    prune,
-    refuse_hidden,
-    without_data,
-)
+from shardtree.trees import HOLE, Difference, apply_factory_merges, combine, diff, without_data
 from tests.trees.samples import Pair, halves, join_halves
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree._later import ROOMS
+from shardtree.core.trees import match_key
 from shardtree.errors import KeyMismatch, ShapeError, TreeError
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
@@ -26,7 +27,6 @@ from shardtree.trees import (
     extract_metadata,
     leaves_with_paths,
     map_data,
-    match_key,
     narrow,
     prefix,
     rename,

@@ -9,15 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from shardtree.core.trees import build_factories
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
-from shardtree.trees import (
-    apply_factories,
-    apply_factory_merges,
-    build_factories,
-    leaves_with_paths,
-    map_shards,
-    without_data,
-)
+from shardtree.trees import apply_factories, apply_factory_merges, leaves_with_paths, map_shards, without_data
 from tests.trees.samples import Pair, assert_caught, halves, join_halves, outline, trees
 
 DATA = torch.arange(4.0)

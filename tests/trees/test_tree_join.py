@@ -10,18 +10,10 @@ import pytest
 import torch
 from hypothesis import given, strategies
 
+from shardtree.core.trees import common_with_holes, join, left_out, without_holes
 from shardtree.errors import TreeError
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
-from shardtree.trees import (
-    HOLE,
-    Record,
-    common_with_holes,
-    join,
-    leaves_with_paths,
-    left_out,
-    map_shards,
-    without_holes,
-)
+from shardtree.trees import HOLE, Record, leaves_with_paths, map_shards
 from tests.trees.samples import KEYS, TENSORS, Pair, assert_caught, containers, outline, trees
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 
+from shardtree.core.lazy import stored
+from shardtree.core.trees import NAMESPACE, shard_leaves
 from shardtree.errors import ShapeError, TreeError
-from shardtree.lazy import stored
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.trees import NAMESPACE, flatten_with_paths, leaves_with_paths, map_data, map_shards, shard_leaves
+from shardtree.trees import flatten_with_paths, leaves_with_paths, map_data, map_shards
 from tests.trees.samples import assert_caught, halves, join_halves, outline, trees
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0), (0, 1, 2))

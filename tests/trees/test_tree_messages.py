@@ -11,23 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from shardtree.core.trees import check_is_tree, check_stars, join, key_form, match_keys, refuse_hidden
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
     HOLE,
     apply_factories,
     apply_factory_merges,
-    check_is_tree,
-    check_stars,
     combine,
     extract_metadata,
     flatten_with_paths,
-    join,
-    key_form,
     map_data,
     map_shards,
-    match_keys,
     merge,
-    refuse_hidden,
 )
 from tests.trees.messages import read_messages, said
 from tests.trees.samples import halves, join_halves

@@ -14,18 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core.trees import Hole
 from shardtree.errors import TreeError
 from shardtree.mapping import ShardedTensor
-from shardtree.trees import (
-    HOLE,
-    Hole,
-    combine,
-    leaves_with_paths,
-    map_shards,
-    merge,
-    partition,
-    select,
-)
+from shardtree.trees import HOLE, combine, leaves_with_paths, map_shards, merge, partition, select
 from tests.trees.samples import Config, Pair, assert_caught, at, outline, trees
 
 W = ShardedTensor.from_rank_offsets("decoder.w", torch.arange(4.0))

@@ -10,6 +10,20 @@ import pytest
 import torch
 from hypothesis import given
 
+from shardtree.core.trees import (
+    build_factories,
+    common_with_holes,
+    join,
+    left_out,
+    map_sharing,
+    merge_into_held,
+    prune,
+    shard_leaves,
+    unite,
+    united,
+    with_data,
+    without_holes,
+)
 from shardtree.errors import CheckpointingException
 from shardtree.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
@@ -17,39 +31,27 @@ from shardtree.trees import (
     apply_factories,
     apply_factory_merges,
     bind,
-    build_factories,
     cast,
     combine,
-    common_with_holes,
     compose,
     diff,
     extract_metadata,
     extract_nonpersistent,
     extract_sharded,
     flatten_with_paths,
-    join,
     leaves_with_paths,
-    left_out,
     map_data,
     map_shards,
-    map_sharing,
     merge,
-    merge_into_held,
     narrow,
     partition,
     prefix,
-    prune,
     rebox,
     rename,
     restrict,
     select,
-    shard_leaves,
     unbox,
-    unite,
-    united,
-    with_data,
     without_data,
-    without_holes,
 )
 from tests.trees.samples import assert_caught, frozen, mutable_nodes, nodes, outline, trees
 

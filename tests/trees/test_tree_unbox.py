@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
+from shardtree.core.lazy import stored
 from shardtree.errors import TreeError
-from shardtree.lazy import stored
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import leaves_with_paths, map_shards, partition, rebox, unbox, without_data
 from tests.trees.samples import Pair, assert_caught, flat_shard, halves, join_halves, outline, trees

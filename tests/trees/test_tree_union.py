@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.trees import HOLE, Record, comparable, deepest, diff, restrict, unite, united
+from shardtree.core.trees import comparable, deepest, unite, united
+from shardtree.trees import HOLE, Record, diff, restrict
 from tests.trees.samples import KEYS, TENSORS, assert_caught
 
 RANKS = 3

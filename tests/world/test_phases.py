@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import RemoteError
-from shardtree.world import World, agree, current_world, gather, on_rank_zero, one_process, share, simulate, step, tried
+from shardtree.shell.world import agree, gather, on_rank_zero, share, step, tried
+from shardtree.world import World, current_world, one_process, simulate
 
 Phase = Callable[[World, str, Callable[[], Any]], Any]
 

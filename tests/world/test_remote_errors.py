@@ -32,8 +32,9 @@ from shardtree.errors import (
     WorldError,
 )
 from shardtree.mapping import ShardedTensor
+from shardtree.shell.world import agree, gather, on_one_rank, step
 from shardtree.storage import MemoryStorage
-from shardtree.world import World, agree, gather, on_one_rank, simulate, step
+from shardtree.world import World, simulate
 
 
 class NoSuchStep(NotACheckpoint):

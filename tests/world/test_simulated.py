@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import CheckpointingException, UnsupportedValue, WorldError
+from shardtree.shell.world._simulated import Meeting, SimulatedWorld
 from shardtree.world import World, one_process, simulate
-from shardtree.world._simulated import Meeting, SimulatedWorld
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=3), lambda inner: st.lists(inner, max_size=3)

@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 
-from ...codec import Child, addresses_of, exactly, named_types, type_name
+from ...core.codec import Child, addresses_of, exactly, named_types, type_name
+from ...core.trees import Record
 from ...errors import UnsupportedValue, error_text
-from ...trees import Record
 from ..pickles import Constructor, Global
 
 # Classes that the caller allows.

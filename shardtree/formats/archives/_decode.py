@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...codec import MAX_INT, PATHS, device_of, exactly, path_of
+from ...core.codec import MAX_INT, PATHS, device_of, exactly, path_of
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors

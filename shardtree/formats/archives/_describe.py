@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...codec import element_count, exactly
+from ...core.codec import element_count, exactly
 from ...errors import UnsupportedValue, error_text
 from ..pickles import Constructor, Stub, inert, read_pickle
 from ._classes import NAMED, constructors

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import (
+from ...core.codec import (
     MAX_DEPTH,
     NUMPY_NAME,
     NUMPY_SCALARS,
@@ -37,8 +37,8 @@ from ...codec import (
     step_of,
     type_name,
 )
+from ...core.trees import Hole, Record
 from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ...trees import Hole, Record
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
 from ._payload import begin_archive, finish_archive

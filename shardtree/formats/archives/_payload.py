@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...codec import check_storable, dtype_name
+from ...core.codec import check_storable, dtype_name
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
 from ._tensors import (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import Storage, in_threads, is_folder, threads_of
-from ...strategies import Checkpoint, Comparison
+from ...shell.storage import Storage, in_threads, is_folder, threads_of
+from ...shell.table import Checkpoint, Comparison
 from ..archives import StoredTensor
 from ..rank_archives import (
     ArchiveFile,

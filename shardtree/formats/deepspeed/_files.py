@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ...core.trees import map_shards
 from ...errors import CorruptCheckpoint, error_text
-from ...strategies import Checkpoint
-from ...trees import map_shards
+from ...shell.table import Checkpoint
 from ..archives import StoredTensor
 from ..pickles import Constructor, Stub, inert
 from ..rank_archives import ArchiveFile, Piece, Tensors, ValueAt, piece_of, state_key

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text, missing_numbers
-from ...storage import Storage, is_folder
-from ...strategies import Fields, fields_of_backend
+from ...shell.storage import Storage, is_folder
+from ...shell.table import Fields, fields_of_backend
 
 ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
 

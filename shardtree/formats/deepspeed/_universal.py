@@ -8,8 +8,8 @@ from math import prod
 from typing import Any
 
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import Storage
-from ...strategies import Checkpoint, Comparison
+from ...shell.storage import Storage
+from ...shell.table import Checkpoint, Comparison
 from ..archives import StoredTensor
 from ..rank_archives import (
     ArchiveFile,

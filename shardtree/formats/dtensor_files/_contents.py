@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...core.mapping import ShardedObject
 from ...errors import TreeError, error_text
-from ...mapping import ShardedObject
-from ...strategies import Checkpoint
+from ...shell.table import Checkpoint
 from ..archives import StoredDTensor, StoredTensor
 from ..rank_archives import (
     ArchiveFile,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import CorruptCheckpoint, error_text, missing_numbers
-from ...storage import Storage
-from ...strategies import Fields, fields_of_backend
+from ...shell.storage import Storage
+from ...shell.table import Fields, fields_of_backend
 
 BACKEND, VERSION = "dtensor_files", 1
 

@@ -8,13 +8,13 @@ from math import prod
 
 import numpy as np
 
-from ...codec import Entry, encode_header, kind_in_file
+from ...core.codec import Entry, encode_header, kind_in_file
+from ...core.geometry import Column, box_column, flat_boxes, row_major_strides, volumes
+from ...core.layouts import TensorKind
+from ...core.mapping import ShardedTensor
 from ...errors import MetadataError, UnsupportedValue, error_text
-from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
-from ...layouts import TensorKind
-from ...mapping import ShardedTensor
-from ...storage import Buffer, tensor_buffers
-from ...strategies import checked_data
+from ...shell.storage import Buffer, tensor_buffers
+from ...shell.table import checked_data
 from ._texts import TEXTS, header_texts
 
 HEADER_BYTES = 64 * 1024 * 1024

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from ...codec import decode_header, header_length, parse_json
+from ...core.codec import decode_header, header_length, parse_json
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import Storage, listed
-from ...strategies import Checkpoint, Fields, fields_of_backend
+from ...shell.storage import Storage, listed
+from ...shell.table import Checkpoint, Fields, fields_of_backend
 
 # The names of a Hugging Face model's files, and the choice of the one by which a folder is read
 

@@ -14,7 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ...codec import canonical_json
+from ...core.codec import canonical_json
+from ...core.geometry import as_int
+from ...core.layouts import ShardColumns, check_access
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.plans import level_writes
 from ...errors import (
     AlreadyACheckpoint,
     IntegrityError,
@@ -24,12 +28,18 @@ from ...errors import (
     error_text,
     render_path,
 )
-from ...geometry import as_int
-from ...layouts import ShardColumns, check_access
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import level_writes
-from ...storage import Buffer, can, digest, make_folder, move, remove_folder, reported_parts, sync_folder, write_parts
-from ...strategies import (
+from ...shell.storage import (
+    Buffer,
+    can,
+    digest,
+    make_folder,
+    move,
+    remove_folder,
+    reported_parts,
+    sync_folder,
+    write_parts,
+)
+from ...shell.table import (
     METADATA_FILE,
     AsyncRequest,
     Fields,

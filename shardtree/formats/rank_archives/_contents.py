@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.geometry import box_column, shared_groups, volumes
+from ...core.layouts import ShardColumns, TensorKind
 from ...errors import CorruptCheckpoint, error_text
-from ...geometry import box_column, shared_groups, volumes
-from ...layouts import ShardColumns, TensorKind
-from ...storage import ByteRanges, StoredFile
-from ...strategies import Checkpoint, Comparison
-from ...strategies.index import Index, build_index, int64, stored_columns
+from ...shell.storage import ByteRanges, StoredFile
+from ...shell.table import Checkpoint, Comparison
+from ...shell.table.index import Index, build_index, int64, stored_columns
 from ..archives import StoredTensor
 from ._copies import Copy, Stored, same_by_checksum
 from ._files import ArchiveFile

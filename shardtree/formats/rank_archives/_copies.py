@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...codec import row_major_bits
-from ...storage import Buffer, Reader
-from ...strategies import Checkpoint, Copies, Resolution
+from ...core.codec import row_major_bits
+from ...shell.storage import Buffer, Reader
+from ...shell.table import Checkpoint, Copies, Resolution
 from ..archives import Box, StoredTensor, box_of, strips
 from ._files import filled, opened_at
 

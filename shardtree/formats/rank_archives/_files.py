@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..._ambient import collector_paused
-from ...codec import element_count
+from ...core.ambient import collector_paused
+from ...core.codec import element_count
+from ...core.trees import map_sharing
 from ...errors import CorruptCheckpoint, TreePath, error_text, render_path
-from ...storage import Reader, Storage, fetch_ahead, in_threads, opened, threads_of
-from ...strategies import Checkpoint
-from ...trees import map_sharing
+from ...shell.storage import Reader, Storage, fetch_ahead, in_threads, opened, threads_of
+from ...shell.table import Checkpoint
 from ..archives import Record, StoredTensor, archive_records, describe_archive, filled_tensor
 
 

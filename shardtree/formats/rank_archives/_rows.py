@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.layouts import TensorKind, shard_columns
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from ...layouts import TensorKind, shard_columns
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, ReadCost, find_unexpected, plan_load
-from ...storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
-from ...strategies import (
+from ...shell.storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
+from ...shell.table import (
     Checkpoint,
     Comparison,
     Damage,
@@ -33,7 +33,7 @@ from ...strategies import (
     pieces_of,
     span_findings,
 )
-from ...strategies.index import (
+from ...shell.table.index import (
     IndexMetadata,
     chunks_of,
     file_at,

@@ -13,12 +13,12 @@ from operator import add, mul, sub
 
 import numpy as np
 
+from ...core.layouts import shard_boxes, shard_columns
+from ...core.mapping import ShardedTensor
+from ...core.plans import LoadPlan, ReadCost
 from ...errors import CorruptCheckpoint, error_text
-from ...layouts import shard_boxes, shard_columns
-from ...mapping import ShardedTensor
-from ...plans import LoadPlan, ReadCost
-from ...storage import Reader, ReadReport, Verify, read_crc32
-from ...strategies import Checkpoint
+from ...shell.storage import Reader, ReadReport, Verify, read_crc32
+from ...shell.table import Checkpoint
 from ..archives import StoredTensor, box_of, fill_tensor, reach
 from ._files import opened_at
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ...storage import Storage
-from ...strategies import Fields, fields_of_backend
+from ...shell.storage import Storage
+from ...shell.table import Fields, fields_of_backend
 
 BACKEND, VERSION = "torch_checkpointing", 1
 METADATA = "metadata.pkl"

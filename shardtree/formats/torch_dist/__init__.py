@@ -2,8 +2,8 @@
 
 import pickle
 
-from ...storage import Storage
-from ...strategies import Fields, fields_of_backend
+from ...shell.storage import Storage
+from ...shell.table import Fields, fields_of_backend
 
 
 def recognize(storage: Storage) -> Fields | None:

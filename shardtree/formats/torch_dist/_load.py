@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import bit_view
+from ...core.codec import bit_view
+from ...core.geometry import Column
+from ...core.layouts import shard_columns
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.plans import LoadPlan, ReadCost, runs_plan
 from ...errors import UnsupportedValue, error_text
-from ...geometry import Column
-from ...layouts import shard_columns
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, ReadCost, runs_plan
-from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, Verify, fetch, fetch_cost
-from ...strategies import Checkpoint, Copies, Damage, Resolution, check_objects_known, check_taken, is_object
-from ...strategies.index import DeferredMetadata, Index, IndexMetadata, plan_shards
+from ...shell.storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, Verify, fetch, fetch_cost
+from ...shell.table import Checkpoint, Copies, Damage, Resolution, check_objects_known, check_taken, is_object
+from ...shell.table.index import DeferredMetadata, Index, IndexMetadata, plan_shards
 from ..archives import StoredTensor, box_of, filled_tensor
 from ..rank_archives import check_record
 from ._buckets import is_bucket, is_groups

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...codec import dtype_name
+from ...core.codec import dtype_name
+from ...core.geometry import Column
+from ...core.layouts import ShardColumns, TensorKind
 from ...errors import TreePath
-from ...geometry import Column
-from ...layouts import ShardColumns, TensorKind
 from ..pickles import Global, New, Pairs, PickleWriter, Reduced, reference, write_pickle
 
 Archive = tuple[str, int, int]

@@ -14,12 +14,12 @@ from math import prod
 import numpy as np
 import torch
 
-from ...codec import dtype_name
+from ...core.codec import dtype_name
+from ...core.geometry import Column
+from ...core.mapping import ShardedTensor
 from ...errors import CorruptCheckpoint, error_text
-from ...geometry import Column
-from ...mapping import ShardedTensor
-from ...strategies import Checkpoint, Comparison, Read, first_difference
-from ...strategies.index import Index, find_texts, kind_at, text_at, texts, whole_shard
+from ...shell.table import Checkpoint, Comparison, Read, first_difference
+from ...shell.table.index import Index, find_texts, kind_at, text_at, texts, whole_shard
 from ._listing import TORCH_DIST, Listing, read_listing
 
 

@@ -16,15 +16,15 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from ...codec import byte_buffer, dtype_from_name
+from ...core.codec import byte_buffer, dtype_from_name
+from ...core.geometry import Column
+from ...core.layouts import ShardColumns, TensorKind, join_columns
+from ...core.mapping import ShardedTensor, box_of
+from ...core.plans import grouped
 from ...errors import CorruptCheckpoint, error_text
-from ...geometry import Column
-from ...layouts import ShardColumns, TensorKind, join_columns
-from ...mapping import ShardedTensor, box_of
-from ...plans import grouped
-from ...storage import Buffer, digest, digest_of, in_threads
-from ...strategies import Checkpoint, Copies
-from ...strategies.index import (
+from ...shell.storage import Buffer, digest, digest_of, in_threads
+from ...shell.table import Checkpoint, Copies
+from ...shell.table.index import (
     Index,
     ObjectRow,
     build_index,

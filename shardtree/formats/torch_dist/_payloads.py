@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import dtype_name
+from ...core.codec import dtype_name
+from ...core.geometry import Column
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
-from ...geometry import Column
-from ...storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
-from ...strategies import Checkpoint, LoadOptions
+from ...shell.storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
+from ...shell.table import Checkpoint, LoadOptions
 from ..archives import StoredTensor, archive_ends, tensor_place
 from ..manifest import check_listed
 from ..torch import decode_with_holes

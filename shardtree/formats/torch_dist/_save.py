@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ...core.geometry import Column
+from ...core.layouts import ShardColumns, check_stored_shards, join_columns, select_rows
+from ...core.mapping import ShardedObject, ShardedTensor
 from ...errors import CheckpointingException, StrategyError, TreePath, error_text, render_path
-from ...geometry import Column
-from ...layouts import ShardColumns, check_stored_shards, join_columns, select_rows
-from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Buffer, Storage, remove_folder
-from ...strategies import (
+from ...shell.storage import Buffer, Storage, remove_folder
+from ...shell.table import (
     METADATA_FILE,
     AsyncRequest,
     Fields,

@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from ...codec import dtype_name
+from ...core.codec import dtype_name
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
-from ...storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
-from ...strategies import (
+from ...shell.storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
+from ...shell.table import (
     Checkpoint,
     Damage,
     Finding,
@@ -23,7 +23,7 @@ from ...strategies import (
     span_findings,
     untaken_findings,
 )
-from ...strategies.index import file_contents, regions_between
+from ...shell.table.index import file_contents, regions_between
 from ..archives import archive_records, tensor_place
 from ..torch import HEADERS, verify_archive
 from ._common import load_dcp_common

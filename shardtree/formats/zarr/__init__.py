@@ -1,8 +1,8 @@
 """Zarr: Megatron-Core's old checkpoints (version 1, read only), and zarr v3 arrays, ours and others' (version 3)."""
 
-from ...codec import parse_json
-from ...storage import Storage
-from ...strategies import Fields, fields_of_backend
+from ...core.codec import parse_json
+from ...shell.storage import Storage
+from ...shell.table import Fields, fields_of_backend
 
 
 def recognize(storage: Storage) -> Fields | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...codec import dtype_from_name, dtype_name, row_major_bits
+from ...core.codec import dtype_from_name, dtype_name, row_major_bits
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 
 _MOST_AXES = 64  # more than NumPy's arrays can have

@@ -9,9 +9,9 @@ from math import prod
 
 import numpy as np
 
+from ...core.geometry import Column, row_major_strides, span_numbers
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ...geometry import Column, row_major_strides, span_numbers
-from ...storage import Storage
+from ...shell.storage import Storage
 from ._array import Shape, StoredArray
 
 _MOST_FILLED = 2**40

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ...codec import is_unicode, parse_json
+from ...core.codec import is_unicode, parse_json
+from ...core.geometry import Column, volumes, widen
+from ...core.layouts import ShardColumns, TensorKind
+from ...core.mapping import ShardedObject
 from ...errors import CorruptCheckpoint, error_text
-from ...geometry import Column, volumes, widen
-from ...layouts import ShardColumns, TensorKind
-from ...mapping import ShardedObject
-from ...storage import Storage, StoredFile, files_in, is_folder
-from ...strategies import Checkpoint, is_object
-from ...strategies.index import Index, build_index, int64, stored_columns, texts
+from ...shell.storage import Storage, StoredFile, files_in, is_folder
+from ...shell.table import Checkpoint, is_object
+from ...shell.table.index import Index, build_index, int64, stored_columns, texts
 from ..manifest import MANIFEST_FILE
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells

@@ -12,14 +12,14 @@ from urllib.parse import quote
 
 import numpy as np
 
-from ...codec import check_storable, row_major_bits
+from ...core.codec import check_storable, row_major_bits
+from ...core.geometry import Column, row_major_strides, volumes
+from ...core.layouts import ShardColumns, TensorKind, select_rows
+from ...core.lazy import LazyTensor
+from ...core.mapping import ShardedTensor
+from ...core.plans import Runs, StoredChunks, plan_load
 from ...errors import IntegrityError, error_text
-from ...geometry import Column, row_major_strides, volumes
-from ...layouts import ShardColumns, TensorKind, select_rows
-from ...lazy import LazyTensor
-from ...mapping import ShardedTensor
-from ...plans import Runs, StoredChunks, plan_load
-from ...storage import (
+from ...shell.storage import (
     BlockHasher,
     Buffer,
     Hashes,
@@ -34,7 +34,7 @@ from ...storage import (
     tensor_buffers,
     write_parts,
 )
-from ...strategies import checked_data
+from ...shell.table import checked_data
 from ._array import Shape, StoredArray
 from ._cells import encode_shard_index, inner_counts
 from ._group import inner_cells

@@ -13,14 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import dtype_name
+from ...core.codec import dtype_name
+from ...core.layouts import shard_columns
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.plans import LoadPlan, ReadCost
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
-from ...layouts import shard_columns
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, ReadCost
-from ...storage import Buffer, MemoryStorage, ReadReport, Storage, fetch
-from ...strategies import Checkpoint, check_lengths, check_objects_known, check_taken, old_unique_key, read_checked
-from ...strategies.index import (
+from ...shell.storage import Buffer, MemoryStorage, ReadReport, Storage, fetch
+from ...shell.table import (
+    Checkpoint,
+    check_lengths,
+    check_objects_known,
+    check_taken,
+    old_unique_key,
+    read_checked,
+)
+from ...shell.table.index import (
     IndexMetadata,
     file_at,
     find_texts,

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ...codec import dtype_from_name, dtype_name, parse_json
+from ...core.codec import dtype_from_name, dtype_name, parse_json
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, unsound_array, zarr_name
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain

@@ -14,10 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import canonical_json, decode_tree, encode_tree, parse_json
+from ...core.codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CorruptCheckpoint, StrategyError, error_text
-from ...storage import Buffer, Storage, can, locked, make_folder, remove_files, remove_folder, sync_folder
-from ...strategies import (
+from ...shell.storage import (
+    Buffer,
+    Storage,
+    can,
+    locked,
+    make_folder,
+    remove_files,
+    remove_folder,
+    sync_folder,
+)
+from ...shell.table import (
     Checkpoint,
     Fields,
     PendingSave,
@@ -27,7 +36,7 @@ from ...strategies import (
     read_metadata,
     replace_metadata,
 )
-from ...strategies.index import (
+from ...shell.table.index import (
     COLUMNS,
     Index,
     load_common,

@@ -9,13 +9,13 @@ from math import prod
 
 import numpy as np
 
-from ...codec import canonical_json
+from ...core.codec import canonical_json
+from ...core.geometry import Column
+from ...core.layouts import ShardColumns, check_stored_shards, select_rows, shard_columns
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.plans import level_writes
 from ...errors import IntegrityError, StrategyError, error_text
-from ...geometry import Column
-from ...layouts import ShardColumns, check_stored_shards, select_rows, shard_columns
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import level_writes
-from ...storage import (
+from ...shell.storage import (
     BlockHasher,
     Hashes,
     StoredFile,
@@ -26,7 +26,7 @@ from ...storage import (
     reported,
     sync_folder,
 )
-from ...strategies import (
+from ...shell.table import (
     METADATA_FILE,
     AsyncRequest,
     Fields,
@@ -37,7 +37,7 @@ from ...strategies import (
     checked_entry,
     replace_metadata,
 )
-from ...strategies.index import build_index, encoded_object
+from ...shell.table.index import build_index, encoded_object
 from ._cells import inner_counts
 from ._group import Rows, array_columns, chunk_rows, inner_cells
 from ._layout import ArrayLayout, ChunkFile, array_layouts, chunk_files, write_chunk_file

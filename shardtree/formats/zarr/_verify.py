@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ...codec import canonical_json
+from ...core.codec import canonical_json
+from ...core.geometry import Column
 from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
-from ...geometry import Column
-from ...storage import Storage, in_threads, read_if_there, threads_of
-from ...strategies import (
+from ...shell.storage import Storage, in_threads, read_if_there, threads_of
+from ...shell.table import (
     Checked,
     Checkpoint,
     Damage,
@@ -23,7 +23,7 @@ from ...strategies import (
     span_findings,
     untaken_findings,
 )
-from ...strategies.index import file_at, files_findings, whole_file_findings
+from ...shell.table.index import file_at, files_findings, whole_file_findings
 from ..torch import archive_findings
 from ._array import Shape, StoredArray
 from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells

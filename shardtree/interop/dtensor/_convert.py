@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 
+from ...core.layouts import KeyFunction, Mesh, ShardColumns, TensorKind, join_columns, rank_leaf
+from ...core.layouts.meshes import Placement, placed_columns
+from ...core.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from ...core.trees import (
+    HOLE,
+    Hole,
+    flatten_with_paths,
+    join,
+    leaves_with_paths,
+    path_key,
+    select,
+    without_holes,
+)
 from ...errors import ShapeError, TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ...layouts import KeyFunction, Mesh, ShardColumns, TensorKind, join_columns, rank_leaf
-from ...layouts.meshes import Placement, placed_columns
-from ...mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from ...trees import HOLE, Hole, flatten_with_paths, join, leaves_with_paths, path_key, select, without_holes
 from ._placed import Parts, PlacedTensor, ReadOptions, Strided, all_parts, is_dtensor, placed_tensors
 
 # DTensors to shards.

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..._ambient import shielded
+from ...core.ambient import shielded
 from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
-from ...storage import Directory
-from ...strategies import LoadOptions, Strategies
-from ...world import agree, current_world, on_rank_zero
+from ...shell.storage import Directory
+from ...shell.table import LoadOptions, Strategies
+from ...shell.world import agree, current_world, on_rank_zero
 from ._module_fill import Source, common_values, deliver, fill_alone, loader_of, read_value, stored_shapes, target_of
 from ._module_hooks import has_renaming_hooks, overrides_loading
 from ._module_names import Named, Stored, all_tensors, by_stored_key, has_elements, stored_by_name, unfilled

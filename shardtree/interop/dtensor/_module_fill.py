@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from ...checkpoint import OpenCheckpoint, load, load_common_state_dict, load_sharded_metadata, open_checkpoint
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.trees import HOLE, map_data, plain_matcher, refuse_scaled, scaled_values, those_of
 from ...errors import IntegrityError, MetadataError, ShapeError, UnsafeFile, UnsupportedValue, error_text
-from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Directory
-from ...strategies import LoadOptions, Strategies
-from ...trees import HOLE, map_data, plain_matcher, refuse_scaled, scaled_values, those_of
-from ...world import World, one_process
+from ...inspection import OpenCheckpoint, open_checkpoint
+from ...shell.checkpoint import load, load_common_state_dict, load_sharded_metadata
+from ...shell.storage import Directory
+from ...shell.table import LoadOptions, Strategies
+from ...shell.world import World, one_process
 from ._convert import from_dtensors, local_tensor
 from ._module_names import Fill, Named, Stored, by_stored_key, overlapping
 from ._placed import Strided, is_dtensor

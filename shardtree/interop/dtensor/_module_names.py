@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from ...core.mapping import is_wrapper
+from ...core.trees import holds_tensors
 from ...errors import KeyMismatch, error_text
-from ...mapping import is_wrapper
-from ...trees import holds_tensors
 from ._convert import local_tensor
 
 Tensors = dict[str, torch.Tensor]

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from ...core.layouts import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
+from ...core.trees import call_at, leaves_with_paths, path_key, refuse_shapeless
 from ...errors import (
     CheckpointingException,
     MetadataError,
@@ -21,8 +23,6 @@ from ...errors import (
     error_text,
     render_path,
 )
-from ...layouts import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
-from ...trees import call_at, leaves_with_paths, path_key, refuse_shapeless
 
 # DeviceMeshes as meshes; sub-meshes as part of the mesh that they are a slice of.
 

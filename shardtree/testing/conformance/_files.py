@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import PurePosixPath
 
-from ...checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata, open_checkpoint, verify
 from ...errors import AlreadyACheckpoint, CheckpointingException
-from ...storage import LocalStorage, MemoryStorage, Storage, can, files_in, make_folder, storage_at
-from ...strategies import (
+from ...inspection import open_checkpoint, verify
+from ...shell.checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata
+from ...shell.storage import LocalStorage, MemoryStorage, Storage, can, files_in, make_folder, storage_at
+from ...shell.table import (
     METADATA_FILE,
     OWNER_FILE,
     Recognize,

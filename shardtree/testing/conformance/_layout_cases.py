@@ -14,7 +14,7 @@ from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
-from ...strategies import StrategyAction
+from ...shell.table import StrategyAction
 from .._layouts import Layout, Piece, even_layout
 from .._states import GlobalState, state_layouts
 from .._tensors import shapes, tensors

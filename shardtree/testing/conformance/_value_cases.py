@@ -11,18 +11,18 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 import torch
 
-from ...checkpoint import (
-    explain,
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.plans import Mismatch, Unexpected
+from ...errors import CheckpointingException
+from ...inspection import explain
+from ...shell.checkpoint import (
     load,
     load_common_state_dict,
     load_content_metadata,
     load_sharded_metadata,
     remove_sharded_tensors,
 )
-from ...errors import CheckpointingException
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Mismatch, Unexpected
-from ...strategies import PROTOCOLS, Strategies, Strategy, StrategyAction, table_of
+from ...shell.table import PROTOCOLS, Strategies, Strategy, StrategyAction, table_of
 from .._bits import outline
 from .._layouts import Layout, even_layout
 from .._states import GlobalState

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.conversion import convert
+from shardtree.conversion import convert
 
 
 def peak() -> int:

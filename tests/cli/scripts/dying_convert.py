@@ -6,8 +6,8 @@ import os
 import signal
 from typing import Any
 
-from shardtree.checkpoint.conversion import _write
 from shardtree.cli import main
+from shardtree.conversion import _write
 
 record, written = _write.record, 0
 

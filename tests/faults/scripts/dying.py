@@ -6,8 +6,9 @@ import os
 import signal
 from typing import Any
 
+from shardtree.shell.table import METADATA_FILE, safetensors
 from shardtree.storage import LocalStorage
-from shardtree.strategies import METADATA_FILE, StrategyAction, default_strategies, safetensors
+from shardtree.strategies import StrategyAction, default_strategies
 
 
 def die() -> None:

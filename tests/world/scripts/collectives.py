@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 from shardtree.errors import RemoteError, UnsupportedValue, WorldError
-from shardtree.world import World, agree, current_world, distributed, gather, gather_on_rank_zero, on_rank_zero
-from shardtree.world._groups import coordination_group
+from shardtree.shell.world import agree, gather, gather_on_rank_zero, on_rank_zero
+from shardtree.shell.world._groups import coordination_group
+from shardtree.world import World, current_world, distributed
 
 
 def check_collectives(world: World) -> None:

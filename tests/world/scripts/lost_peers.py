@@ -12,7 +12,8 @@ import torch.distributed as dist
 from collectives import check_collectives
 
 from shardtree.errors import RemoteError, WorldError
-from shardtree.world import agree, distributed
+from shardtree.shell.world import agree
+from shardtree.world import distributed
 
 
 def main() -> None:

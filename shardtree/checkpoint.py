@@ -1,0 +1,98 @@
+"""Whole checkpoints: save, load, look inside, read lazily. Each function reads as the data flows."""
+
+from __future__ import annotations
+
+import typing
+
+from .core.deferred import face
+
+__all__ = [
+    "AsyncCallsQueue",
+    "CheckpointDifference",
+    "CheckpointSeries",
+    "ConversionReport",
+    "FileMark",
+    "KindDifference",
+    "OpenCheckpoint",
+    "Removal",
+    "ReplicaDifference",
+    "StepFiles",
+    "StrictHandling",
+    "ValueDifference",
+    "async_calls",
+    "check_replicas",
+    "compare",
+    "convert",
+    "explain",
+    "explain_ranks",
+    "fingerprint",
+    "is_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "open_checkpoint",
+    "remove_sharded_tensors",
+    "save",
+    "verify",
+]
+
+if typing.TYPE_CHECKING:
+    from .conversion import ConversionReport, convert
+    from .inspection import (
+        CheckpointDifference,
+        KindDifference,
+        OpenCheckpoint,
+        ValueDifference,
+        check_replicas,
+        compare,
+        explain,
+        explain_ranks,
+        fingerprint,
+        load_plain_tensors,
+        open_checkpoint,
+        verify,
+    )
+    from .inspection._replicas import ReplicaDifference
+    from .series import CheckpointSeries, FileMark, Removal, StepFiles
+    from .shell.checkpoint import (
+        AsyncCallsQueue,
+        StrictHandling,
+        async_calls,
+        is_checkpoint,
+        load,
+        load_common_state_dict,
+        load_content_metadata,
+        load_sharded_metadata,
+        load_tensors_metadata,
+        remove_sharded_tensors,
+        save,
+    )
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..inspection",
+        {
+            "AsyncCallsQueue": "..shell.checkpoint",
+            "StrictHandling": "..shell.checkpoint",
+            "async_calls": "..shell.checkpoint",
+            "is_checkpoint": "..shell.checkpoint",
+            "load": "..shell.checkpoint",
+            "load_common_state_dict": "..shell.checkpoint",
+            "load_content_metadata": "..shell.checkpoint",
+            "load_sharded_metadata": "..shell.checkpoint",
+            "load_tensors_metadata": "..shell.checkpoint",
+            "remove_sharded_tensors": "..shell.checkpoint",
+            "save": "..shell.checkpoint",
+            "CheckpointSeries": "..series",
+            "FileMark": "..series",
+            "Removal": "..series",
+            "StepFiles": "..series",
+            "ConversionReport": "..conversion",
+            "convert": "..conversion",
+            "ReplicaDifference": "..inspection._replicas",
+        },
+    )

@@ -1,0 +1,344 @@
+"""convert: a checkpoint of any format streamed to any other, in bounded memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..core.ambient import shielded
+from ..core.geometry import as_int
+from ..core.mapping import ShardedTensor
+from ..core.trees import HOLE
+from ..errors import (
+    AlreadyACheckpoint,
+    CorruptCheckpoint,
+    IntegrityError,
+    StorageError,
+    WorldError,
+    error_text,
+)
+from ..inspection import MOST_BYTES, group_bytes, tree_of
+from ..shell.checkpoint import alike, backends_of, given_options, read_fields, recognize
+from ..shell.checkpoint.saving import (
+    RunningSave,
+    SaveStart,
+    in_save_folder,
+    inspect_folder,
+    make_folder,
+    pending_save,
+)
+from ..shell.storage import Directory, can, in_turn, listed, remove_folder, storage_at, with_own_refusals
+from ..shell.table import (
+    METADATA_FILE,
+    LoadOptions,
+    SaveOptions,
+    Strategies,
+    disown,
+    owned,
+    remove_unless_committed,
+    save_is_alive,
+    traits_of,
+)
+from ..shell.world import World, agree, on_rank_zero, one_process, share
+from ..stores import in_larger_requests
+from ._check import CheckResult, check_destination
+from ._journal import Journal, abort_uploads, begin_journal, begun_save, files_of, forget, journal_of, remove_others
+from ._passage import Passage
+from ._plan import Cutting, Plan, Transform, plan_conversion
+from ._report import ConversionReport, report_of
+from ._single import in_one_file, single_file
+from ._source import open_alike
+from ._write import Batches, Destination, Turn, rehearse_common, rehearse_tensors, write_batches
+
+_LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
+
+
+@shielded
+def convert(
+    source: Directory,
+    destination: Directory,
+    *,
+    backend: str | tuple[str, int],
+    transform: Transform | None = None,
+    transform_common: Callable[[Any], Any] | None = None,
+    common_backend: str | tuple[str, int] | None = None,
+    layout: Cutting = None,
+    leave_out: Sequence[str] = (),
+    plain: Sequence[str] = (),
+    prune: bool = False,
+    max_bytes_in_flight: int = 256 * 1024 * 1024,
+    verify: bool = True,
+    strategies: Strategies | None = None,
+    load_options: LoadOptions | None = None,
+    save_options: SaveOptions | None = None,
+    world: World | None = None,
+) -> ConversionReport:
+    """Write a checkpoint of any format as one of another, and return what was done.
+
+    Tensors stream in batches of bounded size. After a call that was killed, the same call resumes: finished batches
+    aren't written again. The destination becomes a checkpoint only when all of it is written; then it is read back, and
+    each tensor's fingerprint compared with that of the elements that were written.
+
+    Args:
+        source: where the checkpoint is.
+        destination: a folder without a checkpoint, made if it isn't there; with the format huggingface also the name
+            of a ``.safetensors`` file that isn't.
+        backend: the format, as (backend, version) or a name, which means its latest version.
+        transform: a pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards
+            that is written. The keys of the dict don't matter, those of the shards do. It records what it does to lazy
+            data; elements that it reads itself stay in memory. Or a trace of torch code, from `shardtree.trace`, which
+            passes on what isn't a tensor.
+        transform_common: a pure function from the common state, with holes where shards were, to the one that is
+            written.
+        common_backend: the format of the common state; the one that a save would choose by default.
+        layout: how whole tensors are cut: a function from a shard to counts of pieces along its axes, or patterns of
+            keys to such counts. What it leaves open is cut only where it is larger than a batch.
+        leave_out: patterns of keys that aren't converted; ``"common"`` is the common state, whose tensors, such as a
+            module's buffers, are then in the source by the keys of their paths. Whatever else isn't in the output is an
+            error.
+        plain: patterns of keys of FP8 numbers that need no scales: they may be cast by a transform though tensors that
+            lie beside them in the source, and are named like scales, are left out.
+        prune: whether what the transform doesn't pass on is left out too, as by a transform that keeps some layers.
+        max_bytes_in_flight: the most bytes that a batch holds. A format that can't stream has one batch in memory.
+        verify: whether the destination is read back and compared.
+        strategies: the dispatch table; None for the process's.
+        load_options: how the source is read, and the destination when it is compared.
+        save_options: how the destination is written; `progress` is called with the bytes that were written, and later
+            compared, since the last call.
+        world: the ranks that convert together, each with the same arguments: they share out the batches by bytes, and
+            what is compared. None for this process alone, in which the call isn't collective.
+
+    Raises:
+        NotACheckpoint: there is no source.
+        AlreadyACheckpoint: the destination has a checkpoint, or is a file.
+        StorageError: it names a file that isn't written, such as ``pytorch_model.bin``.
+        KeyMismatch: a key of the source is neither used nor left out nor pruned, or a pattern names nothing.
+        IntegrityError: the output's shards don't tile their tensors, or the destination isn't what was written.
+        ShapeError: quantised values would be cast without their scales.
+        UnsupportedValue: the format can't hold something.
+        StrategyError: the format can't be written.
+        RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
+            share.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> source, destination = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "step": 7}, source)
+        >>> half = st.bind(st.cast, torch.bfloat16)
+        >>> report = convert(source, destination, backend="safetensors", transform=half)
+        >>> report.nbytes, st.load_plain_tensors(destination)
+        (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})
+    """
+    world = one_process() if world is None else world
+    arguments: dict[str, Any] = {"backend": backend, "common_backend": common_backend, "leave_out": leave_out}
+    arguments |= {"plain": repr(plain), "prune": prune, "max_bytes_in_flight": max_bytes_in_flight, "verify": verify}
+    arguments |= alike(load_options, "load_options.") | alike(save_options, "save_options.")
+
+    def look() -> tuple[LoadOptions, Destination]:
+        reading = given_options("convert", load_options, LoadOptions)
+        writing = given_options("convert", save_options, SaveOptions)
+        writing = replace(writing, progress=in_turn(writing.progress))  # of batches side by side
+        return reading, _destination(destination, backend, common_backend, strategies, writing)
+
+    (reading, target), nonces = share(world, "convert: meet", look, lambda _: secrets.token_hex(), given=arguments)
+    checkpoint = open_alike(source, world, reading, strategies)
+
+    def prepare() -> tuple[Plan, Journal]:
+        plan = plan_conversion(
+            tree_of(checkpoint, strategies),
+            transform,
+            transform_common,
+            leave_out=leave_out,
+            plain=plain,
+            prune=prune,
+            layout=layout,
+            most_bytes=max_bytes_in_flight,
+            # Of one batch: no other may add to a file there. It streams, whatever its size.
+            cuts=can(target.storage).write_parts is not None
+            or not traits_of(*target.backends[0], strategies).shares_files,
+        )
+        pickles = target.options.allow_pickle
+        where = (target.storage, checkpoint, target.backends, plan.batches, strategies)
+        common = plan.common if world.size > 1 or traits_of(*target.backends[0], strategies).writes_common else HOLE
+        return plan, journal_of(*where, common=common, nonce=nonces[0], allow_pickle=pickles)
+
+    (plan, journal), outcomes = share(world, "convert: plan", prepare, lambda own: (own[1].folder, own[1].common))
+    _check_same_plan(outcomes)
+    # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
+    passage = Passage(group_bytes(plan.reader), has_sums=verify)
+    earlier, may_be_others = _write(target, journal, plan, passage, world)
+    check = None
+    if verify or may_be_others:
+        most = min(max(as_int(max_bytes_in_flight) or 0, _LEAST_BYTES), MOST_BYTES)
+        check = _check(target, journal, plan, passage, most, reading, world)
+    on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=earlier == len(plan.batches)))
+    return report_of(plan, earlier, check)
+
+
+def _destination(
+    where: Directory,
+    backend: str | tuple[str, int],
+    common_backend: str | tuple[str, int] | None,
+    strategies: Strategies | None,
+    options: SaveOptions,
+) -> Destination:
+    backends, choices = backends_of(backend, common_backend, strategies), (backend, common_backend)
+    if (single := single_file(where, backends)) is not None:
+        return Destination(single.draft(), choices, backends, in_one_file(strategies), options, single)
+    storage = in_larger_requests(with_own_refusals(storage_at(where)))
+    return Destination(storage, choices, backends, strategies, options)
+
+
+def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
+    """Raise unless all ranks have planned the same conversion, by journals' names and hashes of common states."""
+    for what, values in zip(("other bytes", "another common state"), zip(*outcomes, strict=True), strict=True):
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            fix = "Pass the same arguments on every rank, and transforms that give the same wherever they run."
+            raise WorldError(error_text(f"convert: rank {other} would write {what} than rank 0", fix=fix))
+
+
+def _check(
+    target: Destination,
+    journal: Journal,
+    plan: Plan,
+    passage: Passage,
+    most_bytes: int,
+    options: LoadOptions,
+    world: World,
+) -> CheckResult:
+    """Read back what was written, and return what was found equal; what isn't is never gone on with."""
+    try:
+        where = target.storage if target.single is None else target.single.place()
+        checkpoint = open_alike(where, world, options, target.strategies)
+        return check_destination(
+            partial(tree_of, checkpoint, target.strategies), plan, passage, most_bytes, target.options.progress, world
+        )
+    except (IntegrityError, CorruptCheckpoint) as error:
+        if target.single is not None and target.single.is_there:
+            raise target.single.refusal() from error  # of another program
+        if world.rank == 0 and isinstance(error, IntegrityError):
+            forget(journal)
+        raise
+
+
+def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
+    save_id = begun_save(journal) if is_old or not can(target.storage).late_requests else None
+    if save_id is not None:
+        # A call that was killed right after its commit left its note there, or couldn't remove it.
+        disown(target.storage, save_id)
+        if can(target.storage).late_requests:
+            remove_unless_committed(target.storage, save_id)
+    if target.single is not None:
+        target.single.put(durable=target.options.durable)
+    forget(journal)
+    if target.single is not None:
+        remove_folder(target.single.above, target.single.folder)
+
+
+def _write(target: Destination, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
+    """Write what isn't written yet, and return how many batches were, and whether an existing checkpoint isn't ours.
+
+    Raises:
+        AlreadyACheckpoint: there is one that this conversion hasn't begun.
+    """
+    common = {} if plan.common is HOLE else plan.common
+    with ExitStack() as claims:
+        begin = partial(_begin_or_resume, target, journal, plan.tensors, common, claims)
+        save_id, state = on_rank_zero(world, "convert: begin", begin)
+        if state != _UNFINISHED:
+            return len(plan.batches), state == _OF_OTHERS
+        agree(world, "convert: look at the folder", partial(_check_seen, journal, save_id, world.rank))
+        try:
+            return write_batches(Batches(target, journal, save_id, plan, common, passage), world), False
+        except Exception as error:
+            if files_of(journal):
+                error.add_note("convert: what was written stays there, and the same call resumes from it")
+            elif world.rank == 0:
+                forget(journal)
+                disown(target.storage, save_id)
+            raise
+
+
+_UNFINISHED, _OURS, _OF_OTHERS = range(3)  # what is at the destination
+
+
+def _begin_or_resume(
+    target: Destination, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, claims: ExitStack
+) -> tuple[str, int]:
+    """Return the name of the save, begun now or earlier, and what is at the destination; on rank 0.
+
+    Args:
+        target: where to.
+        journal: of the conversion.
+        tensors: what will be written.
+        common: likewise.
+        claims: until it is closed, the save is known to be alive.
+
+    Raises:
+        AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
+        UnsupportedValue: the format can't hold something.
+    """
+    storage = target.storage
+    if target.single is not None and target.single.is_there:
+        return begun_save(journal) or "", _OF_OTHERS
+    save_id, start, is_there = _look(target, journal)
+    if is_there:
+        # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
+        is_ours = read_fields(storage, target.strategies).get("save_id") == save_id
+        return save_id, _OURS if is_ours else _OF_OTHERS
+    # What the format can't hold should fail now, not after hours of writing.
+    rehearse_tensors(target, tensors, common)
+    rehearse_common(target, common)
+    if start is None and save_is_alive(storage, save_id):
+        what = f"convert: the same conversion to {storage.where()!r} is in progress"
+        raise StorageError(error_text(what, fix="Wait for it; a call after it was killed goes on with it."))
+    begun = None if start is None else _begin(target, journal, start)
+    alone, durable = not in_save_folder(target.backends, target.strategies), target.options.durable
+    claims.enter_context(owned(storage, save_id, durable=durable, has_note=begun is not None, alone=alone))
+    if start is None:
+        abort_uploads(journal)  # of the call that is gone on with
+    if not can(storage).late_requests:  # else after the commit, which turns away what they may have sent
+        remove_others(journal)
+    return save_id, _UNFINISHED
+
+
+def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None, bool]:
+    """Return the name of the save, how it starts unless an earlier call has begun it, and if it may be committed.
+
+    Raises:
+        AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
+    """
+    with listed(target.storage, deep=False) as listing:  # one look for all questions
+        save_id = begun_save(journal) if journal.folder in listing.names() else None
+        is_there = listing.length(METADATA_FILE) is not None or recognize(listing, target.strategies) is not None
+        if save_id is not None:
+            return save_id, None, is_there
+        if is_there and target.single is not None:
+            raise target.single.conflict()
+        if is_there:
+            what = f"convert: {target.storage.where()!r} already holds a checkpoint"
+            raise AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))
+        start = inspect_folder(listing, target.backends, target.strategies, overwrite=False)
+        return start.save_id, start, False
+
+
+def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
+    if rank and begun_save(journal) != save_id:
+        what = f"convert: {journal.storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it"
+        raise StorageError(error_text(what, fix="Convert to a folder on storage that all ranks share."))
+
+
+def _begin(target: Destination, journal: Journal, start: SaveStart) -> RunningSave:
+    """Make the folder and the journal of a new conversion, and return what marks it as alive."""
+    pending = pending_save(start, target.storage, Turn(0, 1), target.options)
+    running = RunningSave()
+    make_folder(pending, running, target.backends, target.strategies)
+    if running.folder is not None:
+        running.folder.wait()  # here, since each batch has a pending save of its own
+    begin_journal(journal, pending.save_id, durable=target.options.durable)
+    return running

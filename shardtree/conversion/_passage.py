@@ -1,0 +1,160 @@
+"""What passes from a conversion's source to its destination: read once, in large windows, and fingerprinted then."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from threading import Lock
+
+import torch
+
+from ..core.fingerprints import PartialFingerprint, add_fingerprints, box_part
+from ..core.geometry import Box, box_shape, slices
+from ..core.layouts import TensorKind
+from ..core.lazy import Fetch, LazyTensor, of_source
+from ..core.mapping import ShardedTensor
+from ..inspection import in_usual_threads
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """What the elements that are written pass through when the format's own functions read them.
+
+    Attributes:
+        window_bytes: how much of a large tensor is read at a time; 0 for as much as is asked for.
+        has_sums: whether elements are fingerprinted at all.
+    """
+
+    window_bytes: int
+    has_sums: bool
+    # By box: what a format reads twice counts once.
+    _parts: dict[str, dict[Box, PartialFingerprint]] = field(default_factory=lambda: defaultdict(dict))
+
+    def watch(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
+        """Return a shard whose lazy data is fingerprinted when it is read, in its turn; other shards unchanged."""
+        if not isinstance(shard.data, LazyTensor):
+            return shard
+        return replace(shard, data=of_source(_WatchedSource(self, shard, turn)))
+
+    def sums(self) -> dict[str, PartialFingerprint]:
+        """Return the fingerprints of what has passed here, by key."""
+        return {key: _sum(list(parts.values())) for key, parts in self._parts.items() if parts}
+
+    def add(self, shard: ShardedTensor, offset: tuple[int, ...], data: torch.Tensor) -> None:
+        """Note the elements of a box of a shard."""
+        if not self.has_sums:
+            return
+        axes = shard.prepend_axis_num
+        inside = zip(shard.global_offset[axes:], offset, strict=True)
+        begin = (*shard.global_offset[:axes], *(first + start for first, start in inside))
+        box = (1,) * axes + tuple(data.shape)
+        kind = TensorKind(data.dtype, shard.global_shape, 0)
+        self._parts[shard.key][begin, box] = box_part(kind, data.reshape(box), begin, in_usual_threads)
+
+
+def passed_fingerprints(sums_by_rank: Sequence[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
+    """Return the fingerprints of those tensors all of whose elements have passed, given the sums of all ranks."""
+    counts = Counter[str]()
+    for sums in sums_by_rank:
+        counts.update({key: part.elements for key, part in sums.items()})
+    whole = {key for sums in sums_by_rank for key, part in sums.items() if counts[key] == prod(part.kind.global_shape)}
+    return add_fingerprints([{key: part for key, part in sums.items() if key in whole} for sums in sums_by_rank])
+
+
+def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
+    elements, total = sum(part.elements for part in parts), sum(part.total for part in parts)
+    return replace(parts[0], elements=elements, total=total % 2**64)
+
+
+@dataclass(slots=True, eq=False)
+class ReadTurn:
+    """A batch's turn to be read: no two batches are in memory, though those before may still be on their way.
+
+    Attributes:
+        gate: of the conversion; closed while a batch is read.
+        begin: called when the turn comes.
+        rest: how many elements are still to be read.
+    """
+
+    gate: Lock
+    begin: Callable[[], None]
+    rest: int
+    _lock: Lock = field(default_factory=Lock)
+    _has_begun: bool = False
+
+    def wait(self) -> None:
+        """Wait for the turn, before a read; once it is over, nothing waits for it any more."""
+        with self._lock:
+            if not self._has_begun:
+                self.gate.acquire()
+                self._has_begun = True
+                self.begin()
+
+    def count(self, elements: int) -> None:
+        """Note a read, of which the last one ends the turn."""
+        with self._lock:
+            if self._has_begun and self.rest > 0 and self.rest <= elements:
+                self.gate.release()
+            self.rest -= elements
+
+    def end(self) -> None:
+        """End the turn, whatever was read."""
+        self.count(self.rest)
+
+
+@dataclass(slots=True, eq=False)
+class _WatchedSource:
+    """The source of a shard's lazy data, of which a part is in memory: what is asked for next mostly lies there."""
+
+    passage: Passage
+    shard: ShardedTensor
+    turn: ReadTurn | None
+    low: tuple[int, ...] = ()
+    window: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.shard.data.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.shard.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shard.dtype
+
+    def box_fetches(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Fetch]:
+        yield from self.shard.data.box_fetches(offset, shape)
+
+    def read_box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        if self.turn is not None:
+            self.turn.wait()
+        data = self._read(offset, shape)
+        if self.turn is not None:
+            self.turn.count(data.numel())
+        self.passage.add(self.shard, offset, data)
+        return data
+
+    def _read(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        data: LazyTensor = self.shard.data
+        sizes, most_bytes = self.shape, self.passage.window_bytes
+        if most_bytes < 2 * prod(shape) * data.itemsize or shape == sizes:
+            return data.read_box(offset, shape)
+        steps = zip(box_shape(sizes, most_bytes // data.itemsize), shape, strict=True)
+        # A multiple of what is asked for, so that the next box lies in the same window or in the next one.
+        cell = [max(step // length * length, length) for step, length in steps]
+        low = tuple(start // step * step for start, step in zip(offset, cell, strict=True))
+        room = tuple(min(step, size - start) for step, size, start in zip(cell, sizes, low, strict=True))
+        within = tuple(start - first for start, first in zip(offset, low, strict=True))
+        if any(start + length > size for start, length, size in zip(within, shape, room, strict=True)):
+            return data.read_box(offset, shape)
+        window = self.window
+        if window is None or low != self.low or window.shape != room:
+            self.window = None  # before more is read: two windows would take twice the memory
+            self.low, self.window = low, (window := data.read_box(low, room))
+        if all(start + length == size for start, length, size in zip(offset, shape, sizes, strict=True)):
+            self.window = None  # boxes come in order: nothing else is asked for, and the batch has more tensors
+        return window[slices(within, shape)]

@@ -1,0 +1,131 @@
+"""A single .safetensors file as a destination: a model's folder, hidden until it is whole, gives up its only file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import AlreadyACheckpoint, StorageError, StrategyError, error_text
+from ..formats import huggingface
+from ..shell.checkpoint.saving import named_file
+from ..shell.storage import (
+    Directory,
+    Storage,
+    folder_in,
+    is_folder,
+    locked,
+    move,
+    storage_at,
+    sync_folder,
+    with_own_refusals,
+)
+from ..shell.table import Strategies, StrategyAction, default_strategies, table_of
+from ..stores import in_larger_requests
+
+_DRAFT = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SingleFile:
+    """A file that a conversion writes in the place of a folder.
+
+    Attributes:
+        above: the folder that it will be in.
+        name: its own.
+        is_there: whether an earlier call has moved it there, and was killed before its hidden folder was removed.
+    """
+
+    above: Storage
+    name: str
+    is_there: bool
+
+    @property
+    def folder(self) -> str:
+        """The name of the hidden folder, the same in each call: a conversion is resumed there."""
+        return f".{self.name}.convert"
+
+    def draft(self) -> Storage:
+        """Return the hidden folder."""
+        return folder_in(self.above, self.folder)
+
+    def place(self) -> Storage:
+        """Return where the model is: the file if it has its name, else the hidden folder."""
+        return folder_in(self.above, self.name) if self.is_there else self.draft()
+
+    def refusal(self) -> AlreadyACheckpoint:
+        """Return the error for a file that is there already."""
+        what = f"convert: the file {self.above.where(self.name)!r} is there already"
+        return AlreadyACheckpoint(error_text(what, fix="Convert to another one."))
+
+    def conflict(self) -> AlreadyACheckpoint:
+        """Return the error for a hidden folder in which another conversion has finished all but the file's name."""
+        what = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
+        state = f"its model in {self.above.where(self.folder)!r}"
+        fix = "Call that conversion again, which finishes it, or convert to another file."
+        return AlreadyACheckpoint(error_text(what, found=state, fix=fix))
+
+    def put(self, *, durable: bool) -> None:
+        """Give the file its name, once its folder was compared.
+
+        Raises:
+            AlreadyACheckpoint: another program has made a file of that name meanwhile.
+        """
+        if self.is_there:
+            return
+        with locked(self.above):
+            if self.above.length(self.name) is not None:
+                error, where = self.refusal(), self.above.where(f"{self.folder}/{_DRAFT}")
+                note = f"convert: {where!r} was written, and the same call moves it once that file is elsewhere"
+                error.add_note(note)
+                raise error
+            move(self.above, f"{self.folder}/{_DRAFT}", self.name)
+        if durable:
+            sync_folder(self.above)
+
+
+def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> SingleFile | None:
+    """Return the file that a destination names, None if it is a folder.
+
+    Args:
+        where: a path, a URL or a storage, which is always a folder.
+        backends: of the shards and of the common state.
+
+    Raises:
+        AlreadyACheckpoint: the file is there, and no conversion can have written it.
+        StorageError: it would be a pickle, or the format is a folder.
+
+    Examples:
+        >>> single_file("/runs/step_10", [("dcp", 1), ("dcp", 1)]) is None
+        True
+    """
+    if isinstance(where, Storage) or (name := named_file(where)) is None:
+        return None
+    path = os.fspath(where)
+    fix = "Name a folder; or, in the format huggingface, a .safetensors file."
+    if not name.endswith(".safetensors"):
+        raise StorageError(error_text(f"convert: {path!r} names a pickle, and none is written", fix=fix))
+    if others := [backend for backend, _ in dict.fromkeys(backends) if backend != "huggingface"]:
+        what = f"convert: {path!r} names a file, and {' and '.join(others)} is written as a folder"
+        raise StorageError(error_text(what, fix=fix))
+    above = in_larger_requests(with_own_refusals(storage_at(path[: -len(name)] or ".")))
+    file = SingleFile(above, name, is_there=above.length(name) is not None)
+    # The hidden folder gives its file up last: with one still in it, the other is of another program.
+    if file.is_there and (not is_folder(above, file.folder) or file.draft().length(_DRAFT) is not None):
+        raise file.refusal()
+    return file
+
+
+def in_one_file(strategies: Strategies | None) -> Strategies:
+    """Return the table in which a Hugging Face model has one file, of whatever length.
+
+    Raises:
+        StrategyError: the given table has a function of its own that writes such models.
+    """
+    row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
+    if table_of(strategies)[row] is not default_strategies[row]:
+        fix = "Name a folder; or pass no limit of files (--max-file-size, save_sharded_up_to)."
+        raise StrategyError(
+            error_text("convert: a single file is written whole, by the format's own function", fix=fix)
+        )
+    return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

@@ -1,0 +1,195 @@
+"""The source of a conversion: a checkpoint as a flat tree of lazy shards, whose every key must be accounted for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..core.codec import is_dense
+from ..core.geometry import slices
+from ..core.lazy import Fetch, stored
+from ..core.mapping import ShardedObject, ShardedTensor
+from ..core.trees import (
+    HOLE,
+    holds_tensors,
+    key_matcher,
+    leaves_with_paths,
+    near_patterns,
+    path_key,
+    shell_differences,
+)
+from ..errors import KeyMismatch, UnsafeFile, UnsupportedValue, WorldError, error_text, render_path
+from ..inspection import BoxReader, OpenCheckpoint
+from ..shell.checkpoint import load_common, open_at, parse_together
+from ..shell.storage import Directory, storage_at
+from ..shell.table import Checkpoint, LoadOptions, Strategies
+from ..shell.table.index import untaken_of
+from ..shell.world import World, one_process, share
+from ..stores import in_larger_requests
+
+COMMON = "common"
+"""What `leave_out` calls the common state."""
+
+Shard = ShardedTensor | ShardedObject
+Note = Callable[[Fetch], None]
+
+
+class SourceKey(str):
+    """The key of a source tensor: another class than str, so that a lazy tensor from elsewhere isn't taken for one."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredObject:
+    """A sharded object that isn't read yet, as its shard's data.
+
+    Attributes:
+        unique_key: the object's.
+        read: returns the object.
+    """
+
+    unique_key: str
+    read: Callable[[], Any]
+
+
+def open_alike(where: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
+    """Return a checkpoint that each rank reads by itself, once rank 0 has parsed its metadata for all; collective.
+
+    Raises:
+        NotACheckpoint, CorruptCheckpoint, StrategyError: as `open_checkpoint`.
+        WorldError: the ranks see different checkpoints there.
+    """
+
+    def alone() -> Checkpoint:
+        return open_at(in_larger_requests(storage_at(where)), one_process(), options, strategies)
+
+    # Each opens it, rather than take rank 0's word: so each notices when another save takes its place.
+    own, fields = share(world, "convert: open", alone, lambda checkpoint: checkpoint.fields)
+    other = next((rank for rank, each in enumerate(fields) if each != fields[0]), None)
+    if other is not None:
+        what = f"convert: rank {other} sees another checkpoint than rank 0 in {own.storage.where()!r}"
+        raise WorldError(error_text(what, fix="Wait until it is saved, on storage that all ranks share."))
+    checkpoint = parse_together(replace(own, world=world), None, strategies)
+    return replace(checkpoint, world=own.world)
+
+
+def source_tree(
+    reader: BoxReader, leave_out: Sequence[str], note: Note
+) -> tuple[dict[str, Shard], tuple[str, ...], tuple[str, ...]]:
+    """Return a checkpoint as a dict of whole lazy shards, by key and unique key, and what isn't in it.
+
+    Args:
+        reader: of the checkpoint.
+        leave_out: patterns of keys that don't belong to the dict. Where the common state is left out, the tensors in it
+            belong to the dict, by the keys of their paths.
+        note: called with every box that is read, and for every object with a box of no axes.
+
+    Returns:
+        The dict; the keys and unique keys that patterns leave out of it; and the paths of tensors in a common state
+        that is left out which lie in a value, such as a set, whose key another tensor has, or which are sparse.
+
+    Raises:
+        KeyMismatch: a pattern names nothing.
+    """
+    metadata = reader.tree.metadata
+    common, others = _tensors_of_common(reader.tree, note) if COMMON in leave_out else ({}, ())
+    left_out = left_out_keys("convert", {**metadata, **common} if common else metadata, leave_out, untaken_of(metadata))
+    absent = set(left_out)
+    tree = {key: _shard(reader, key, note) for key in reader.tree if key not in absent}
+    return tree | {key: shard for key, shard in common.items() if key not in absent}, left_out, others
+
+
+def _tensors_of_common(tree: OpenCheckpoint, note: Note) -> tuple[dict[str, Shard], tuple[str, ...]]:
+    shards, others, common = dict[str, Shard](), [], HOLE
+    # What takes pickled code to read stays unread: it may be why it is left out.
+    with suppress(UnsafeFile, UnsupportedValue):
+        common = load_common(tree.checkpoint, None, tree.strategies)
+    for path, leaf in leaves_with_paths(common):
+        key = path_key(path)
+        if isinstance(leaf, torch.Tensor) and is_dense(leaf) and key not in tree.metadata and key not in shards:
+            shards[key] = _common_shard(SourceKey(key), leaf.detach(), note)
+        elif holds_tensors(leaf):
+            others.append(render_path(path, COMMON))
+    return shards, tuple(others)
+
+
+def _common_shard(name: SourceKey, tensor: torch.Tensor, note: Note) -> ShardedTensor:
+    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        note(Fetch(name, tensor.dtype, offset, shape))
+        return tensor[slices(offset, shape)].clone()
+
+    whole = ShardedTensor.from_rank_offsets(str(name), tensor)
+    return replace(whole, data=stored(read_box, whole.global_shape, tensor.dtype, name=name))
+
+
+def _shard(reader: BoxReader, key: str, note: Note) -> Shard:
+    shard = reader.tree.metadata[key]
+    if isinstance(shard, ShardedObject):
+        return replace(shard, data=StoredObject(key, partial(_read_object, reader.tree, key, note)))
+    name = SourceKey(key)
+    read_box = partial(_read_box, reader, name, shard.dtype, note)
+    return replace(shard, data=stored(read_box, shard.global_shape, shard.dtype, name=name))
+
+
+def _read_object(tree: OpenCheckpoint, unique_key: str, note: Note) -> Any:
+    note(Fetch(SourceKey(unique_key), torch.uint8, (), ()))
+    return tree[unique_key].data
+
+
+def _read_box(
+    reader: BoxReader, key: SourceKey, dtype: torch.dtype, note: Note, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> torch.Tensor:
+    note(Fetch(key, dtype, offset, shape))
+    return reader.read(key, offset, shape)
+
+
+def left_out_keys(
+    doing: str, metadata: Mapping[str, Shard], patterns: Sequence[str], others: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the keys and unique keys that patterns name; ``"common"`` names the common state alone.
+
+    Args:
+        doing: for errors.
+        metadata: what is stored.
+        patterns: of keys; an object is named by its key or its unique key. A shell's reading that would leave out
+            other keys is a FutureWarning.
+        others: keys that patterns may name too, of what isn't in the source anyway.
+
+    Raises:
+        KeyMismatch: a pattern names nothing.
+
+    Examples:
+        >>> rng = ShardedObject("rng", None, (1,), (0,))
+        >>> left_out_keys("convert", {"rng/shard_0_1": rng}, ["rng", "common"])
+        ('rng/shard_0_1',)
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise KeyMismatch(error_text(f"{doing}: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
+    key_patterns = [pattern for pattern in dict.fromkeys(patterns) if pattern != COMMON]
+    names = {name for key, shard in metadata.items() for name in (key, shard.key)} | {*others}
+    nothing = [pattern for pattern in key_patterns if not any(map(key_matcher([pattern]), names))]
+    if nothing:
+        fix = (
+            "Correct the pattern, or take it out if there is nothing to leave out. * is one part between dots, ** any\n"
+            "  number of them."
+        )
+        what = f"{doing}: leave_out names what isn't in the source"
+        raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, names, widen=False), fix=fix))
+    note_shell_patterns(f"{doing}: leave_out", key_patterns, names)
+    fits = key_matcher(key_patterns)
+    return tuple(key for key, shard in metadata.items() if fits(key) or fits(shard.key))
+
+
+def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:
+    """Warn of patterns that fit other keys than in a shell, where ``*`` goes across dots, as it did here once."""
+    lines = shell_differences(patterns, keys)
+    if lines:
+        fix = "* is one part between dots, ** any number of them."
+        warnings.warn(error_text(f"{what}: patterns with two readings", offenders=lines, fix=fix), FutureWarning, 3)

@@ -1,0 +1,302 @@
+"""Writing a destination batch by batch, each as one rank of a save, shared out over processes; and committing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
+from typing import Any, NoReturn
+
+from ..core.layouts import ShardColumns, join_columns, shard_columns
+from ..core.lazy import LazyTensor
+from ..core.mapping import ShardedObject, ShardedTensor
+from ..errors import (
+    CheckpointingException,
+    RemoteError,
+    StrategyError,
+    TreeError,
+    UnsafeFile,
+    UnsupportedValue,
+    WorldError,
+    error_text,
+)
+from ..shell.checkpoint import Backends, Choice, strategy_of
+from ..shell.checkpoint.saving import RunningSave, save_request
+from ..shell.storage import MemoryStorage, Storage, can, in_threads, threads_of
+from ..shell.table import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
+from ..shell.world import World, gather, on_rank_zero
+from ._journal import Journal, announcer, record, recording, remove_others, results_of
+from ._passage import Passage, ReadTurn
+from ._plan import Plan
+from ._single import SingleFile
+from ._source import StoredObject
+
+# One process plays the ranks of a save in turn, a batch each: so every format streams with its ordinary save functions.
+
+
+class Turn(World):
+    """One rank's turn. All ranks would send the same values, so collectives are identities.
+
+    Examples:
+        >>> turn = Turn(2, 4)
+        >>> turn, turn.broadcast("here"), turn.all_gather(1)
+        (<Turn: rank 2 of 4>, 'here', [1, 1, 1, 1])
+    """
+
+    __slots__ = ()
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, 0.0)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value for every rank."""
+        return [value] * self.size
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value."""
+        return value
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    def all_to_all(self, values: Sequence[Any]) -> list[Any]:
+        """Return what this rank would receive if all ranks sent the same."""
+        return [values[self.rank]] * self.size
+
+    def send(self, value: Any, to: int) -> NoReturn:
+        """Raise: no other rank is there to receive."""
+        raise WorldError(error_text(f"send(to={to}): the ranks of a conversion take turns"))
+
+    def recv(self, source: int) -> NoReturn:
+        """Raise: no other rank is there to send."""
+        raise WorldError(error_text(f"recv(source={source}): the ranks of a conversion take turns"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Destination:
+    """Where a conversion writes to, and in which format.
+
+    Attributes:
+        storage: the folder.
+        choices: the formats of the shards and of the common state, as the caller named them.
+        backends: the backends of these choices.
+        strategies: the dispatch table; None for the process's.
+        options: how it is written.
+        single: the file that is wanted of the folder; None for the folder itself.
+    """
+
+    storage: Storage
+    choices: tuple[Choice, Choice]
+    backends: Backends
+    strategies: Strategies | None
+    options: SaveOptions
+    single: SingleFile | None = None
+
+
+def rehearse_common(destination: Destination, common: Any) -> None:
+    """Raise if the destination's format can't hold a common state, which is written to memory alone.
+
+    A format whose common state can't be written alone raises only at the commit, which can be tried again without it.
+
+    Raises:
+        UnsupportedValue: it can't, or can't without pickling.
+    """
+    save_common = strategy_of(
+        StrategyAction.SAVE_COMMON, destination.choices[1], destination.backends[1], destination.strategies
+    )
+    options = replace(destination.options, durable=False)
+    try:
+        save_common(PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, options), common)
+    except StrategyError:
+        return
+    except (UnsupportedValue, TreeError, UnsafeFile) as error:
+        error.add_note("convert: leave_out=['common'] converts without the common state, transform_common= changes it")
+        raise
+
+
+def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor], common: Any) -> None:
+    """Raise if the destination's format can't hold one of the tensors; their save is prepared and not run.
+
+    Args:
+        destination: The place and the format.
+        tensors: All shards of the destination.
+        common: The common state, some of which may go to the files of tensors.
+
+    Raises:
+        StrategyError: the format can't be written at all.
+        UnsupportedValue: it lacks a dtype.
+    """
+    save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
+    writes, formats = (tuple(tensors), ()), (destination.choices, destination.backends, destination.strategies)
+    save_request(save, RunningSave(), writes, common, *formats)
+
+
+_BatchRequest = tuple[AsyncRequest[Any], set[str], ReadTurn]
+
+_AT_ONCE = 4  # batches of a rank, of which one is read, and the others are sent or noted
+
+
+@dataclass(slots=True, eq=False)
+class Batches:
+    """The batches of a destination, which several threads may write.
+
+    Attributes:
+        destination: where to, and how.
+        journal: records what is written.
+        save_id: the name of the save.
+        plan: what is written, batch by batch.
+        common: the common tree, with holes where shards were.
+        passage: what elements pass through when they are read.
+        state: what the format computes of all batches' layout, once.
+        first: the request of batch 0 on rank 0, once it is made.
+    """
+
+    destination: Destination
+    journal: Journal
+    save_id: str
+    plan: Plan
+    common: Any
+    passage: Passage
+    state: Any = None
+    first: _BatchRequest | None = None
+    columns: ShardColumns = field(init=False)
+    _gate: Lock = field(default_factory=Lock)
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        parts = [shard_columns(batch.tensors, rank) for rank, batch in enumerate(self.plan.batches)]
+        self.columns = join_columns(parts)
+
+    def prepare(self, number: int) -> _BatchRequest:
+        """Return the request that writes a batch, the names of the files that it has written, and its turn."""
+        batch, target, count = self.plan.batches[number], self.destination, len(self.plan.batches)
+        lazy = [shard.data for shard in batch.tensors if isinstance(shard.data, LazyTensor)]
+        # Small reads of the batch are planned together, before the request makes them one by one.
+        turn = ReadTurn(self._gate, partial(self.plan.reader.expect, lazy), sum(data.numel() for data in lazy))
+        writes = tuple(self.passage.watch(shard, turn) for shard in batch.tensors), tuple(map(_read, batch.objects))
+        recorder, names = recording(target.storage, announcer(self.journal, number))
+        pending = PendingSave(
+            recorder, self.save_id, Turn(number, count), None, target.options, self.columns, state=self.state
+        )
+        try:
+            formats = (target.choices, target.backends, target.strategies)
+            request = save_request(pending, RunningSave(), writes, self.common, *formats)
+        except UnsupportedValue as error:
+            keys = sorted({item.key for item in batch.objects})
+            if keys:
+                text = repr(keys) if len(keys) <= _MOST_KEYS else "[...]"
+                error.add_note(f"convert: leave_out={text} converts without these objects")
+            raise
+        self.state = request.state
+        return request, names, turn
+
+    def write(self, number: int) -> Any:
+        """Return what writing a batch returned, once it is recorded."""
+        with self._lock:
+            request, names, turn = self.first if self.first is not None and not number else self.prepare(number)
+        try:
+            with _own_error():
+                result = request.async_fn()
+        finally:
+            turn.end()
+        self.plan.reader.check()
+        record(self.journal, number, result, names, durable=self.destination.options.durable)
+        return result
+
+
+def write_batches(batches: Batches, world: World) -> int:
+    """Write and commit a destination, and return how many batches were there already; every rank calls it.
+
+    Args:
+        batches: what is written where.
+        world: the ranks that share them out.
+    """
+    plan, journal = batches.plan, batches.journal
+    results: dict[int, Any] = {}
+
+    def look() -> list[int]:
+        # Made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that.
+        batches.first = batches.prepare(0)
+        results.update(results_of(journal, len(plan.batches)))
+        if 0 in results:
+            batches.first[-1].end()  # a format may have read something for its request, which isn't run
+        return sorted(results)
+
+    def write(numbers: Sequence[int]) -> dict[int, Any]:
+        return dict(zip(numbers, in_threads(batches.write, numbers, at_once), strict=True))
+
+    # Where each step of a batch is a request, others go on meanwhile: they wait for nothing but their turn to be read.
+    ends = (batches.destination.storage, plan.reader.tree.checkpoint.storage)
+    at_once = max(threads_of(storage, None, _AT_ONCE) or 1 for storage in ends)
+    earlier = on_rank_zero(world, "convert: look at the journal", look)
+    todo = sorted({*range(len(plan.batches))} - {*earlier})
+    for hands in deal([(number, plan.batches[number].nbytes) for number in todo], world.size):
+        for part in gather(world, "convert: write", partial(write, hands[world.rank])):
+            results.update(part if world.rank == 0 else {})  # others don't keep what only the commit needs
+    on_rank_zero(world, "convert: commit", partial(_commit, batches, results))
+    return len(earlier)
+
+
+def _commit(batches: Batches, results: Mapping[int, Any]) -> None:
+    assert batches.first is not None
+    request, *_ = batches.first
+    batches.plan.reader.check()  # for all ranks, of which this one opened the source
+    with _own_error():
+        request.commit([results[number] for number in range(len(results))])
+        request.clean_up()
+    if can(batches.destination.storage).late_requests:
+        with suppress(CheckpointingException):  # the checkpoint counts by now
+            remove_others(batches.journal)
+    for finalize in request.finalize_fns:
+        finalize()
+
+
+_ROUND = 16  # batches of a rank between two meetings: the others learn of a failure then, and nobody waits for long
+
+
+def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
+    """Return what each rank does in each round: runs of neighbours, level by bytes. The first is always rank 0's.
+
+    Args:
+        pieces: (number, bytes) of each piece of work, in order.
+        ranks: how many share them out.
+
+    Examples:
+        >>> deal([(0, 5), (1, 1), (2, 1), (3, 3)], 2)
+        [[[0], [1, 2, 3]]]
+        >>> deal([(number, 1) for number in range(40)], 1) == [[[*range(16)]], [[*range(16, 32)]], [[*range(32, 40)]]]
+        True
+    """
+    rounds = []
+    for start in range(0, len(pieces), _ROUND * ranks):
+        part = pieces[start : start + _ROUND * ranks]
+        total = sum(nbytes for _, nbytes in part)
+        hands: list[list[int]] = [[] for _ in range(ranks)]
+        before = 0
+        for place, (number, nbytes) in enumerate(part):
+            # By where its middle lies; batches without bytes, as of objects, are dealt out by their number.
+            share_of = (2 * before + nbytes) * ranks // (2 * total) if total else place * ranks // len(part)
+            hands[min(share_of, ranks - 1) if number else 0].append(number)
+            before += nbytes
+        rounds.append(hands)
+    return rounds
+
+
+@contextmanager
+def _own_error() -> Iterator[None]:
+    """Raise the cause of a RemoteError: one process plays all ranks of a save, and its own error says more."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
+_MOST_KEYS = 5  # a model has an object of the same name in each layer: a pattern names them better than a list
+
+
+def _read(item: ShardedObject) -> ShardedObject:
+    return replace(item, data=item.data.read()) if isinstance(item.data, StoredObject) else item

@@ -1,0 +1,133 @@
+"""Names under which shardtree's own classes are stored: their public addresses, wherever their modules are.
+
+A stored name outlives the module that holds the class, which may move; the public address stays importable. It is the
+root's where the root has the class, as users write `st.Mesh`, and its room's otherwise.
+"""
+
+from __future__ import annotations
+
+from ..moved import new_address
+
+_HOMES = {
+    "shardtree": {
+        "checkpoint.loading._strict": "StrictHandling",
+        "checkpoint.series._series": "CheckpointSeries",
+        "layouts.meshes._mesh": "Mesh",
+        "layouts.meshes._specs": "PartitionSpec",
+        "lazy._tensor": "LazyTensor",
+        "mapping._leaves": "LocalNonpersistentObject ShardedObject ShardedTensorFactory",
+        "mapping._tensor": "ShardedTensor",
+        "plans.resharding._plan": "ReshardPlan",
+        "strategies._actions": "StrategyAction",
+        "strategies._values": "AsyncRequest LoadOptions SaveOptions",
+        "traces._trace": "Trace",
+    },
+    "shardtree.buffers": {"buffers._plan": "BufferPlace BufferPlan BufferRange"},
+    "shardtree.checkpoint": {
+        "checkpoint._comparison": "CheckpointDifference KindDifference",
+        "checkpoint._differences": "ValueDifference",
+        "checkpoint._replicas": "ReplicaDifference",
+        "checkpoint.conversion._convert": "ConversionReport",
+        "checkpoint.conversion._report": "ConversionReport",
+        "checkpoint.opened": "OpenCheckpoint",
+        "checkpoint.series._listing": "FileMark",
+        "checkpoint.series._removal": "Removal StepFiles",
+    },
+    "shardtree.fingerprints": {"fingerprints._tensors": "PartialFingerprint"},
+    "shardtree.interop.dtensor": {"interop.dtensor._module": "ModuleKeys"},
+    "shardtree.layouts": {
+        "layouts._columns": "ShardColumns TensorKind",
+        "layouts._coverage": "Coverage",
+        "layouts._objects": "ObjectColumns",
+        "layouts._problems": "Problem",
+        "layouts._stored": "StoredLayout",
+        "layouts.meshes._shards": "RankShard",
+        "layouts.meshes._specs": "AxisSplit",
+    },
+    "shardtree.lenses": {"lenses._axis_runs": "AxisRuns", "lenses._lens": "StoredForm"},
+    "shardtree.objects": {"objects._array": "ObjectArray", "objects._reshard": "ShapeChange"},
+    "shardtree.optim": {"optim._leaf": "OptimizerState"},
+    "shardtree.pictures": {
+        "pictures._picture": "Bar Bars Block Cell Entry Flow Line Moment Picture Plane Stream",
+    },
+    "shardtree.plans": {
+        "plans._explain": "Explanation FailedCheck RankReads ReadCost Undecided",
+        "plans._fit": "Gap Mismatch Refusal Unexpected",
+        "plans._without_scales": "ScaledValues",
+        "plans.resharding._schedule": "Schedule",
+        "plans.resharding._summary": "Origin Provenance",
+        "plans.resharding._transfers": "Transfers",
+    },
+    "shardtree.quantised": {"quantised._form": "Form", "quantised._part": "Part"},
+    "shardtree.storage": {
+        "storage._capabilities": "Capabilities Entry",
+        "storage._checked": "ByteRanges ReadReport StoredFile",
+        "storage._local": "LocalStorage",
+        "storage._memory": "BytesReader MemoryStorage",
+        "storage._refusals": "Refusal Refusals SaveReport",
+        "storage._storage": "SizedBuffers",
+    },
+    "shardtree.strategies": {
+        "strategies._findings": "Checked Damage Region Unchecked VerifyReport",
+        "strategies._traits": "FormatTraits",
+        "strategies._values": "Checkpoint Outcome PendingSave Replaced",
+        "strategies.index._columns": "Index",
+        "strategies.index._save": "RankFiles StoredItem",
+    },
+    "shardtree.strategies.torch_dist._write": {"strategies.torch_dist._write": "RankFile"},
+    "shardtree.strategies.zarr._save": {"strategies.zarr._save": "RankFiles"},
+    "shardtree.testing": {
+        "testing._layouts": "Piece",
+        "testing._optimizer_states": "OptimizerState",
+        "testing._states": "GlobalState",
+    },
+    "shardtree.traces": {
+        "lazy._sources": "Box",
+        "traces._differences": "Difference",
+        "traces._moves": "Move",
+        "traces._problems": "Problem",
+        "traces._steps": "Kind",
+    },
+    "shardtree.trees": {"trees._difference": "Difference", "trees._join": "Record"},
+}
+"""Public module → modules below shardtree that hold its classes, or held them when files were written → the classes.
+
+Files name the old modules, so a row that was right once is never removed: a class that moves alone gets one more; of
+modules that move, `_moved` has the new address. Private classes are in journals of conversions.
+"""
+
+STORED_NAMES = {
+    address: f"{public}.{name}"
+    for public, homes in _HOMES.items()
+    for home, names in homes.items()
+    for name in names.split()
+    for address in (f"shardtree.{home}.{name}", new_address(f"shardtree.{home}.{name}"))
+}
+"""Address of a class in the module that holds or held it → the name under which it is stored."""
+
+
+def stored_name(address: str) -> str:
+    """Return the name under which a class is stored: the public address of ours, and others' own.
+
+    Args:
+        address: module and qualified name of the class, now or when a file was written.
+
+    Examples:
+        >>> stored_name("shardtree.layouts.meshes._mesh.Mesh"), stored_name("shardtree.Mesh")
+        ('shardtree.Mesh', 'shardtree.Mesh')
+        >>> stored_name("http.HTTPStatus")
+        'http.HTTPStatus'
+    """
+    return STORED_NAMES.get(address, address)
+
+
+def addresses_of(name: str) -> tuple[str, ...]:
+    """Return the addresses of a stored class: its stored name, and those in the modules that hold or held it.
+
+    Examples:
+        >>> addresses_of("shardtree.Mesh")
+        ('shardtree.Mesh', 'shardtree.layouts.meshes._mesh.Mesh')
+        >>> addresses_of("http.HTTPStatus")
+        ('http.HTTPStatus',)
+    """
+    return (name, *(address for address, stored in STORED_NAMES.items() if stored == name))

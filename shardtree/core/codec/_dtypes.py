@@ -1,0 +1,307 @@
+"""Torch dtypes: their names, their safetensors tags, and tensors' bits."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from ...errors import MetadataError, UnsupportedValue, error_text
+from ..lazy import flat_bytes
+from ..mapping import INTEGERS
+from ..trees import as_integers
+
+# All dtypes of this torch rather than a list of ours: torch adds dtypes faster than formats add versions. By their own
+# names: an alias such as torch.half prints as float16.
+_BY_NAME: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+
+_TAGS_BY_NAME = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+}
+_TAGS = {_BY_NAME[name]: tag for name, tag in _TAGS_BY_NAME.items() if name in _BY_NAME}
+_BY_TAG = {tag: dtype for dtype, tag in _TAGS.items()}
+
+# Two values in each byte: an element of torch's is a pair, while headers of safetensors count values.
+_PAIR_TAGS = {_BY_NAME[name]: tag for name, tag in {"float4_e2m1fn_x2": "F4"}.items() if name in _BY_NAME}
+_PAIRS_BY_TAG = {tag: dtype for dtype, tag in _PAIR_TAGS.items()}
+
+_QUANTISED_DTYPES = frozenset(
+    _BY_NAME[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in _BY_NAME
+)
+
+
+# Dtypes that NumPy and memoryview support; others that have a tag are viewed as integers of their size.
+_IN_NUMPY = (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_VIEWED_AS = {dtype: INTEGERS[dtype.itemsize] for dtype in _TAGS} | {dtype: dtype for dtype in _IN_NUMPY}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's own name in torch, without the module.
+
+    Examples:
+        >>> dtype_name(torch.bfloat16), dtype_name(torch.half)
+        ('bfloat16', 'float16')
+    """
+    return _NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype that has this name, the inverse of `dtype_name`.
+
+    Raises:
+        UnsupportedValue: this torch has no dtype of that name.
+
+    Examples:
+        >>> dtype_from_name("bfloat16")
+        torch.bfloat16
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        what = f"dtype: torch {torch.__version__} has no dtype named {name[:100]!r}"
+        raise UnsupportedValue(error_text(what, fix="Use a torch that has it, or cast before saving.")) from None
+
+
+def format_tag(dtype: torch.dtype) -> str:
+    """Return the safetensors tag of a dtype; `"U8"`, plain bytes, if none counts the same elements as torch.
+
+    Examples:
+        >>> format_tag(torch.bfloat16), format_tag(torch.complex128)
+        ('BF16', 'U8')
+    """
+    return _TAGS.get(dtype, "U8")
+
+
+def is_tagged(dtype: torch.dtype) -> bool:
+    """Return whether safetensors has a tag for a dtype, whose elements are torch's: not of pairs, as `kind_in_file`.
+
+    Examples:
+        >>> is_tagged(torch.uint8), is_tagged(torch.complex128)
+        (True, False)
+    """
+    return dtype in _TAGS
+
+
+def dtype_from_tag(tag: str) -> torch.dtype:
+    """Return the dtype of a safetensors tag, the inverse of `format_tag` on the dtypes that have a tag.
+
+    Raises:
+        UnsupportedValue: this torch has no dtype for the tag, as with 6-bit floats.
+
+    Examples:
+        >>> dtype_from_tag("BF16")
+        torch.bfloat16
+    """
+    try:
+        return _BY_TAG[tag]
+    except KeyError:
+        what = f"dtype: torch {torch.__version__} has no dtype for the safetensors tag {tag[:100]!r}"
+        raise UnsupportedValue(error_text(what, fix="Use a torch that has it.")) from None
+
+
+def kind_in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the tag and shape that safetensors' library writes for a tensor; None if it can't.
+
+    As `format_tag`, and 4-bit floats too, which torch counts in pairs: their last axis is twice as long in a header.
+
+    Examples:
+        >>> kind_in_file(torch.bfloat16, (2, 3)), kind_in_file(torch.complex128, (2, 3))
+        (('BF16', (2, 3)), None)
+        >>> kind_in_file(*kind_from_file("F4", (2, 6)))
+        ('F4', (2, 6))
+    """
+    if dtype in _PAIR_TAGS:  # a single pair without an axis has none on which values could be counted
+        return (_PAIR_TAGS[dtype], (*shape[:-1], 2 * shape[-1])) if shape else None
+    return (_TAGS[dtype], shape) if dtype in _TAGS else None
+
+
+def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape in torch of a tensor in a safetensors file, the inverse of `kind_in_file`.
+
+    Raises:
+        UnsupportedValue: this torch has no dtype for the tag, or none for that shape: an odd number of 4-bit floats.
+
+    Examples:
+        >>> kind_from_file("BF16", (2, 3))
+        (torch.bfloat16, (2, 3))
+    """
+    if tag not in _PAIRS_BY_TAG:
+        return dtype_from_tag(tag), shape
+    if not shape or shape[-1] % 2:
+        what = f"shape: torch has pairs of the safetensors tag {tag!r} along the last axis"
+        raise UnsupportedValue(error_text(what, found=shape, expected="a last axis of an even length"))
+    return _PAIRS_BY_TAG[tag], (*shape[:-1], shape[-1] // 2)
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is quantised: its values depend on a scale and a zero point beside their bits.
+
+    Examples:
+        >>> is_quantised(torch.qint8), is_quantised(torch.int8)
+        (True, False)
+    """
+    return dtype in _QUANTISED_DTYPES
+
+
+def check_storable(dtype: torch.dtype, what: str) -> None:
+    """Raise unless a tensor of this dtype can be stored bit for bit.
+
+    Args:
+        dtype: the tensor's dtype.
+        what: what is being stored, for the message.
+
+    Raises:
+        UnsupportedValue: the dtype is quantised: a scale and a zero point aren't part of its bits.
+
+    Examples:
+        >>> check_storable(torch.float32, "'decoder.weight'")
+    """
+    if dtype in _QUANTISED_DTYPES:
+        fix = "Store tensor.dequantize(), or tensor.int_repr() with its scale and zero point beside it."
+        raise UnsupportedValue(error_text(f"{what}: quantised tensors can't be stored", found=dtype, fix=fix))
+
+
+def bit_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as a tensor that shares its memory.
+
+    Args:
+        tensor: any storable dtype and shape, contiguous, on the CPU.
+
+    Returns:
+        uint8 (bytes,), in row-major order, detached from autograd.
+
+    Raises:
+        MetadataError: the tensor's memory doesn't hold its elements in row-major order.
+        UnsupportedValue: its dtype is quantised.
+
+    Examples:
+        >>> bit_view(torch.tensor([1, 256], dtype=torch.int16))
+        tensor([1, 0, 0, 1], dtype=torch.uint8)
+    """
+    return flat_bytes(_plain(tensor))
+
+
+def byte_buffer(tensor: torch.Tensor) -> memoryview:
+    r"""Return a tensor's bytes as a writable buffer that shares its memory; three times as fast as `bit_view`.
+
+    Args:
+        tensor: as for `bit_view`.
+
+    Returns:
+        one byte an item, in row-major order.
+
+    Raises:
+        MetadataError, UnsupportedValue: as `bit_view`.
+
+    Examples:
+        >>> bytes(byte_buffer(torch.tensor([1, 256], dtype=torch.int16)))
+        b'\x01\x00\x00\x01'
+    """
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    viewed_as = _VIEWED_AS.get(plain.dtype)
+    if viewed_as is not None and plain.is_contiguous():
+        # No checks before: NumPy and memoryview themselves refuse other devices (TypeError), lazy conjugates
+        # (RuntimeError), no elements (TypeError) and too many axes (ValueError), and a load calls this for each tensor.
+        with suppress(RuntimeError, TypeError, ValueError):
+            return memoryview((plain if viewed_as is plain.dtype else plain.view(viewed_as)).numpy()).cast("B")
+    return memoryview(bit_view(plain).numpy())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor detached from autograd; raises unless its memory holds its elements in row-major order."""
+    if tensor.dtype in _QUANTISED_DTYPES or tensor.layout is not torch.strided or not is_plain_memory(tensor):
+        raise _no_bit_view(tensor)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is its elements, each of which has memory: not sparse, nested, quantised or meta.
+
+    Examples:
+        >>> is_dense(torch.eye(2).t()), is_dense(torch.eye(2).to_sparse())
+        (True, False)
+    """
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_quantised(tensor.dtype))
+
+
+def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order on the CPU: a view if its memory is that already, else a copy.
+
+    Args:
+        tensor: any storable dtype and shape, on any device, with any strides.
+
+    Returns:
+        uint8 (bytes,), detached from autograd.
+
+    Raises:
+        UnsupportedValue: its dtype is quantised.
+
+    Examples:
+        >>> row_major_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
+        tensor([1, 3, 2, 4], dtype=torch.uint8)
+    """
+    return device_bits(tensor).cpu()
+
+
+def device_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order on its device: a view if its memory is that already, else a copy.
+
+    Raises:
+        UnsupportedValue: its dtype is quantised.
+
+    Examples:
+        >>> device_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
+        tensor([1, 3, 2, 4], dtype=torch.uint8)
+    """
+    check_storable(tensor.dtype, "row_major_bits")
+    return flat_bytes(as_integers(tensor))
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds its elements in row-major order, on the CPU; an assignment fills it.
+
+    Examples:
+        >>> is_plain_memory(torch.eye(2)), is_plain_memory(torch.eye(2, 3).t())
+        (True, False)
+    """
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _no_bit_view(tensor: torch.Tensor) -> Exception:
+    check_storable(tensor.dtype, "bit_view")
+    wrong = {
+        f"layout {tensor.layout}; call .to_dense() first": tensor.layout is not torch.strided,
+        f"on {tensor.device}; call .cpu() first": not tensor.is_cpu,
+        "conjugated lazily; call .resolve_conj() first": tensor.is_conj(),
+        "negated lazily; call .resolve_neg() first": tensor.layout is torch.strided and tensor.is_neg(),
+        "not contiguous; call .contiguous() first": tensor.layout is torch.strided and not tensor.is_contiguous(),
+    }
+    expected = "a contiguous tensor on the CPU"
+    return MetadataError(
+        error_text(
+            "bit_view: the tensor's memory isn't its value",
+            expected=expected,
+            offenders=[fault for fault, is_wrong in wrong.items() if is_wrong],
+        )
+    )

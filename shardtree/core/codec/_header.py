@@ -1,0 +1,355 @@
+"""JSON in files, canonical where written and strict where read; and the header of a safetensors file, which is JSON.
+
+A header is 8 bytes of length, JSON that lists the tensors and their bytes, and spaces.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from json.encoder import encode_basestring
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn
+
+from ...errors import CorruptCheckpoint, MetadataError, UnsupportedValue, error_text
+
+_ZERO = re.compile(b"\0")
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the canonical JSON text of a value: sorted keys, no spaces, ASCII.
+
+    Args:
+        value: None, bools, ints, finite floats, strings, lists, tuples and dicts with string keys.
+
+    Raises:
+        UnsupportedValue: the value contains something else.
+
+    Examples:
+        >>> canonical_json({"b": [1, 2.5], "a": None})
+        b'{"a":null,"b":[1,2.5]}'
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedValue(error_text(f"JSON: can't be written: {error}")) from error
+
+
+def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
+    """Parse an untrusted JSON text.
+
+    Args:
+        data: UTF-8.
+        what: the text's name, for messages.
+
+    Raises:
+        CorruptCheckpoint: not UTF-8, not JSON, a name twice in one object, a number that isn't finite, or nested
+            too deep.
+
+    Examples:
+        >>> parse_json(b'{"a": [1, 2.5]}', "metadata.json")
+        {'a': [1, 2.5]}
+    """
+    try:
+        # Before the bytes become text: a file with holes can be terabytes long, takes no space, and reads as zeros.
+        if _ZERO.search(data):
+            raise ValueError("a zero byte")
+        text = str(data, "utf-8")
+        return json.loads(
+            text, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except RecursionError:
+        raise CorruptCheckpoint(error_text(f"{what}: JSON is nested too deep")) from None
+    except ValueError as error:
+        raise CorruptCheckpoint(error_text(f"{what}: not valid JSON: {str(error)[:200]}")) from error
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json keeps the last of two members of one name, other readers the first: they would see different checkpoints.
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return fields
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} isn't a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:50]} is out of range")
+    return value
+
+
+# Entries, and the bytes that each must have.
+
+MAX_INT = 2**63 - 1
+
+# All tags of the format, also those that torch has no dtype for: a file with such a tensor is still valid.
+_TAGS_BY_BITS = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    16: ("U16", "I16", "F16", "BF16"),
+    32: ("U32", "I32", "F32"),
+    64: ("U64", "I64", "F64", "C64"),
+}
+_BITS = {tag: bits for bits, tags in _TAGS_BY_BITS.items() for tag in tags}
+
+
+class Entry(NamedTuple):
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: its name in the file.
+        tag: its dtype, as the format names it: `"BF16"`.
+        shape: its lengths, in elements.
+        start: its first byte, counted from where the data starts.
+        stop: one past its last byte.
+    """
+
+    name: str
+    tag: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def byte_length(tag: str, shape: Iterable[int]) -> int:
+    """Return the number of bytes of a tensor with a tag and a shape, both of which may come from a file.
+
+    Raises:
+        ValueError: no such tag, more elements than 64 bits can count, or a last byte that is used in part.
+
+    Examples:
+        >>> byte_length("BF16", (2, 3)), byte_length("F64", ()), byte_length("F4", (2, 0))
+        (12, 8, 0)
+    """
+    if tag not in _BITS:
+        raise ValueError(f"unknown dtype {tag[:100]!r}")
+    length, rest = divmod(element_count(shape) * _BITS[tag], 8)
+    if rest:
+        raise ValueError(f"the last byte of dtype {tag} is used in part")
+    return length
+
+
+def element_count(shape: Iterable[int]) -> int:
+    """Return the number of elements of a shape, which may come from a file.
+
+    Raises:
+        ValueError: a negative length, or more elements than 64 bits can count, lengths of zero left out.
+
+    Examples:
+        >>> element_count((2, 3)), element_count((2, 0)), element_count(())
+        (6, 0, 1)
+    """
+    count, is_empty = 1, False
+    for length in shape:
+        count *= length or 1
+        is_empty |= length == 0
+        if not 0 < count <= MAX_INT:  # inside the loop: the whole product of a hostile shape could fill the memory
+            raise ValueError("a shape with a negative length, or more elements than 64 bits can count")
+    return 0 if is_empty else count
+
+
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses more
+_METADATA = "__metadata__"
+
+
+def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None, *, alignment: int = 64) -> bytes:
+    """Return the bytes before the data of a safetensors file.
+
+    Args:
+        entries: in the order of their bytes, without gaps.
+        metadata: strings to keep beside the tensors.
+        alignment: bytes; the data starts at a multiple of it.
+
+    Returns:
+        An 8-byte little-endian length, JSON in UTF-8, and spaces up to the alignment.
+
+    Raises:
+        MetadataError: the entries don't tile the data, names occur twice, or the header would be larger than 100 MB.
+
+    Examples:
+        >>> header = encode_header([Entry("w", "F32", (2, 3), 0, 24)])
+        >>> len(header), header[8:65]
+        (128, b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}')
+    """
+    # Put together by hand rather than by json.dumps of a dict: a checkpoint has a header entry for each tensor.
+    parts = _entry_texts(list(entries))
+    if metadata:
+        pairs = (f"{encode_basestring(name)}:{encode_basestring(text)}" for name, text in metadata.items())
+        parts.insert(0, f'"{_METADATA}":{{{",".join(pairs)}}}')
+    header = "{" + ",".join(parts) + "}"
+    try:
+        text = header.encode("utf-8")
+    except UnicodeEncodeError as error:
+        near = header[max(0, error.start - 40) : error.start + 40]
+        what = f"safetensors header: a name isn't valid Unicode, near {near!r}"
+        raise MetadataError(error_text(what, fix="Use names without lone surrogates.")) from None
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    if len(text) > _MAX_HEADER:
+        what = "safetensors header: too large"
+        expected = f"at most {_MAX_HEADER} bytes"
+        raise MetadataError(error_text(what, found=len(text), expected=expected, fix="Store fewer tensors in a file."))
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _entry_texts(entries: list[Entry]) -> list[str]:
+    """Return each entry as a member of the JSON object; raises unless names differ and the entries tile their bytes."""
+    if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
+        what = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
+        raise MetadataError(error_text(what))
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # models repeat few shapes in many layers
+    texts, end = [], 0
+    for entry in entries:
+        kind = (entry.tag, entry.shape)
+        if kind not in kinds:
+            kinds[kind] = _kind(entry)
+        length, text = kinds[kind]
+        if entry.start != end or entry.stop != end + length:
+            raise MetadataError(_tiling_problem(entry, end, length))
+        end = entry.stop
+        texts.append(f'{encode_basestring(entry.name)}:{text}"data_offsets":[{entry.start},{end}]}}')
+    return texts
+
+
+def _kind(entry: Entry) -> tuple[int, str]:
+    try:
+        length = byte_length(entry.tag, entry.shape)
+    except ValueError as error:
+        raise MetadataError(error_text(f"safetensors header: entry {_short(entry.name)}: {error}")) from None
+    shape = ",".join(map(str, entry.shape))
+    return length, f'{{"dtype":"{entry.tag}","shape":[{shape}],'
+
+
+def _tiling_problem(entry: Entry, end: int, length: int) -> str:
+    problem = "leaves a gap, overlaps, or doesn't have the bytes of its shape"
+    what = f"safetensors header: entry {_short(entry.name)} {problem}"
+    return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 100 else name[:100] + "…")
+
+
+def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int:
+    """Return how many bytes of JSON follow the first 8 bytes of a safetensors file.
+
+    Args:
+        data: the file's beginning, at least 8 bytes.
+        file_length: of the whole file, in bytes.
+
+    Raises:
+        CorruptCheckpoint: no file of this length can have such a header.
+
+    Examples:
+        >>> header_length(encode_header([]), 64)
+        56
+    """
+    if (size := min(len(data), file_length)) < _LENGTH_BYTES:
+        what = "safetensors header: the file is too short"
+        raise CorruptCheckpoint(error_text(what, found=f"{size} bytes", expected="8 or more"))
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    # Checked before the header is read: the number is the file's, and could claim 2**63 bytes.
+    limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
+    if not 2 <= length <= limit:
+        what = "safetensors header: its length doesn't fit the file"
+        raise CorruptCheckpoint(error_text(what, found=length, expected=f"2 to {limit}"))
+    return length
+
+
+def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[tuple[Entry, ...], int]:
+    """Return a safetensors file's entries and where its data starts.
+
+    Args:
+        data: the file's beginning, at least its header; the rest is ignored.
+        file_length: of the whole file, in bytes.
+
+    Returns:
+        The entries in the order of their bytes, and the byte of the file at which the data starts.
+
+    Raises:
+        CorruptCheckpoint: the header isn't valid, or its entries don't tile the rest of the file exactly.
+
+    Examples:
+        >>> entries = (Entry("w", "F32", (2, 3), 0, 24),)
+        >>> decode_header(encode_header(entries), 128 + 24) == (entries, 128)
+        True
+    """
+    entries, data_start, _ = decode_header_and_metadata(data, file_length)
+    return entries, data_start
+
+
+def decode_header_and_metadata(
+    data: bytes | bytearray | memoryview, file_length: int
+) -> tuple[tuple[Entry, ...], int, dict[str, str]]:
+    """Return what `decode_header` does, and the metadata of the file: strings beside its tensors.
+
+    Args:
+        data: the file's beginning, at least its header.
+        file_length: of the whole file, in bytes.
+
+    Raises:
+        CorruptCheckpoint: as `decode_header`.
+
+    Examples:
+        >>> decode_header_and_metadata(encode_header([], {"format": "pt"}), 64)
+        ((), 64, {'format': 'pt'})
+    """
+    data_start = _LENGTH_BYTES + header_length(data, file_length)
+    if len(data) < data_start:
+        what = "safetensors header: cut off"
+        raise CorruptCheckpoint(error_text(what, found=f"{len(data)} bytes", expected=data_start))
+    fields = parse_json(data[_LENGTH_BYTES:data_start], "safetensors header")
+    if not isinstance(fields, dict) or data[_LENGTH_BYTES] != ord("{"):
+        raise CorruptCheckpoint(error_text("safetensors header: not a JSON object"))
+    metadata = fields.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CorruptCheckpoint(error_text(f"safetensors header: {_METADATA} doesn't map strings to strings"))
+    lengths: dict[tuple[str, tuple[int, ...]], int] = {}  # models repeat few shapes in many layers
+    entries = [_entry(name, spec, lengths) for name, spec in fields.items()]
+    entries.sort(key=itemgetter(3, 4))
+    # No gaps and no overlaps: bytes that no entry names could hide data, and shared ones make a small file large.
+    end = 0
+    for entry in entries:
+        if entry.start != end:
+            raise CorruptCheckpoint(_tiling_problem(entry, end, entry.stop - entry.start))
+        end = entry.stop
+    if data_start + end != file_length:
+        what = "safetensors header: the entries don't end where the file does"
+        raise CorruptCheckpoint(error_text(what, found=f"{file_length} bytes", expected=data_start + end))
+    return tuple(entries), data_start, metadata
+
+
+def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]) -> Entry:
+    """Return the entry that a member of the JSON object describes.
+
+    Args:
+        name: of the member.
+        spec: its value.
+        lengths: in bytes of tensors of a tag and shape, as far as they are known; others are added.
+    """
+    try:
+        name.encode("utf-8")
+        tag, shape, (start, stop) = spec["dtype"], spec["shape"], spec["data_offsets"]
+        if len(spec) != 3 or type(tag) is not str or type(shape) is not list:
+            raise ValueError("not a dtype, a shape and two data_offsets, and nothing else")
+        # Before anything is looked up: 1.0 and True are equal to 1.
+        are_numbers = {*map(type, shape), type(start), type(stop)} == {int}
+        if not are_numbers or min(start, stop, *shape) < 0 or max(start, stop, *shape) > MAX_INT:
+            raise ValueError("a number that can't be a length")
+        sizes = tuple(shape)
+        length = lengths.get((tag, sizes))
+        if length is None:
+            length = lengths[tag, sizes] = byte_length(tag, sizes)
+        if stop - start != length:
+            raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
+    except (TypeError, ValueError, KeyError) as error:
+        raise CorruptCheckpoint(error_text(f"safetensors header: entry {_short(name)}: {error}")) from None
+    return Entry(name, tag, sizes, start, stop)

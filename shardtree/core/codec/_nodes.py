@@ -1,0 +1,234 @@
+"""What encoders and decoders of values share: nodes of JSON, entries of bytes, and records.
+
+A node is either a plain JSON value or an object with the member `"$"`, which names the kind of value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, TypeVar, cast
+
+from ...errors import TreePath, UnsupportedValue, error_text
+from ..trees import Record
+from ._addresses import stored_name
+
+T = TypeVar("T")
+
+MAX_DEPTH = 100  # of nested containers; each takes up to three levels of JSON and four Python frames
+
+Node = Any
+Take = Callable[[Any], tuple[str, tuple[int, ...], memoryview]]
+"""Entry's name → its tag, shape and bytes; each entry can be taken once."""
+
+
+class Child(Protocol):
+    """Encodes or decodes a child of a value; `steps` lead from the value's path to the child's."""
+
+    def __call__(self, value: Any, /, *steps: Any) -> Any: ...
+
+
+Encoder = Callable[[Any, Child], Node]
+"""Value → node, or NotImplemented for a value that only pickle can store."""
+
+Decoder = tuple[tuple[str, ...], Callable[[dict[str, Any], Child, Take], Any]]
+"""The members that a node has beside `"$"`, and the function from them to the value."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blob:
+    """Bytes that become an entry of the file; in a node it is a placeholder for the entry's name.
+
+    Attributes:
+        data: the bytes, as a contiguous buffer.
+        tag: safetensors' dtype.
+        shape: lengths, in elements of the tag.
+        item_size: bytes to which the entry should be aligned.
+    """
+
+    data: Any
+    tag: str
+    shape: tuple[int, ...]
+    item_size: int
+
+
+def plain_blob(data: Any) -> Blob:
+    """Return bytes as an entry with one axis.
+
+    Examples:
+        >>> plain_blob(b"abc").shape
+        (3,)
+    """
+    return Blob(data, "U8", (len(data),), 1)
+
+
+def exactly(kind: type[T], value: Any) -> T:
+    """Return the value; raises unless it is of exactly this type.
+
+    Raises:
+        TypeError: it isn't; `decode_tree` adds where.
+
+    Examples:
+        >>> exactly(int, 3)
+        3
+    """
+    # Not isinstance: True is an int, and a subclass from an allowed constructor may behave differently.
+    if type(value) is not kind:
+        raise TypeError(f"found {type(value).__name__}, expected {kind.__name__}")
+    return value
+
+
+def step_of(key: Any) -> Any:
+    """Return a dict's key as a step of a path, shortened for error messages.
+
+    Examples:
+        >>> step_of("weight"), step_of(7), step_of((1, 2))
+        ('weight', 7, '<tuple>')
+    """
+    is_short = type(key) is str and len(key) <= 200
+    return key if is_short or (type(key) is int and key.bit_length() < 64) else f"<{type(key).__name__}>"
+
+
+def path_to(path: TreePath) -> TreePath:
+    """Return a path, shortened for error messages.
+
+    Examples:
+        >>> len(path_to(tuple(range(100))))
+        11
+    """
+    return path if len(path) <= 11 else (*path[:10], f"… {len(path) - 10} more")
+
+
+def plainer(value: Any) -> str:
+    """Return what to store instead of a value that only a pickle can hold, for errors.
+
+    Examples:
+        >>> plainer(print)[:32]
+        'Store plain values made from it,'
+    """
+    base = next((kind for kind in (dict, list, deque) if isinstance(value, kind)), None)
+    instead = "plain values made from it" if base is None else f"{base.__name__}(value)"
+    return (
+        f"Store {instead}, or wrap it in LocalNonpersistentObject if it needn't be stored; "
+        "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
+    )
+
+
+# Records: how enum members, dataclasses and named tuples are stored. Their class's name is data, and never imported.
+
+
+def type_name(cls: type) -> str:
+    """Return the name of a class that is stored with its instances: its address, of our own classes the public one.
+
+    Examples:
+        >>> import collections
+        >>> type_name(collections.Counter)
+        'collections.Counter'
+    """
+    return stored_name(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def record_of(value: Any) -> Record | None:
+    """Return a value as a record; None if it isn't an enum member, dataclass or named tuple.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> record_of(HTTPStatus.OK)
+        Record(type_name='http.HTTPStatus', fields={'name': 'OK', 'value': 200})
+    """
+    if isinstance(value, Record):
+        return value
+    if not _has_fields(type(value)):
+        return None
+    if isinstance(value, Enum):
+        return Record(type_name(type(value)), {"name": value.name, "value": value.value})
+    return Record(type_name(type(value)), {name: getattr(value, name) for name in _field_names(type(value))})
+
+
+def named_types(types: Iterable[type]) -> dict[str, type]:
+    """Return classes by the names that are stored with their instances.
+
+    Raises:
+        UnsupportedValue: one isn't an enum, dataclass or named tuple.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> named_types([HTTPStatus])
+        {'http.HTTPStatus': <enum 'HTTPStatus'>}
+    """
+    if isinstance(types, type) or not isinstance(types, Iterable):
+        raise UnsupportedValue(error_text("types: not a tuple of classes", found=repr(types)[:200]))
+    classes = tuple(types)
+    others = [type_name(cls) if isinstance(cls, type) else repr(cls)[:99] for cls in classes if not _has_fields(cls)]
+    if others:
+        what = "types: only enums, dataclasses and named tuples can be given"
+        raise UnsupportedValue(error_text(what, offenders=others))
+    return {type_name(cls): cls for cls in classes}
+
+
+def instance_of(record: Record, cls: type) -> Any:
+    """Return the instance of a class that a record describes, without running `__init__`.
+
+    Args:
+        record: of an instance of this class, perhaps of an older version of the class.
+        cls: an enum, a dataclass or a named tuple.
+
+    Raises:
+        UnsupportedValue: the class has other fields, or no such member.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> instance_of(Record("http.HTTPStatus", {"name": "OK", "value": 200}), HTTPStatus)
+        <HTTPStatus.OK: 200>
+    """
+    names = _field_names(cls)
+    if sorted(record.fields) != sorted(names):
+        raise _mismatch(record, sorted(record.fields), f"the class's {sorted(names)}")
+    if issubclass(cls, Enum):
+        return _member(record, cls)
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, (record.fields[name] for name in names))
+    # Without __init__ and __post_init__: they ran when the instance was first made, and may change fields again.
+    value: Any = object.__new__(cls)
+    for name in names:
+        object.__setattr__(value, name, record.fields[name])
+    return value
+
+
+def _member(record: Record, cls: type[Enum]) -> Enum:
+    name = record.fields["name"]
+    if type(name) is str and name in cls.__members__:
+        return cls.__members__[name]
+    try:
+        return cls(record.fields["value"])  # a combination of flags has no name of its own
+    except (ValueError, TypeError, KeyError):
+        raise _mismatch(record, f"name {str(name)[:100]!r}", "a member") from None
+
+
+def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
+    what = f"{record.type_name[:200]}: the class given in types isn't what was stored"
+    fix = "Leave the class out of types, and make the instance from the Record."
+    return UnsupportedValue(error_text(what, found=str(found)[:1000], expected=expected, fix=fix))
+
+
+def _has_fields(cls: object) -> bool:
+    if not isinstance(cls, type):
+        return False
+    if issubclass(cls, Enum):
+        return True
+    if issubclass(cls, tuple):
+        return cls.__new__ is not tuple.__new__ and isinstance(getattr(cls, "_fields", None), tuple)
+    # A dataclass that is also a dict, a tensor or an exception contains more than its fields.
+    return dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__
+
+
+def _field_names(cls: type) -> tuple[str, ...]:
+    if issubclass(cls, Enum):
+        return ("name", "value")
+    if issubclass(cls, tuple):
+        names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
+        return names
+    return tuple(field.name for field in dataclasses.fields(cast(Any, cls)))

@@ -1,0 +1,277 @@
+"""`encode_tree` and `decode_tree`: trees of plain values to and from the bytes of a safetensors file."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    TreeError,
+    TreePath,
+    UnsafeFile,
+    UnsupportedValue,
+    error_text,
+    render_path,
+)
+from ..trees import HOLE, Record
+from . import _arrays, _values
+from ._addresses import stored_name
+from ._dtypes import check_storable
+from ._header import Entry, decode_header, encode_header, parse_json
+from ._nodes import (
+    MAX_DEPTH,
+    Blob,
+    Child,
+    Decoder,
+    Encoder,
+    Node,
+    Take,
+    exactly,
+    instance_of,
+    named_types,
+    path_to,
+    plain_blob,
+    plainer,
+    record_of,
+    step_of,
+)
+
+# Encoding.
+
+_ENCODERS: dict[type, Encoder] = {**_values.ENCODERS, **_arrays.ENCODERS}
+
+
+def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
+    """Encode a tree of plain values as the bytes of a safetensors file, which `decode_tree` decodes.
+
+    Each value comes back unchanged: None, numbers of any size, strings, bytes, ranges and slices, lists,
+    tuples, sets, deques and dicts of any keys with their order, tensors, NumPy arrays and scalars, dtypes, devices,
+    `io.BytesIO` with its position, paths, `argparse.Namespace`, `HOLE`. Tensors and parameters come back as plain
+    tensors on the CPU that need no gradient, and OrderedDicts without their attributes. A value that occurs twice
+    is stored twice. Enum members, dataclasses and named tuples are stored as `Record`s.
+
+    Args:
+        tree: any of these values in any of these containers, at most 100 deep.
+        allow_pickle: store other values as pickles, which run code when they are loaded.
+
+    Raises:
+        UnsupportedValue: a value is none of these.
+        TreeError: the tree is deeper, or contains itself.
+
+    Examples:
+        >>> from shardtree.core.codec import decode_tree
+        >>> decode_tree(encode_tree({"step": 7, "betas": (0.9, 0.95), "rng": torch.arange(3)}))
+        {'step': 7, 'betas': (0.9, 0.95), 'rng': tensor([0, 1, 2])}
+    """
+    try:
+        node = _node(tree, (), (), allow_pickle)
+        blobs: list[Blob] = []
+        text = json.dumps(
+            node, default=lambda blob: _entry_name(blob, blobs), separators=(",", ":"), check_circular=False
+        )
+    except RecursionError:
+        fix = "Call it from fewer nested calls."
+        raise TreeError(error_text("encode_tree: too little of Python's recursion limit is left", fix=fix)) from None
+    pairs = [*((str(n), blob) for n, blob in enumerate(blobs)), ("structure", plain_blob(text.encode("ascii")))]
+    # Wide items first: then each entry is aligned to its items, without padding between entries.
+    pairs.sort(key=lambda pair: -pair[1].item_size)
+    entries, start = [], 0
+    for name, blob in pairs:
+        stop = start + len(blob.data)
+        entries.append(Entry(name, blob.tag, blob.shape, start, stop))
+        start = stop
+    return b"".join([encode_header(entries), *(blob.data for _, blob in pairs)])
+
+
+def _entry_name(blob: Blob, blobs: list[Blob]) -> str:
+    blobs.append(blob)
+    return str(len(blobs) - 1)
+
+
+def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bool) -> Node:
+    """Return a value's node; `parents` are the values that contain it, outermost first."""
+    if len(parents) > MAX_DEPTH:
+        raise _too_deep(path, parents)
+    if value is HOLE:
+        return {"$": "hole"}
+
+    def child(inner: Any, *steps: Any) -> Node:
+        return _node(inner, path + steps, (*parents, value), allow_pickle)
+
+    encoder = _ENCODERS.get(type(value))
+    if encoder is not None:
+        node = encoder(value, child)
+        return _pickle_node(value, path, allow_pickle) if node is NotImplemented else node
+    record = record_of(value)
+    if record is None:
+        return _pickle_node(value, path, allow_pickle)
+    return {"$": "record", "type": child(record.type_name), "fields": child(dict(record.fields))}
+
+
+def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
+    """Return the node of a value that only pickle can store, or raise if that isn't allowed."""
+    what = f"encode_tree: {render_path(path_to(path))}"
+    if not allow_pickle:
+        if isinstance(value, torch.Tensor):
+            check_storable(value.dtype, what)
+        raise UnsupportedValue(error_text(f"{what} can't be stored", found=_describe(value), fix=plainer(value)))
+    try:
+        return {"$": "pickle", "entry": plain_blob(pickle.dumps(value, protocol=4))}
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UnsupportedValue(error_text(f"{what} can't be pickled", found=_describe(value), fix=reason)) from error
+
+
+def _describe(value: Any) -> str:
+    """Return a value's type, and what about it can't be stored."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    factory = getattr(value, "default_factory", None)
+    if isinstance(value, torch.Tensor):
+        return f"{name} ({value.dtype}, {value.layout}, {value.device})"
+    if factory is not None:
+        return f"{name} whose factory is {getattr(factory, '__qualname__', type(factory).__qualname__)}, not a builtin"
+    return f"{name} ({value.dtype})"[:200] if hasattr(value, "dtype") else name
+
+
+def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
+    innermost = parents[-1]
+    again = [position for position, parent in enumerate(parents) if parent is innermost]
+    if len(again) > 1:
+        where = render_path(path_to(path[: again[1]]))
+        what = f"encode_tree: a {type(innermost).__name__} contains itself at {where}"
+        return TreeError(error_text(what, fix="Break the cycle; a stored tree has none."))
+    what = f"encode_tree: containers nested more than {MAX_DEPTH} deep, at {render_path(path_to(path))}"
+    return TreeError(error_text(what, fix="Flatten the tree."))
+
+
+# Decoding, of bytes that may be hostile.
+
+_DECODERS: dict[str, Decoder] = {
+    **_values.DECODERS,
+    **_arrays.DECODERS,
+    "hole": ((), lambda fields, child, take: HOLE),
+}
+
+_HOLE = {"$": "hole"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """What all nodes of a file share while it is decoded."""
+
+    take: Take
+    types: dict[str, type]
+    allow_pickle: bool
+
+
+def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Any:
+    """Decode what `encode_tree` returned; the bytes may be untrusted.
+
+    Nothing that the bytes name is imported, and no code in them runs unless `allow_pickle` is given.
+
+    Args:
+        data: a whole file. The tree shares no memory with it.
+        types: enums, dataclasses and named tuples whose instances are restored, without running `__init__`; those of
+            other classes become `Record`s.
+        allow_pickle: unpickle what was stored as a pickle. Only for files whose writer you trust.
+
+    Raises:
+        CorruptCheckpoint: the bytes aren't such a file.
+        UnsafeFile: a value was stored as a pickle and `allow_pickle` isn't given.
+        UnsupportedValue: a class in `types` has other fields now, or a dtype isn't in this torch.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> from shardtree.core.codec import encode_tree
+        >>> data = encode_tree([HTTPStatus.OK])
+        >>> decode_tree(data)
+        [Record(type_name='http.HTTPStatus', fields={'name': 'OK', 'value': 200})]
+        >>> decode_tree(data, types=(HTTPStatus,))
+        [<HTTPStatus.OK: 200>]
+    """
+    classes = named_types(types)
+    view = memoryview(data).cast("B")
+    entries, data_start = decode_header(view, len(view))
+    left = {entry.name: (entry.tag, entry.shape, view[data_start:][entry.start : entry.stop]) for entry in entries}
+    tag, shape, text = left.pop("structure", ("", (), memoryview(b"")))
+    if tag != "U8" or len(shape) != 1:
+        raise CorruptCheckpoint(error_text("decode_tree: no entry 'structure' of bytes"))
+    structure = parse_json(text, "decode_tree: structure")
+
+    # Once: else a small file could refer to one entry a million times, and become a tree that fills the memory.
+    def take(name: Any) -> tuple[str, tuple[int, ...], memoryview]:
+        if exactly(str, name) not in left:
+            raise ValueError("an entry that isn't there, or is used twice")
+        return left.pop(name)
+
+    tree = _value(structure, (), 0, _Reader(take, classes, allow_pickle))
+    if left:
+        raise CorruptCheckpoint(error_text("decode_tree: entries that no value refers to", offenders=map(repr, left)))
+    return tree
+
+
+def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:
+    """Return a node's value; `depth` counts the containers around it."""
+    kind = type(node)
+    if kind is not dict and kind is not list:
+        return node
+    if node == _HOLE and depth <= MAX_DEPTH:
+        return HOLE  # the fast path: most of a model's tree is holes
+    try:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"containers nested more than {MAX_DEPTH} deep")
+        return _container(node, path, lambda inner, *steps: _value(inner, path + steps, depth + 1, reader), reader)
+    except CheckpointingException:
+        raise
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
+        what = f"decode_tree: {render_path(path_to(path))} is malformed: {str(error)[:200]}"
+        raise CorruptCheckpoint(error_text(what)) from error
+
+
+def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any:
+    if type(node) is list:
+        return [child(item, position) for position, item in enumerate(node)]
+    if "$" not in node:
+        # Holes are handled here, without a call each: most of a model's tree is holes.
+        return {key: HOLE if item == _HOLE else child(item, step_of(key)) for key, item in node.items()}
+    kind = exactly(str, node["$"])
+    if kind == "record":
+        return _record(_fields(node, ("type", "fields")), child, reader)
+    if kind == "pickle":
+        return _unpickle(_fields(node, ("entry",)), path, reader)
+    if kind not in _DECODERS:
+        raise ValueError(f"unknown kind {kind[:100]!r}; a newer release may have written it")
+    names, decode = _DECODERS[kind]
+    return decode(_fields(node, names), child, reader.take)
+
+
+def _fields(node: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    if node.keys() != {"$", *names}:
+        raise ValueError(f"not the members {names} beside the kind {node['$'][:100]!r}")
+    return node
+
+
+def _record(fields: dict[str, Any], child: Child, reader: _Reader) -> Any:
+    record = Record(stored_name(exactly(str, child(fields["type"]))), _values.decode_fields(fields["fields"], child))
+    cls = reader.types.get(record.type_name)
+    return record if cls is None else instance_of(record, cls)
+
+
+def _unpickle(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
+    where = render_path(path_to(path))
+    _, _, data = reader.take(fields["entry"])
+    if not reader.allow_pickle:
+        fix = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
+        raise UnsafeFile(error_text(f"decode_tree: {where} is a pickle, which runs code when it is loaded", fix=fix))
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CorruptCheckpoint(error_text(f"decode_tree: {where} can't be unpickled: {reason}")) from error

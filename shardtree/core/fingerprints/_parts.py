@@ -1,0 +1,203 @@
+"""The contribution of a box, a run or a shard to its tensor's fingerprint, independent of memory and format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import add
+
+import numpy as np
+import torch
+
+from ...errors import CheckpointingException, UnsupportedValue, error_text
+from ..geometry import flat_boxes, slabs, slices
+from ..lazy import LazyTensor
+from ..mapping import ShardedTensor, has_elements
+from ..trees import as_integers
+from ._sums import MODULUS, device_total, host_total
+
+PIECE = 1 << 21
+"""The most elements of a piece: what is read of a lazy tensor at once, and a thread's unit of work."""
+
+_ON_DEVICE = 64  # times as many on an accelerator, where small kernels cost most
+
+_MOST_AXES = 60  # NumPy's arrays have 64, and a complex number's parts take one
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardPiece:
+    """Some elements of a shard, not read yet.
+
+    Attributes:
+        data: the elements: a box, or one axis of a run.
+        offset: where the box begins in the global tensor; for a run, the box that it is part of.
+        box: the shape of the box that a run is part of; None for a box.
+        first: the run's first element in the row-major flattened box.
+    """
+
+    data: torch.Tensor | LazyTensor
+    offset: tuple[int, ...]
+    box: tuple[int, ...] | None = None
+    first: int = 0
+
+
+def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece]:
+    """Yield a shard's elements in pieces of bounded size, views of its data.
+
+    Args:
+        shard: with data, which may be lazy.
+        most: elements in a piece; an accelerator takes larger ones.
+
+    Raises:
+        CheckpointingException: the shard has no data.
+        ShapeError: its data isn't what the shard says.
+        UnsupportedValue: its data isn't a dense tensor, or is quantised.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 1, 2))
+        >>> [(piece.offset, tuple(piece.data.shape)) for piece in shard_pieces(shard, 4)]
+        [((4, 0), (2, 2)), ((6, 0), (2, 2))]
+    """
+    if not isinstance(shard.data, (torch.Tensor, LazyTensor)):
+        what = f"fingerprint: {shard.key!r} has no tensor"
+        raise CheckpointingException(error_text(what, found=type(shard.data).__name__, fix="Give the shard its data."))
+    # Data may have been resized or replaced in place since the shard was built.
+    shard.validate_metadata_integrity()
+    data = shard.data
+    if isinstance(data, torch.Tensor) and (
+        data.layout is not torch.strided or data.is_quantized or not has_elements(data)
+    ):
+        found = f"{data.dtype}, {data.layout}, on {data.device}"
+        what = f"fingerprint: {shard.key!r} is not a dense tensor"
+        raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))
+    front, flat = shard.prepend_axis_num, shard.flattened_range
+    elements = most if data.device.type == "cpu" else _ON_DEVICE * most
+    if flat is not None:
+        box = (1,) * front + shard.local_shape
+        yield from run_pieces(data, shard.global_offset, box, flat.start, elements)
+        return
+    yield from box_pieces(data, shard.global_offset, elements)
+
+
+def box_pieces(data: torch.Tensor | LazyTensor, offset: Sequence[int], most: int = PIECE) -> Iterator[ShardPiece]:
+    """Yield a box in pieces of bounded size, views of its data.
+
+    Args:
+        data: the box's elements; it may lack leading axes of size 1.
+        offset: the box's first index in the global tensor, (axes,).
+        most: elements in a piece.
+
+    Examples:
+        >>> [piece.offset for piece in box_pieces(torch.zeros(3, 2), (1, 4, 0), most=2)]
+        [(1, 4, 0), (1, 5, 0), (1, 6, 0)]
+    """
+    lacking = (0,) * (len(offset) - data.ndim)
+    for start, shape in slabs(tuple(data.shape), most):
+        yield ShardPiece(data[slices(start, shape)], tuple(map(add, offset, lacking + start)))
+
+
+def run_pieces(
+    data: torch.Tensor | LazyTensor, offset: tuple[int, ...], box: tuple[int, ...], first: int, most: int = PIECE
+) -> Iterator[ShardPiece]:
+    """Yield a run of a row-major flattened box in pieces of bounded size, views of its data.
+
+    Args:
+        data: the run's elements, (elements,).
+        offset: the box's first index in the global tensor, (axes,).
+        box: the box's shape, (axes,).
+        first: the run's first element in the flattened box.
+        most: elements in a piece.
+
+    Examples:
+        >>> [(piece.first, len(piece.data)) for piece in run_pieces(torch.zeros(5), (0, 0), (4, 2), 3, most=3)]
+        [(3, 3), (6, 2)]
+    """
+    for start in range(0, data.shape[0], most):
+        yield ShardPiece(data[start : start + most], offset, box, first + start)
+
+
+def piece_total(piece: ShardPiece) -> int:
+    """Return a piece's contribution to its tensor's sum, modulo 2 to the 64; lazy data is read for that.
+
+    Examples:
+        >>> whole = torch.arange(6.0).reshape(2, 3)
+        >>> run = ShardPiece(whole.flatten()[1:5], (0, 0), (2, 3), 1)
+        >>> rest = piece_total(ShardPiece(whole[:1, :1], (0, 0))) + piece_total(ShardPiece(whole[1:, 2:], (1, 2)))
+        >>> (piece_total(run) + rest) % 2**64 == piece_total(ShardPiece(whole, (0, 0)))
+        True
+    """
+    data = piece.data.read() if isinstance(piece.data, LazyTensor) else piece.data
+    return box_total(data, piece.offset) if piece.box is None else run_total(data, piece.offset, piece.box, piece.first)
+
+
+def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], first: int) -> int:
+    """Return the contribution of a run of a row-major flattened box to its tensor's sum.
+
+    Args:
+        data: the run's elements, (elements,).
+        offset: the box's first index in the global tensor, (axes,).
+        box: the box's shape, (axes,).
+        first: the run's first element in the flattened box.
+    """
+    # A run that is all of its box needs no division into boxes.
+    if first == 0 and data.numel() == prod(box):
+        return box_total(data.reshape(tuple(box)), offset)
+    if not len(box):
+        return 0
+    ends = np.array([[first], [first + data.numel()]], dtype=np.int64)
+    _, begins, shapes, positions = flat_boxes(np.array([box], dtype=np.int64), *ends)
+    total = 0
+    for begin, shape, position in zip(begins.tolist(), shapes.tolist(), positions.tolist(), strict=True):
+        part = data[position : position + prod(shape)].reshape(shape)
+        total += box_total(part, [low + inside for low, inside in zip(offset, begin, strict=True)])
+    return total % MODULUS
+
+
+def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
+    """Return a box's contribution to its tensor's sum, computed on the box's device.
+
+    Args:
+        data: the box's elements; it may lack leading axes of size 1.
+        offset: the box's first index in the global tensor, (axes,).
+    """
+    if max(data.ndim, len(offset)) > _MOST_AXES:
+        found, expected = max(data.ndim, len(offset)), f"at most {_MOST_AXES}"
+        raise UnsupportedValue(error_text("fingerprint: too many axes", found=found, expected=expected))
+    bits = as_integers(data)
+    words = bits if bits.itemsize <= 8 else torch.view_as_real(bits).view(torch.int64)  # two words along one more axis
+    places = (*offset, *(0,) * (words.ndim - data.ndim))
+    words = words[(None,) * (len(places) - words.ndim)]
+    axes = range(len(places))
+    if not words.is_cpu:
+        return device_total(words, axes, places)
+    return host_total(words.numpy().view(_UNSIGNED[words.itemsize]), axes, places)
+
+
+_ROW = 8 * 1024  # bytes: a long row needs no table of weights for itself
+_AT_ONCE = 4 * 1024 * 1024  # bytes: what is copied because it isn't aligned stays in the processor's cache
+
+
+def bytes_total(data: torch.Tensor) -> int:
+    """Return the sum of some bytes as a box of words of 8 bytes, 1024 in a row, filled up with zeros.
+
+    Words cost less than elements, which are up to eight times as many; but only bytes in the same order compare.
+
+    Args:
+        data: uint8 (bytes,), contiguous, on any device.
+
+    Examples:
+        >>> one, other = torch.zeros(20_000, dtype=torch.uint8), torch.zeros(20_000, dtype=torch.uint8)
+        >>> other[19_999] = 1
+        >>> bytes_total(one) == bytes_total(one.clone()), bytes_total(one) == bytes_total(other)
+        (True, False)
+    """
+    total, most = 0, _AT_ONCE if data.is_cpu else _ON_DEVICE * _AT_ONCE
+    for begin in range(0, data.numel(), most):
+        part = words = data[begin : begin + most]
+        if part.numel() % _ROW or part.data_ptr() % 8:
+            words = part.new_zeros(-(-part.numel() // _ROW) * _ROW)
+            words[: part.numel()] = part
+        total += box_total(words.view(torch.int64).view(-1, _ROW // 8), (begin // _ROW, 0))
+    return total % MODULUS

@@ -1,0 +1,117 @@
+"""Layouts of global tensors over ranks: shards as columns, and whether they tile their tensors."""
+
+import typing
+
+from ._columns import (
+    ROWS,
+    BoxColumns,
+    ShardColumns,
+    TensorKind,
+    check_columns,
+    join_agreed,
+    packed_kinds,
+    select_rows,
+    shard_boxes,
+    shard_columns,
+    unpacked_kinds,
+)
+from ._integrity import (
+    access_problems,
+    check_access,
+    check_stored_shards,
+    common_problems,
+    join_checked,
+    join_columns,
+    raise_problems,
+    sharding_problems,
+    write_problems,
+)
+from ._object_array import ObjectArray, ObjectRule, Shape, apply_rule, cell_count, held_arrays, own_copy
+from ._object_reshard import (
+    OBJECT_RULES,
+    ShapeChange,
+    check_ruled,
+    objects_by_rule,
+    reshaped_arrays,
+    reshard_objects,
+    rules_by_key,
+)
+from ._objects import ObjectColumns, join_objects, kind_problems, object_columns, object_problems
+from ._problems import (
+    Faults,
+    Problem,
+    doubled_faults,
+    fault_problems,
+    integrity_error,
+    place_text,
+    problem_lines,
+    sharding_faults,
+)
+from ._rank_trees import RankTrees, tensor_shards, tree_columns, trees_by_rank
+
+if typing.TYPE_CHECKING:
+    from ._coverage import Coverage, coverage
+    from ._stored import Grid, StoredLayout, chunk_grids
+    from .meshes import (
+        AxisSplit,
+        KeyFunction,
+        Mesh,
+        P,
+        PartitionSpec,
+        RankBox,
+        RankShard,
+        SpecEntry,
+        SpecFunction,
+        Specs,
+        abstract,
+        abstract_at,
+        check_spec,
+        from_local,
+        layout_of,
+        mesh_columns,
+        mesh_shard,
+        mesh_shards,
+        rank_data,
+        rank_leaf,
+        shard,
+        shard_at,
+        specs_by_pattern,
+        splits,
+    )
+else:
+    from ..deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "AxisSplit": ".meshes",
+            "Coverage": "._coverage",
+            "Grid": "._stored",
+            "KeyFunction": ".meshes",
+            "Mesh": ".meshes",
+            "P": ".meshes",
+            "PartitionSpec": ".meshes",
+            "RankBox": ".meshes",
+            "RankShard": ".meshes",
+            "SpecEntry": ".meshes",
+            "SpecFunction": ".meshes",
+            "Specs": ".meshes",
+            "StoredLayout": "._stored",
+            "abstract": ".meshes",
+            "abstract_at": ".meshes",
+            "check_spec": ".meshes",
+            "chunk_grids": "._stored",
+            "coverage": "._coverage",
+            "from_local": ".meshes",
+            "layout_of": ".meshes",
+            "mesh_columns": ".meshes",
+            "mesh_shard": ".meshes",
+            "mesh_shards": ".meshes",
+            "rank_data": ".meshes",
+            "rank_leaf": ".meshes",
+            "shard": ".meshes",
+            "shard_at": ".meshes",
+            "specs_by_pattern": ".meshes",
+            "splits": ".meshes",
+        },
+    )

@@ -1,0 +1,232 @@
+"""ObjectArray: all values of a global array of objects, the argument of rules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import reduce
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...errors import IntegrityError, ShapeError, UnsupportedValue, error_text, missing_numbers
+from ..mapping import ShardedObject, is_main_replica
+from ..trees import leaves_with_paths
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectArray:
+    """All values of a global array of objects, as it was stored or held.
+
+    Attributes:
+        key: the array's name.
+        shape: in objects, all sizes known.
+        values: of its cells, in row-major order.
+
+    Examples:
+        >>> array = ObjectArray("rng", (2, 2), ("a", "b", "c", "d"))
+        >>> array.cells[1], array.cell_text(1)
+        ((0, 1), "'rng' at (0, 1)")
+    """
+
+    key: str
+    shape: Shape
+    values: tuple[Any, ...]
+
+    @property
+    def cells(self) -> tuple[Shape, ...]:
+        """The index of each value."""
+        return cells_of(self.shape)
+
+    def cell_text(self, position: int) -> str:
+        """Return a value's name in messages."""
+        return f"{self.key!r} at {self.cells[position]}"
+
+
+class ObjectRule(Protocol):
+    """A pure function that converts an array of objects to another shape."""
+
+    def __call__(self, array: ObjectArray, shape: Shape, /) -> Sequence[Any]:
+        """Return the values of the cells of an array of the given shape, in row-major order.
+
+        Where one is `HOLE`, the target keeps what it holds.
+        """
+
+
+def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
+    """Return a rule's values for an array, after checking that there is one for each cell.
+
+    Args:
+        array: all values of the source.
+        rule: converts them.
+        shape: of the target, in objects.
+
+    Raises:
+        UnsupportedValue: it isn't a list or tuple of values: a text or a dict would be split into characters or keys.
+        ShapeError: there are more or fewer values than cells.
+
+    Examples:
+        >>> apply_rule(ObjectArray("seed", (2,), (3, 4)), lambda array, shape: [sum(array.values)], (1,))
+        (7,)
+    """
+    try:
+        values = rule(array, shape)
+    except Exception as error:
+        error.add_note(f"from the rule for the objects {array.key!r}, from shape {array.shape} to {shape}")
+        raise
+    # Any other iterable is most likely one value: a text for one cell would become its characters.
+    if not isinstance(values, (list, tuple)):
+        what, found = f"the rule for the objects {array.key!r} returned no list of values", type(values).__name__
+        expected, fix = f"a list of {cell_count(shape)}", "Return a list with a value for each cell, also for one."
+        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+    if len(values) != cell_count(shape):
+        what = f"the rule for the objects {array.key!r} returned a wrong number of values"
+        expected, fix = f"{cell_count(shape)}, for shape {shape}", "Return a value for each cell, in row-major order."
+        raise ShapeError(error_text(what, found=len(values), expected=expected, fix=fix))
+    return tuple(values)
+
+
+def cells_of(shape: Shape) -> tuple[Shape, ...]:
+    """Return the indices of an array's cells, in row-major order.
+
+    Examples:
+        >>> cells_of((2, 1))
+        ((0, 0), (1, 0))
+    """
+    return tuple(np.ndindex(*shape))
+
+
+def cell_count(shape: Shape) -> int:
+    """Return how many cells an array has."""
+    return prod(shape)
+
+
+def _number(cell: Shape, shape: Shape) -> int:
+    """Return the row-major number of a cell."""
+    return reduce(lambda number, axis: number * axis[1] + axis[0], zip(cell, shape, strict=True), 0)
+
+
+def _cell(number: int, shape: Shape) -> Shape:
+    """Return the cell of a row-major number; the shape may be larger than NumPy counts."""
+    cell = []
+    for size in reversed(shape):
+        number, index = divmod(number, size)
+        cell.append(index)
+    return tuple(reversed(cell))
+
+
+# Arrays assembled from objects, by shape and cell.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldArrays:
+    """The arrays of one key, mostly one.
+
+    Attributes:
+        shapes: from the objects' own shapes, which may end in -1, to shapes with all sizes known.
+        mains: by a shape with all sizes known, the main replicas by cell.
+    """
+
+    shapes: dict[Shape, Shape] = field(default_factory=dict)
+    mains: dict[Shape, dict[Shape, ShardedObject]] = field(default_factory=dict)
+
+    @property
+    def all_shapes(self) -> tuple[Shape, ...]:
+        """The arrays' shapes, all sizes known."""
+        return tuple(dict.fromkeys(self.shapes.values()))
+
+    def shape_as(self, shape: Shape) -> Shape | None:
+        """Return a shape with all sizes known; None where there is no array of that shape."""
+        return self.shapes.get(shape, shape if shape in self.all_shapes else None)
+
+    def whole(self, key: str, shape: Shape) -> ObjectArray:
+        """Return all values of an array.
+
+        Raises:
+            IntegrityError: cells are missing.
+        """
+        mains = self.mains.get(shape, {})
+        if len(mains) != cell_count(shape):
+            # Made as far as they are shown: a file may claim an array of any shape.
+            present = {_number(cell, shape) for cell in mains}
+            missing = (_cell(number, shape) for number in missing_numbers(present, len(mains), cell_count(shape)))
+            what = f"the objects {key!r} of shape {shape} are incomplete: no main replica of these cells"
+            count, fix = cell_count(shape) - len(mains), "Pass the objects of all ranks."
+            raise IntegrityError(error_text(what, offenders=map(str, missing), count=count, fix=fix))
+        return ObjectArray(key, shape, tuple(mains[cell].data for cell in cells_of(shape)))
+
+
+def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
+    """Return the arrays of objects, by key; an unknown last size ends with the last object.
+
+    Raises:
+        IntegrityError: a cell has two main replicas.
+
+    Examples:
+        >>> objects = [ShardedObject("rng", rank, (2, -1), (1, rank)) for rank in range(3)]
+        >>> held_arrays(objects)["rng"].shapes
+        {(2, -1): (2, 3)}
+    """
+    objects = list(objects)
+    arrays: dict[str, HeldArrays] = defaultdict(HeldArrays)
+    for item in objects:
+        shape = item.global_shape
+        if shape and shape[-1] < 0:
+            end = arrays[item.key].shapes.get(shape, (0,))[-1]
+            arrays[item.key].shapes[shape] = (*shape[:-1], max(end, item.global_offset[-1] + 1))
+        else:
+            arrays[item.key].shapes[shape] = shape
+    _add_mains(arrays, [item for item in objects if is_main_replica(item.replica_id)])
+    return dict(arrays)
+
+
+def _add_mains(arrays: Mapping[str, HeldArrays], mains: Iterable[ShardedObject]) -> None:
+    twice = []
+    for item in mains:
+        own = arrays[item.key]
+        cells = own.mains.setdefault(own.shapes[item.global_shape], {})
+        if item.global_offset in cells:
+            twice.append(f"{item.key!r} at {item.global_offset} of {item.global_shape}")
+        cells[item.global_offset] = item
+    if twice:
+        fix = "Give replicas different replica_ids."
+        raise IntegrityError(error_text("objects with two main replicas", offenders=dict.fromkeys(twice), fix=fix))
+
+
+# Copies of values, so that no two places share mutable state.
+
+
+def own_copy(value: Any, what: str) -> Any:
+    """Return a copy of a value that shares no mutable state with it.
+
+    Args:
+        value: anything that can be copied; of a view of a tensor, only its own elements are.
+        what: its name in messages.
+
+    Raises:
+        UnsupportedValue: it can't be copied.
+
+    Examples:
+        >>> value = {"seen": [1, 2]}
+        >>> copy = own_copy(value, "'loader' at (0,)")
+        >>> copy == value, copy["seen"] is value["seen"]
+        (True, False)
+    """
+    try:
+        leaves = [leaf for _, leaf in leaves_with_paths(value)]
+        # `deepcopy` would copy a view's whole storage, and refuses tensors that are part of an autograd graph.
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        return deepcopy(value, {id(each): each.detach().clone().requires_grad_(each.requires_grad) for each in tensors})
+    except Exception as error:
+        # A value's own __deepcopy__ may raise anything.
+        found, fix = (
+            f"{type(error).__name__}: {error}"[:200],
+            "Keep state that can be copied, not the object that has it.",
+        )
+        raise UnsupportedValue(error_text(f"{what} can't be copied", found=found, fix=fix)) from error

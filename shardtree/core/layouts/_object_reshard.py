@@ -1,0 +1,206 @@
+"""reshard_objects: arrays of objects converted from one shape to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import IntegrityError, KeyMismatch, MetadataError, TreeError, error_text
+from ..mapping import ShardedObject
+from ..trees import HOLE, match_keys
+from ._object_array import HeldArrays, ObjectRule, Shape, apply_rule, cells_of, held_arrays, own_copy
+
+OBJECT_RULES = (
+    "replicate_objects, replicate_cell, concatenate_objects, redistribute_objects, fold_objects, drop_objects, "
+    "rules_by_field, or a function of your own"
+)
+"""The library's rules, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeChange:
+    """An array of objects that is requested in another shape than it has, which requires a rule.
+
+    Attributes:
+        key: the array.
+        stored: the shapes that it has: one, for most.
+        asked: the shape that is asked for.
+    """
+
+    key: str
+    stored: tuple[Shape, ...]
+    asked: Shape
+
+    def __str__(self) -> str:
+        shapes = " and ".join(map(str, self.stored))
+        return f"objects {self.key!r}: of shape {shapes}, asked for in shape {self.asked}"
+
+
+def reshard_objects(
+    sources: Iterable[ShardedObject],
+    targets: Sequence[ShardedObject],
+    rules: Mapping[str, ObjectRule] | None = None,
+) -> list[ShardedObject]:
+    """Return the targets with their data; an array that changes its shape gets it by a rule.
+
+    An array whose shape stays the same keeps its cells. Each target gets a copy of its own, which shares nothing that
+    can change with a source or another target.
+
+    Args:
+        sources: all ranks' objects; the main replicas count. What no target asks for is ignored.
+        targets: objects with or without data, which counts only where a rule drops the sources.
+        rules: by patterns of keys, in which ``*`` matches one part between dots, ``**`` any number of them; the
+            first that fits a key counts.
+
+    Returns:
+        As many objects as targets, in their order.
+
+    Raises:
+        KeyMismatch: a target's key isn't among the sources.
+        IntegrityError: an array has another shape and no rule, a cell is missing, or one has two main replicas.
+        ShapeError: a rule gives more or fewer values than there are cells.
+        UnsupportedValue: a value can't be copied, or a rule can't handle it.
+        TreeError: a pattern fits no key.
+
+    Examples:
+        >>> from shardtree.objects import redistribute_objects
+        >>> seen = [ShardedObject("seen", [rank, rank + 10], (2,), (rank,)) for rank in range(2)]
+        >>> targets = [ShardedObject("seen", None, (3,), (rank,)) for rank in range(3)]
+        >>> [item.data for item in reshard_objects(seen, targets, {"seen": redistribute_objects})]
+        [[0, 10], [1], [11]]
+    """
+    items = list(sources) if isinstance(sources, Iterable) else [sources]
+    asked_for = targets if isinstance(targets, Iterable) else [targets]
+    others = [type(item).__name__ for item in (*items, *asked_for) if not isinstance(item, ShardedObject)]
+    if others:
+        what, fix = "reshard_objects: not a list of ShardedObject", "Give the objects alone, those of all ranks."
+        raise MetadataError(error_text(what, found=others[0], expected="sharded objects", fix=fix))
+    rule_of = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*items, *targets)))
+    target_keys = {item.key for item in targets}
+    # Arrays that no target wants may be incomplete, or ambiguous.
+    arrays = held_arrays(item for item in items if item.key in target_keys)
+    absent = sorted(target_keys.difference(arrays))
+    if absent:
+        fix = "Pass the objects of all ranks, or leave these out of the target."
+        raise KeyMismatch(error_text("reshard_objects: no such objects", offenders=map(repr, absent), fix=fix))
+    check_ruled(reshaped_arrays(arrays, targets), rule_of)
+    return objects_by_rule(arrays, targets, rule_of)
+
+
+def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str]) -> dict[str, ObjectRule]:
+    """Return the rule of each key that a pattern matches.
+
+    Args:
+        doing: for the error.
+        rules: by pattern.
+        keys: of all objects.
+
+    Raises:
+        TreeError: no key has a pattern as the first that matches, a rule isn't a function, or `rules` isn't a dict.
+
+    Examples:
+        >>> list(rules_by_key("reshard_objects", {"rng.*": max}, ["rng.0", "loader"]))
+        ['rng.0']
+    """
+    if not isinstance(rules, Mapping):
+        fix = "Say which keys it is for: {'rng': rule}."
+        raise TreeError(error_text(f"{doing}: not a dict of rules", found=type(rules).__name__, fix=fix))
+    wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in rules.items() if not callable(rule)]
+    if wrong:
+        raise TreeError(error_text(f"{doing}: not rules for objects", offenders=wrong, fix=f"Use {OBJECT_RULES}."))
+    matches = match_keys(doing, rules, dict.fromkeys(keys))
+    return {key: rules[pattern] for key, (pattern, _) in matches.items()}
+
+
+def reshaped_arrays(arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[ShapeChange, ...]:
+    """Return the arrays that targets request in a shape that the source lacks, each once.
+
+    Args:
+        arrays: the source's arrays; targets of other keys are ignored.
+        targets: what is asked for.
+
+    Examples:
+        >>> held = held_arrays([ShardedObject("rng", 7, (1,), (0,))])
+        >>> print(*reshaped_arrays(held, [ShardedObject("rng", None, (2,), (rank,)) for rank in range(2)]))
+        objects 'rng': of shape (1,), asked for in shape (2,)
+    """
+    requests = dict.fromkeys((item.key, item.global_shape) for item in targets if item.key in arrays)
+    return tuple(
+        ShapeChange(key, arrays[key].all_shapes, shape)
+        for key, shape in requests
+        if arrays[key].shape_as(shape) is None
+    )
+
+
+def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) -> None:
+    """Raise unless there is a rule for each array that changes its shape, and both shapes are known.
+
+    Args:
+        arrays: those that change their shape.
+        rules: by key.
+
+    Raises:
+        IntegrityError: names each other array.
+
+    Examples:
+        >>> check_ruled([ShapeChange("rng", ((1,),), (2,))], {"rng": max})
+    """
+    arrays = list(arrays)
+    lacking = [str(array) for array in arrays if array.key not in rules]
+    if lacking:
+        what, fix = "objects change their shape, and there is no rule for them", f"Name a rule: {OBJECT_RULES}."
+        raise IntegrityError(error_text(what, offenders=lacking, fix=fix))
+    unclear = [str(array) for array in arrays if len(array.stored) > 1 or min(array.asked, default=0) < 0]
+    if unclear:
+        what, fix = "objects change their shape, but from which or to which is ambiguous", "Give one shape, all of it."
+        raise IntegrityError(error_text(what, offenders=unclear, fix=fix))
+
+
+def objects_by_rule(
+    arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject], rules: Mapping[str, ObjectRule]
+) -> list[ShardedObject]:
+    """Return targets with own copies of their data, by the rules of their keys where the shape changes.
+
+    Args:
+        arrays: the source's arrays; each target's key has some.
+        targets: what is asked for.
+        rules: for each key that changes its shape, one.
+
+    Raises:
+        IntegrityError: a cell is missing.
+        ShapeError: a rule gives more or fewer values than there are cells.
+        UnsupportedValue: a value can't be copied, or a rule can't handle it.
+
+    Examples:
+        >>> held = held_arrays([ShardedObject("rng", 7, (1,), (0,))])
+        >>> objects_by_rule(held, [ShardedObject("rng", None, (1,), (0,))], {})[0].data
+        7
+    """
+    values: dict[tuple[str, Shape], Mapping[Shape, Any]] = {}
+    objects = []
+    for item in targets:
+        array = (item.key, item.global_shape)
+        # A rule runs once for each array, and not for each target: it may be slow, and fold with a user's function.
+        if array not in values:
+            values[array] = _values(arrays[item.key], *array, rules)
+        value = values[array].get(item.global_offset, _MISSING)
+        if value is _MISSING:
+            what, fix = f"objects {item.key!r}: no rank has the cell {item.global_offset}", "Pass all ranks' objects."
+            raise IntegrityError(error_text(what, found=f"no main replica in shape {item.global_shape}", fix=fix))
+        name = f"the object {item.key!r} at {item.global_offset}"
+        # Copied for each target: replicas and a rule's repeated values would share mutable state.
+        objects.append(item if value is HOLE else replace(item, data=own_copy(value, name)))
+    return objects
+
+
+_MISSING = object()
+
+
+def _values(arrays: HeldArrays, key: str, shape: Shape, rules: Mapping[str, ObjectRule]) -> Mapping[Shape, Any]:
+    """Return the values of an array in a shape, by cell: the source's own, or a rule's."""
+    same = arrays.shape_as(shape)
+    if same is not None:
+        return {cell: item.data for cell, item in arrays.mains.get(same, {}).items()}
+    (source,) = arrays.all_shapes
+    return dict(zip(cells_of(shape), apply_rule(arrays.whole(key, source), rules[key], shape), strict=True))

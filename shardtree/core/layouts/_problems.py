@@ -1,0 +1,392 @@
+"""Where main replicas don't tile their tensors: faults in columns, and problems, which say so in words.
+
+A fault is a box, or a flat range of one, like a shard. A problem names it with the ranks that hold something there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import numpy as np
+
+from ...errors import IntegrityError, TreePath, error_text, plural, rank_text, render_path
+from .. import geometry
+from ..geometry import Column, Mask
+from ._columns import ShardColumns, select_rows, shard_boxes
+
+_MOST = 2**63 - 1
+_ROUNDED = 2.0**62
+"""Products that are this large as floats are computed again as Python ints: an int64 could overflow."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Faults:
+    """Places that no main replica holds, or more than one, a place a row.
+
+    Attributes:
+        key: which tensor, ascending, int64 (faults,).
+        offset: int64 (faults, axes), right-aligned.
+        shape: int64 (faults, axes).
+        start: first element of the flat range, -1 for a whole box, int64 (faults,).
+        stop: one past its last element, -1 for a whole box, int64 (faults,).
+        doubled: True where it is held more than once, False where not at all, bool (faults,).
+    """
+
+    key: Column
+    offset: Column
+    shape: Column
+    start: Column
+    stop: Column
+    doubled: Mask
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+
+def sharding_faults(main: ShardColumns) -> Faults:
+    """Return every place that doesn't belong to exactly one of the given shards.
+
+    Faults of a tensor whose flat ranges belong to disjoint boxes are flat ranges, since its user thinks in them; those
+    of any other are boxes.
+
+    Args:
+        main: the main replicas of all ranks.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))
+        >>> faults = sharding_faults(st.layouts.shard_columns([half]))
+        >>> faults.offset.tolist(), faults.shape.tolist(), faults.doubled.tolist()
+        ([[2, 0]], [[2, 3]], [False])
+    """
+    return _faults(main, with_gaps=True)
+
+
+def doubled_faults(shards: ShardColumns) -> Faults:
+    """Return every place that belongs to more than one of the given shards.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))
+        >>> [len(doubled_faults(st.layouts.shard_columns(shards))) for shards in ([half], [half, half])]
+        [0, 1]
+    """
+    return _faults(shards, with_gaps=False)
+
+
+def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
+    regions = geometry.box_column([kind.global_shape for kind in shards.kinds], fill=1, axes=shards.offset.shape[1])
+    if _are_whole(shards, regions):
+        return _whole_boxes(0, shards.offset[:0], shards.shape[:0], doubled=False)
+    areas, of_shard = _flat_areas(shards)
+    in_ranges = _reported_in_ranges(shards, areas, regions)
+    key, offset, shape = _boxes(shards, areas, in_ranges)
+    found = [_box_faults(key, offset, shape, regions, with_gaps=with_gaps)]
+    ranges = np.flatnonzero((shards.start >= 0) & in_ranges[shards.key])
+    if ranges.size:
+        parts = select_rows(shards, ranges)
+        # Areas of other keys are reported as boxes: here they get no elements, and so lack none.
+        sizes = np.where(in_ranges[areas.key], geometry.volumes(areas.shape), 0)
+        lines = _box_faults(
+            of_shard[ranges],
+            parts.start[:, None],
+            (parts.stop - parts.start)[:, None],
+            sizes[:, None],
+            with_gaps=with_gaps,
+        )
+        # A flattened area is a box of one axis, and a flat range an interval of it: the same check serves both.
+        start, stop = lines.offset[:, 0], lines.offset[:, 0] + lines.shape[:, 0]
+        area = select_rows(areas, lines.key)
+        found.append(Faults(area.key, area.offset, area.shape, start, stop, lines.doubled))
+    return join_faults(found)
+
+
+def _are_whole(shards: ShardColumns, regions: Column) -> bool:
+    """Return whether each tensor is one shard, as in what one process holds: then there is nothing to compare."""
+    if len(shards) != len(shards.keys) or shards.offset.any() or (shards.start >= 0).any():
+        return False
+    is_held = np.bincount(shards.key, minlength=len(shards)) == 1
+    return bool(is_held.all()) and np.array_equal(shards.shape, regions.take(shards.key, axis=0))
+
+
+def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
+    """Return a row for each box that is flattened, and for each shard the number of its box."""
+    flat = np.flatnonzero(shards.start >= 0)
+    boxes = np.column_stack([shards.key[flat], shards.offset[flat], shards.shape[flat]])
+    _, first, number = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
+    of_shard = np.full(len(shards), -1, dtype=np.int64)
+    of_shard[flat] = number.reshape(-1)
+    return select_rows(shards, flat[first]), of_shard
+
+
+def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
+    """Return which tensors have flat ranges, of boxes that lie in the tensor and apart from others."""
+    in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
+    if not areas.key.size:
+        return in_ranges
+    in_ranges[areas.key] = True
+    leaves = (areas.offset + areas.shape > regions[areas.key]).any(axis=1)
+    in_ranges[areas.key[leaves]] = False
+    whole = np.flatnonzero((shards.start < 0) & in_ranges[shards.key])
+    key = np.concatenate([areas.key, shards.key[whole]])
+    offset = np.concatenate([areas.offset, shards.offset[whole]])
+    shape = np.concatenate([areas.shape, shards.shape[whole]])
+    # Flat ranges and boxes may hold a tensor together, each element once, in areas that overlap: reported in ranges, a
+    # legal layout would lack elements.
+    in_ranges[geometry.shared_groups(key, *_clipped(key, offset, shape, regions))] = False
+    return in_ranges
+
+
+def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[Column, Column, Column]:
+    """Return the boxes of all shards; where flat ranges are reported as such, the boxes that contain them."""
+    rows = np.flatnonzero((shards.start < 0) | ~in_ranges[shards.key])
+    others = select_rows(shards, rows)
+    boxes = shard_boxes(others.offset, others.shape, others.start, others.stop)
+    kept = select_rows(areas, np.flatnonzero(in_ranges[areas.key]))
+    return (
+        np.concatenate([others.key[boxes.shard], kept.key]),
+        np.concatenate([boxes.offset, kept.offset]),
+        np.concatenate([boxes.shape, kept.shape]),
+    )
+
+
+def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *, with_gaps: bool) -> Faults:
+    """Return where the boxes of each group don't tile its region."""
+    sizes = _sizes(regions)
+    offset, shape = _clipped(group, offset, shape, regions)
+    # One vectorised pass over all groups finds which are wrong. Only those are carved up box by box, to name places.
+    held = geometry.group_sums(group, geometry.volumes(shape), sizes.size)
+    wrong = held != sizes if with_gaps else held > sizes
+    wrong[geometry.shared_groups(group, offset, shape)] = True
+    rows = np.flatnonzero(wrong[group])
+    rows = rows[np.argsort(group[rows], kind="stable")]
+    numbers = np.flatnonzero(wrong)
+    begins = np.searchsorted(group[rows], numbers)
+    ends = np.searchsorted(group[rows], numbers, side="right")
+    found = [_whole_boxes(0, offset[:0], shape[:0], doubled=False)]
+    for number, begin, end in zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        own = rows[begin:end]
+        missing, doubled = geometry.coverage_faults(offset[own], shape[own], tuple(regions[number].tolist()))
+        found += [_whole_boxes(number, *missing, doubled=False)] if with_gaps else []
+        found.append(_whole_boxes(number, *doubled, doubled=True))
+    return join_faults(found)
+
+
+def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> tuple[Column, Column]:
+    """Return boxes without what lies beyond their regions."""
+    whole = regions.take(group, axis=0)
+    begin = np.minimum(offset, whole)
+    return begin, np.minimum(offset + shape, whole) - begin
+
+
+def _sizes(regions: Column) -> Column:
+    """Return how many elements each region has, at most `_MOST`."""
+    sizes = geometry.volumes(regions)
+    for row in np.flatnonzero(regions.prod(axis=1, dtype=np.float64) >= _ROUNDED).tolist():
+        sizes[row] = min(prod(regions[row].tolist()), _MOST)
+    return sizes
+
+
+def _whole_boxes(key: int, offset: Column, shape: Column, *, doubled: bool) -> Faults:
+    count = len(offset)
+    no_range = np.full(count, -1, dtype=np.int64)
+    keys = np.full(count, key, dtype=np.int64)
+    return Faults(keys, offset, shape, no_range, no_range, np.full(count, doubled))
+
+
+def join_faults(found: list[Faults]) -> Faults:
+    """Return faults as one, by key; of one key in the order given."""
+    together = geometry.joined_rows(found)
+    return geometry.rows_of(together, np.argsort(together.key, kind="stable"))
+
+
+# A problem, and how boxes and flat ranges are written in its text.
+
+_SHOWN_OF_ONE_KIND = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with how ranks share a state.
+
+    Attributes:
+        key: the key of the tensor or object; of a common value, its path.
+        ranks: those concerned, ascending.
+        what: what is wrong, as text.
+        box: where in the global tensor or array of objects, as slices; None where it isn't about a place.
+        flat: which elements of the flattened box, where shards are flat ranges; None for all of it.
+        fix: what to do about it, as text; empty where that isn't known.
+    """
+
+    key: str | TreePath
+    ranks: tuple[int, ...]
+    what: str
+    box: tuple[slice, ...] | None = None
+    flat: slice | None = None
+    fix: str = ""
+
+    def __str__(self) -> str:
+        name = render_path(self.key) if isinstance(self.key, tuple) else repr(self.key)
+        holders = f" ({rank_text(self.ranks)})" if self.ranks else ""
+        return f"{name}{holders}: {self.what}"
+
+
+def problem_lines(problems: Iterable[Problem]) -> list[str]:
+    """Return problems as lines, at most a few for each key, so that one key doesn't hide the others.
+
+    Examples:
+        >>> problem_lines([Problem(key, (0,), str(n)) for key in "ab" for n in range(5)])[2:5]
+        ["'a' (rank 0): 2", "'a': and 2 more", "'b' (rank 0): 0"]
+    """
+    lines = []
+    for _, of_one in groupby(problems, key=lambda problem: problem.key):
+        same = list(of_one)
+        lines += list(map(str, same[:_SHOWN_OF_ONE_KIND]))
+        more = len(same) - _SHOWN_OF_ONE_KIND
+        lines += [str(Problem(same[0].key, (), f"and {more} more"))] if more > 0 else []
+    return lines
+
+
+def integrity_error(what: str, problems: Sequence[Problem], *more: str) -> IntegrityError:
+    """Return the error that tells of problems, with what to do about each kind, and what else can be done.
+
+    Examples:
+        >>> print(integrity_error("save", [Problem("w", (0,), "is held twice", fix="Hold it once.")]))
+        save
+          'w' (rank 0): is held twice
+          Hold it once.
+    """
+    fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
+    return IntegrityError(error_text(what, offenders=problem_lines(problems), fix="\n  ".join([*fixes, *more])))
+
+
+def place_text(box: tuple[slice, ...], flat: slice | None = None) -> str:
+    """Return a box, or a flat range of it, as text.
+
+    Examples:
+        >>> place_text((slice(0, 2), slice(3, 6))), place_text((slice(0, 4),), slice(1, 3))
+        ('[0:2, 3:6]', 'elements [1:3] of [0:4]')
+    """
+    spans = "[" + ", ".join(f"{span.start}:{span.stop}" for span in box) + "]"
+    return spans if flat is None else f"elements [{flat.start}:{flat.stop}] of {spans}"
+
+
+# Faults as problems.
+
+_SHOWN_OF_ONE = 20
+_SHOWN_HOLDERS = 4
+
+_NO_RANK = "; no rank holds any of it"
+_NEXT_TO = "; beside it: "
+_OTHERS = "; only other replicas: "
+_HELD = ": "
+
+_FILL = (
+    "Where a place has no main replica, compare the shards' offsets, shapes and flat ranges, and look whether all "
+    "ranks take part, with all of their shards."
+)
+_FIXES = {
+    _NO_RANK: _FILL,
+    _NEXT_TO: _FILL,
+    _OTHERS: (
+        "Where only other replicas hold a place, give one of them replica_id 0, or a tuple of zeros: replica ids tell "
+        "apart the ranks that hold the same box. Of a pipeline stage's DTensors, pass from_dtensors within= the "
+        "stage's mesh."
+    ),
+    _HELD: (
+        "Where several hold the same elements, give all but one of them a replica_id that isn't 0; where these are "
+        "other elements, give them other offsets or flat ranges, or keys of their own."
+    ),
+}
+
+
+def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Problem, ...]:
+    """Return faults as problems: the first 20 of each key, and one that counts the others.
+
+    Args:
+        columns: all shards, replicas too.
+        faults: of their main replicas.
+        noun: what the shards have: "element" or "object".
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=1)])
+        >>> faults = st.layouts.sharding_faults(select_rows(columns, np.flatnonzero(columns.main)))
+        >>> [str(problem) for problem in fault_problems(columns, faults, "element")]
+        ["'w' (rank 0): [0:2] has no main replica (2 of 2 elements); only other replicas: rank 0 [0:2]"]
+    """
+    if not len(faults):
+        return ()
+    place = np.arange(len(faults)) - np.searchsorted(faults.key, faults.key)
+    left = np.searchsorted(faults.key, faults.key, side="right") - np.arange(len(faults)) - 1
+    shown = np.flatnonzero(place < _SHOWN_OF_ONE)
+    # Only shards of tensors with faults: pairs are searched among few rows of many.
+    concerned = np.zeros(len(columns.keys), dtype=np.bool_)
+    concerned[faults.key] = True
+    shards = select_rows(columns, np.flatnonzero(concerned[columns.key]))
+    holders = _holders(shards, geometry.rows_of(faults, shown))
+    problems = []
+    for row, held in zip(shown.tolist(), holders, strict=True):
+        problems.append(_problem(shards, faults, row, held, noun))
+        if place[row] == _SHOWN_OF_ONE - 1 and left[row]:
+            more = f"and {plural(int(left[row]), 'more place')}"
+            problems.append(Problem(columns.keys[int(faults.key[row])], (), more))
+    return tuple(problems)
+
+
+def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Column], noun: str) -> Problem:
+    number = int(faults.key[row])
+    whole = shards.kinds[number].global_shape
+    box, flat = _place(faults, row, len(whole))
+    part = prod(span.stop - span.start for span in box) if flat is None else flat.stop - flat.start
+    verb, has = ("are", "have") if flat else ("is", "has")
+    state = f"{verb} held by more than one main replica" if faults.doubled[row] else f"{has} no main replica"
+    relation, holders = held
+    shown, more = holders[:_SHOWN_HOLDERS].tolist(), len(holders) - _SHOWN_HOLDERS
+    who = [f"rank {shards.rank[other]} {place_text(*_place(shards, other, len(whole)))}" for other in shown]
+    who += [f"and {more} more"] if more > 0 else []
+    what = f"{place_text(box, flat)} {state} ({part} of {plural(prod(whole), noun)}){relation}{', '.join(who)}"
+    ranks = tuple(np.unique(shards.rank[holders]).tolist())
+    return Problem(shards.keys[number], ranks, what, box, flat, _FIXES[relation])
+
+
+def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
+    """Return, for each fault, how shards relate to it, and which: those in it, or else those next to it."""
+    mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
+    doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
+    found = [(_NO_RANK, np.zeros(0, dtype=np.int64))] * len(faults)
+    for relation, rows, candidates, reach in (
+        # Later rows replace earlier ones: a copy that could become the main replica says more than a neighbour.
+        (_NEXT_TO, gaps, mains, 1),
+        (_OTHERS, gaps, others, 0),
+        (_HELD, doubled, mains, 0),
+    ):
+        for row, held in _within_reach(select_rows(shards, candidates), geometry.rows_of(faults, rows), reach=reach):
+            found[int(rows[row])] = relation, candidates[held]
+    return found
+
+
+def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
+    """Return faults with the shards that have an element in them, or no further than `reach` from them."""
+    places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
+    boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
+    fault, box = geometry.overlapping_pairs(
+        faults.key[places.shard],
+        places.offset - reach,
+        places.shape + 2 * reach,
+        shards.key[boxes.shard],
+        boxes.offset,
+        boxes.shape,
+    )
+    pairs = np.unique(np.column_stack([places.shard[fault], boxes.shard[box]]), axis=0)
+    rows, first = np.unique(pairs[:, 0], return_index=True)
+    return zip(rows.tolist(), np.split(pairs[:, 1], first[1:]), strict=False)
+
+
+def _place(places: ShardColumns | Faults, row: int, axes: int) -> tuple[tuple[slice, ...], slice | None]:
+    """Return a row's box, without the axes that it was widened by, and its flat range."""
+    start, stop = int(places.start[row]), int(places.stop[row])
+    return geometry.box_slices(places.offset[row], places.shape[row], axes), None if start < 0 else slice(start, stop)

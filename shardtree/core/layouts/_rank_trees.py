@@ -1,0 +1,85 @@
+"""Trees of several ranks: by rank, and their tensor shards as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ...errors import TreeError, error_text
+from ..geometry import as_int
+from ..mapping import ShardedTensor
+from ..trees import apply_factories, build_factories, leaves_with_paths, refuse_hidden, unwrap
+from ._columns import ShardColumns, shard_columns
+from ._integrity import join_columns
+
+RankTrees: TypeAlias = Sequence[Any] | Mapping[int, Any]
+"""A tree for each rank: a sequence that begins with rank 0's, or a mapping."""
+
+
+def tree_columns(trees: RankTrees) -> ShardColumns:
+    """Return the tensor shards of several ranks' trees, factories applied, as columns.
+
+    Args:
+        trees: each rank's tree, by rank: a mapping, or a sequence that begins with rank 0. A rank's rows are in the
+            order of its tree's leaves.
+
+    Raises:
+        TreeError: there is none, or it is one tree rather than a tree for each rank; or a leaf is a DTensor.
+        IntegrityError: shards of one key differ in global shape, dtype or prepended axes.
+
+    Examples:
+        >>> import torch
+        >>> trees = [{"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2))} for rank in range(2)]
+        >>> columns = tree_columns(trees)
+        >>> columns.rank.tolist(), columns.offset.tolist()
+        ([0, 1], [[0], [2]])
+    """
+    built = {rank: build_factories(tree, is_target=True)[0] for rank, tree in trees_by_rank(trees).items()}
+    return join_columns([shard_columns(tensor_shards(tree), rank) for rank, tree in built.items()])
+
+
+def trees_by_rank(trees: RankTrees, doing: str = "trees by rank") -> dict[int, Any]:
+    """Return ranks' trees by rank, ascending.
+
+    Args:
+        trees: a tree for each rank.
+        doing: for the message.
+
+    Raises:
+        TreeError: there is none, or it is one tree rather than a tree for each rank.
+
+    Examples:
+        >>> trees_by_rank([{"step": 3}, {"step": 4}])
+        {0: {'step': 3}, 1: {'step': 4}}
+    """
+    what = f"{doing}: not a tree for each rank"
+    fix = "Pass a list that begins with rank 0's, or a mapping by rank; of one tree alone, [tree]."
+    if not isinstance(trees, (list, tuple, Mapping)) or not trees:
+        found = "none" if isinstance(trees, (list, tuple, Mapping)) else type(trees).__name__
+        raise TreeError(error_text(what, found=found, fix=fix))
+    by_rank = trees if isinstance(trees, Mapping) else dict(enumerate(trees))
+    wrong = [repr(rank)[:100] for rank in by_rank if not _is_rank(rank)]
+    if wrong:
+        raise TreeError(error_text(f"{what}; these aren't ranks", offenders=wrong, fix=fix))
+    return {int(rank): by_rank[rank] for rank in sorted(by_rank)}
+
+
+def _is_rank(rank: Any) -> bool:
+    number = as_int(rank)
+    return number is not None and number >= 0
+
+
+def tensor_shards(tree: Any) -> list[ShardedTensor]:
+    """Return a tree's tensor shards, factories applied, in the order of its leaves.
+
+    Raises:
+        TreeError: a leaf is a DTensor: it is a part of a tensor, and would count as a plain value.
+
+    Examples:
+        >>> import torch
+        >>> tensor_shards({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "step": 3})[0].key
+        'w'
+    """
+    pairs = leaves_with_paths(apply_factories(unwrap(tree)))
+    refuse_hidden("layout", pairs)
+    return [leaf for _, leaf in pairs if isinstance(leaf, ShardedTensor)]

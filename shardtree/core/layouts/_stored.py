@@ -1,0 +1,104 @@
+"""How stored tensors are cut, as their chunks show, and which file holds which part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ...errors import plural
+from ..deferred import notebook_html
+from ..geometry import Column
+from ._columns import ShardColumns
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class StoredLayout:
+    """Which file holds which part of a stored tensor, as a checkpoint's index says.
+
+    Attributes:
+        columns: of one tensor, a row a chunk; `rank` is the number of the file.
+        files: their names in the checkpoint.
+    """
+
+    columns: ShardColumns
+    files: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        pieces, tensors = plural(len(self.columns), "piece"), plural(len(self.columns.keys), "tensor")
+        return f"StoredLayout({pieces} of {tensors} in {plural(np.unique(self.columns.rank).size, 'file')})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+
+# Grids, found from chunks.
+
+GridKind = Literal["empty", "whole", "regular", "uneven", "irregular", "flat"]
+"""No chunk; one that holds the whole tensor; a grid of equal cells; a grid of unequal cells; boxes that make no grid;
+flat ranges of boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How one tensor is cut.
+
+    Attributes:
+        kind: "empty", "whole", "regular", "uneven", "irregular" or "flat".
+        counts: pieces along each axis; () where the chunks are no grid.
+        chunks: how many chunks there are.
+    """
+
+    kind: GridKind
+    counts: tuple[int, ...]
+    chunks: int
+
+
+def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes: Column) -> list[Grid]:
+    """Return how each tensor is cut, for all tensors at once.
+
+    Chunks that don't overlap make a grid if there are as many of them as ways to pick one of the intervals that occur
+    along each axis.
+
+    Args:
+        key: the tensor that each chunk belongs to, ascending, int64 (chunks,).
+        offset: right-aligned, int64 (chunks, axes).
+        shape: right-aligned, int64 (chunks, axes).
+        start: first element of a flat range, -1 for a whole box, int64 (chunks,).
+        axes: how many axes each tensor has, int64 (keys,).
+
+    Examples:
+        >>> offset = np.array([[0, 0], [0, 3], [2, 0], [2, 3], [0, 0], [0, 5]])
+        >>> shape = np.array([[2, 3], [2, 3], [2, 3], [2, 3], [1, 5], [1, 1]])
+        >>> key, start = np.array([0, 0, 0, 0, 1, 1]), np.full(6, -1)
+        >>> for grid in chunk_grids(key, offset, shape, start, np.array([2, 1])):
+        ...     print(grid)
+        Grid(kind='regular', counts=(2, 2), chunks=4)
+        Grid(kind='uneven', counts=(2,), chunks=2)
+    """
+    keys, width = axes.size, offset.shape[1]
+    chunks = np.bincount(key, minlength=keys)
+    counts = np.stack([_interval_counts(key, offset[:, axis], shape[:, axis], keys) for axis in range(width)], axis=1)
+    # In floats, since products can exceed an int64. They are exact up to 2**53, far more than there can be chunks.
+    is_grid = np.prod(counts.astype(np.float64), axis=1) == chunks
+    first = np.searchsorted(key, np.arange(keys))
+    differs = (shape != shape[first[key]]).any(axis=1) if key.size else np.zeros(0, dtype=np.bool_)
+    is_uneven = np.bincount(key[differs], minlength=keys) > 0
+    is_flat = np.bincount(key[start >= 0], minlength=keys) > 0
+    kinds = np.select([chunks == 0, is_flat, chunks == 1, ~is_grid, is_uneven], [0, 1, 2, 3, 4], default=5)
+    names: tuple[GridKind, ...] = ("empty", "flat", "whole", "irregular", "uneven", "regular")
+    rows = zip(kinds.tolist(), counts.tolist(), chunks.tolist(), axes.tolist(), strict=True)
+    return [
+        Grid(names[kind], tuple(row[width - rank :]) if kind in (2, 4, 5) else (), count)
+        for kind, row, count, rank in rows
+    ]
+
+
+def _interval_counts(key: Column, begin: Column, length: Column, keys: int) -> Column:
+    """Return how many different intervals of one axis the chunks of each tensor occupy."""
+    order = np.lexsort((length, begin, key))
+    ordered = np.stack([key[order], begin[order], length[order]])
+    is_new = np.ones(key.size, dtype=np.bool_)
+    is_new[1:] = (np.diff(ordered) != 0).any(axis=0)
+    return np.bincount(ordered[0][is_new], minlength=keys)

@@ -1,0 +1,311 @@
+"""What each rank of a mesh holds of a tensor: intervals along each axis, the boxes they form, and the tree's leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from ....errors import ShapeError, error_text
+from ...geometry import Spans, cut_spans, integers, slices
+from ...mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from ...trees import join_data
+from ._mesh import Mesh
+from ._specs import AxisSplit, PartitionSpec, SpecEntry, check_fits, splits
+
+# Intervals and boxes.
+
+
+@dataclass(frozen=True, slots=True)
+class RankBox:
+    """One of the boxes that a rank's part of a tensor consists of.
+
+    Attributes:
+        offset: in the global tensor.
+        shape: of the box.
+        local_offset: in the rank's own tensor.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_offset: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        rank: who holds it.
+        spans: the intervals of each axis, in the order of the local tensor.
+        global_shape: the tensor's.
+        replica_id: 0 for the main replica; the copies are numbered row-major over the axes that the spec leaves out.
+        grid: into how many equal pieces each axis is cut; None where they aren't equal, or parts are several boxes.
+    """
+
+    rank: int
+    spans: tuple[Spans, ...]
+    global_shape: tuple[int, ...]
+    replica_id: int
+    grid: tuple[int, ...] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rank's own tensor."""
+        return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
+
+    @property
+    def boxes(self) -> tuple[RankBox, ...]:
+        """The boxes, in row-major order of the local tensor: one, for most; a part without elements is one too."""
+        if 0 in self.shape:
+            starts = zip(self.spans, self.global_shape, strict=True)
+            # The box of the local shape, from the first intervals' starts, stays within the tensor, since intervals are
+            # disjoint.
+            offset = tuple(spans[0][0] if spans else size for spans, size in starts)
+            return (RankBox(offset, self.shape, (0,) * len(offset)),)
+        per_axis = [list(_local_spans(spans)) for spans in self.spans]
+        return tuple(
+            RankBox(*map(tuple, zip(*box, strict=True))) if box else RankBox((), (), ()) for box in product(*per_axis)
+        )
+
+
+def _local_spans(spans: Spans) -> Iterator[tuple[int, int, int]]:
+    """Yield start, length and local start of each interval."""
+    position = 0
+    for start, stop in spans:
+        yield start, stop - start, position
+        position += stop - start
+
+
+def mesh_shards(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[RankShard, ...]:
+    """Return what each rank of a mesh holds of a tensor, in the mesh's order; ranks that don't hold it are left out.
+
+    Args:
+        global_shape: the tensor's.
+        mesh: the ranks.
+        spec: one that fits both.
+
+    Raises:
+        MetadataError: it doesn't.
+
+    Examples:
+        >>> [(part.spans, part.replica_id) for part in mesh_shards((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"))]
+        [((((0, 3),),), 0), ((((3, 5),),), 0), ((((0, 3),),), 1), ((((3, 5),),), 1)]
+    """
+    shape = _checked_shape(global_shape, mesh, spec)
+    indices = product(*(range(size) for _, size in mesh.axes))
+    places = (dict(zip(mesh.shape, each, strict=True)) for each in indices)
+    return tuple(_parts(shape, mesh, spec, zip(mesh.ranks, places, strict=True)))
+
+
+def mesh_shard(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, rank: int) -> RankShard | None:
+    """Return what one rank of a mesh holds of a tensor; None where it doesn't hold it.
+
+    Args:
+        global_shape: the tensor's.
+        mesh: the ranks.
+        spec: one that fits both.
+        rank: one that is on the mesh.
+
+    Raises:
+        MetadataError: the spec doesn't fit, or the rank isn't on the mesh.
+
+    Examples:
+        >>> mesh_shard((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"), 3).shape
+        (2,)
+    """
+    shape = _checked_shape(global_shape, mesh, spec)
+    return next(_parts(shape, mesh, spec, [(rank, mesh.coordinates(rank))]), None)
+
+
+def _checked_shape(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
+    """Return a shape as ints, after checking that the spec fits it and the mesh."""
+    shape = integers("mesh_shards", "global_shape", global_shape)
+    check_fits("a tensor", shape, mesh, spec)
+    return shape
+
+
+def _parts(
+    global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, places: Iterable[tuple[int, Mapping[str, int]]]
+) -> Iterator[RankShard]:
+    entries = (*spec.entries, *(None,) * (len(global_shape) - len(spec.entries)))
+    left_out = [axis for axis in mesh.shape if axis not in spec.axes and axis not in dict(spec.at)]
+    # Into how many equal pieces each axis is cut, if all are equal and none is several intervals.
+    counts = tuple(prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
+    grid = counts if all(map(partial(_is_even, mesh), global_shape, entries, counts)) else None
+    # Many ranks share their intervals along an axis: each is computed once.
+    cuts: dict[tuple[object, ...], Spans] = {}
+    for rank, place in places:
+        if any(place[axis] != index for axis, index in spec.at):
+            continue
+        spans = []
+        for size, entry in zip(global_shape, entries, strict=True):
+            name = (size, entry, *(place[split.axis] for split in splits(entry)))
+            cuts[name] = cuts[name] if name in cuts else _spans(size, mesh, entry, place)
+            spans.append(cuts[name])
+        yield RankShard(rank, tuple(spans), global_shape, _flat_index(mesh, left_out, place), grid)
+
+
+def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
+    """Return the number of a place, row-major over the given axes."""
+    number = 0
+    for axis in axes:
+        number = number * mesh.shape[axis] + place[axis]
+    return number
+
+
+def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) -> Spans:
+    whole: Spans = ((0, size),) if size else ()
+    # Names in a tuple count as one axis, as in JAX: one cut into the product of their sizes. Cutting by one after the
+    # other would give other parts where sizes aren't multiples.
+    if isinstance(entry, tuple) and not isinstance(entry[0], AxisSplit):
+        axes = [split.axis for split in splits(entry)]
+        return cut_spans(whole, prod(mesh.shape[axis] for axis in axes), _flat_index(mesh, axes, place))
+    for split in splits(entry):
+        whole = cut_spans(whole, mesh.shape[split.axis], place[split.axis], split.split_factor)
+    return whole
+
+
+def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:
+    # Only equal pieces make a regular grid, and a wrong claim would be worse than none.
+    if not size or size % count:
+        return count == 1
+    if all(split.split_factor == 1 for split in splits(entry)):
+        return True
+    axes = [split.axis for split in splits(entry)]
+    places = product(*(range(mesh.shape[axis]) for axis in axes))
+    pieces = (_spans(size, mesh, entry, dict(zip(axes, place, strict=True))) for place in places)
+    return all(len(piece) == 1 and piece[0][1] - piece[0][0] == size // count for piece in pieces)
+
+
+# The tree's leaf: a shard, or a factory where the rank holds several boxes.
+
+
+def rank_leaf(
+    key: str, data: Any, dtype: torch.dtype, part: RankShard, *, allow_shape_mismatch: bool = False
+) -> ShardedTensor | ShardedTensorFactory:
+    """Return the leaf for a rank's part of a tensor.
+
+    One box is a shard. Several are a factory: it builds a list of one shard a box, in the order of `part.boxes`, whose
+    data are views of the rank's tensor, and merges tensors of the boxes to one that is new. A part without elements is
+    one shard.
+
+    Args:
+        key: the global tensor's name.
+        data: the rank's own tensor, of shape `part.shape`; or None.
+        dtype: the tensor's.
+        part: what the rank holds.
+        allow_shape_mismatch: see ShardedTensor.
+
+    Raises:
+        ShapeError: the data's dtype or shape isn't what the part and `dtype` say.
+
+    Examples:
+        >>> from shardtree.layouts import Mesh, PartitionSpec, AxisSplit, mesh_shards
+        >>> spec = PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))
+        >>> part = mesh_shards((8,), Mesh(dp=2, tp=1), spec)[1]
+        >>> factory = rank_leaf("w", torch.tensor([2, 3, 6, 7]), torch.int64, part)
+        >>> [(shard.global_offset, shard.data.tolist()) for shard in factory.build()]
+        [((2,), [2, 3]), ((6,), [6, 7])]
+    """
+    boxes = part.boxes
+    if len(boxes) == 1:
+        place = (boxes[0].shape, part.global_shape, boxes[0].offset, part.grid)
+        return ShardedTensor(key, data, dtype, *place, part.replica_id, allow_shape_mismatch=allow_shape_mismatch)
+    build = BuildBoxes(part, dtype, allow_shape_mismatch)
+    build.check(key, data)
+    return ShardedTensorFactory(key, data, build, MergeBoxes(part), part.replica_id)
+
+
+def rank_data(whole: Any, part: RankShard) -> Any:
+    """Return a rank's part of a global tensor: a view where it is one box, else the boxes copied to one tensor.
+
+    Args:
+        whole: the global tensor, or a lazy one, which isn't read; None stays None.
+        part: what the rank holds.
+
+    Raises:
+        ShapeError: the tensor isn't of the part's global shape.
+
+    Examples:
+        >>> from shardtree.layouts import Mesh, PartitionSpec, mesh_shards
+        >>> rank_data(torch.arange(5), mesh_shards((5,), Mesh(tp=2), PartitionSpec("tp"))[1])
+        tensor([3, 4])
+    """
+    if whole is None:
+        return None
+    if tuple(whole.shape) != part.global_shape:
+        found, fix = tuple(whole.shape), "Pass the whole tensor that the part was computed for."
+        raise ShapeError(error_text("rank_data: not the tensor", found=found, expected=part.global_shape, fix=fix))
+    boxes = [whole[slices(box.offset, box.shape)] for box in part.boxes]
+    return boxes[0] if len(boxes) == 1 else _concatenate(boxes, part)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildBoxes:
+    """The build function of a rank's part that is several boxes. A value, so that equal parts make equal factories.
+
+    Attributes:
+        part: what the rank holds.
+        dtype: the tensor's, used where there is no data.
+        allow_shape_mismatch: see ShardedTensor.
+    """
+
+    part: RankShard
+    dtype: torch.dtype
+    allow_shape_mismatch: bool = False
+
+    def __call__(
+        self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        """Return one shard a box; views of the rank's tensor, without data where there is none.
+
+        Raises:
+            ShapeError: the tensor isn't the part's, or is flat.
+        """
+        if flattened_range is not None:
+            found, fix = flattened_range, "Flatten each box: the shards that `apply_factories` gives."
+            raise ShapeError(error_text(f"{key!r}: a part of several boxes is flat", found=found, fix=fix))
+        self.check(key, data)
+        return [self._shard(key, data, replica_id, box) for box in self.part.boxes]
+
+    def check(self, key: str, data: Any) -> None:
+        """Raise ShapeError unless there is no data, or its shape is the part's."""
+        if data is not None and tuple(data.shape) != self.part.shape:
+            what, fix = f"{key!r}: not the rank's own part of the tensor", "Pass the tensor that the rank holds."
+            raise ShapeError(error_text(what, found=tuple(data.shape), expected=self.part.shape, fix=fix))
+
+    def _shard(self, key: str, data: Any, replica_id: ReplicaId, box: RankBox) -> ShardedTensor:
+        view = None if data is None else data[slices(box.local_offset, box.shape)]
+        dtype = self.dtype if data is None else data.dtype
+        place = (box.shape, self.part.global_shape, box.offset, None)
+        return ShardedTensor(key, view, dtype, *place, replica_id, allow_shape_mismatch=self.allow_shape_mismatch)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeBoxes:
+    """The merge function of a rank's part that is several boxes; undoes `BuildBoxes`.
+
+    Attributes:
+        part: what the rank holds.
+    """
+
+    part: RankShard
+
+    def __call__(self, boxes: Sequence[Any]) -> Any:
+        """Return the rank's tensor: what the boxes hold, copied to one."""
+        return _concatenate(list(boxes), self.part)
+
+
+def _concatenate(boxes: list[Any], part: RankShard) -> Any:
+    """Return boxes in row-major order, concatenated to one tensor, along the last axis first."""
+    for axis in reversed(range(len(part.spans))):
+        count = len(part.spans[axis])
+        rows = [boxes[first : first + count] for first in range(0, len(boxes), count)]
+        boxes = [row[0] if count == 1 else join_data(torch.cat, row, axis) for row in rows]
+    return boxes[0]

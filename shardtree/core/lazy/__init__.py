@@ -1,0 +1,8 @@
+"""Lazy tensors: views, casts and arithmetic on stored tensors, recorded now and computed when they are read."""
+
+from __future__ import annotations
+
+from ._filled import has_no_elements, memory_beside, only_filled
+from ._make import computed, frozen_values, lazy_map, stored, stored_each
+from ._sources import Box, Concatenated, Fetch, Source, Stored, Strided, covering, dense, flat_bytes
+from ._tensor import LazyTensor, of_source

@@ -1,0 +1,262 @@
+"""Sources of lazy tensors: dense tensors that read any box of themselves, and strided views of those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from operator import add, le, mul
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from ...errors import ShapeError, error_text, shorten
+
+# Strided views of dense row-major tensors, and the boxes that contain their elements.
+
+Shape = tuple[int, ...]
+
+
+class Strided(NamedTuple):
+    """Where a view's elements lie in the flat tensor: element ``i`` at ``offset + sum(i * stride)``."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """The rectangle of indices [offset, offset + shape)."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)  # asked for in each read, of few shapes
+def dense(shape: Shape) -> Strided:
+    """Return the view that is the whole of a dense tensor; its strides, in elements, are that tensor's.
+
+    Examples:
+        >>> dense((4, 6)), dense(())
+        (Strided(offset=0, size=(4, 6), stride=(6, 1)), Strided(offset=0, size=(), stride=()))
+    """
+    strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+    return Strided(0, tuple(shape), strides)  # not a torch.Size, which would be kept for the tuple that equals it
+
+
+def narrow(view: Strided, box: Box) -> Strided:
+    """Return the part of a view at a box of its indices.
+
+    Examples:
+        >>> narrow(dense((4, 6)), Box((1, 2), (2, 3)))
+        Strided(offset=8, size=(2, 3), stride=(6, 1))
+    """
+    return Strided(view.offset + _dot(box.offset, view.stride), box.shape, view.stride)
+
+
+def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
+    """Return the box of a dense tensor that holds a view's elements, and the view as one of that box.
+
+    Each stride is decomposed into the tensor's own strides, which makes it a step along some dimensions. A dimension
+    that steps run over the end of (one that a reshape merged into the one before it) is taken whole, so that the carry
+    into the one before it stays right. The box is the smallest one, except for such merged dimensions.
+
+    Args:
+        view: the elements, at least one of them.
+        shape: the dense tensor's.
+
+    Examples:
+        >>> covering(Strided(8, (3, 2), (1, 6)), (4, 6))  # rows 1 and 2, columns 2 to 4, transposed
+        (Box(offset=(1, 2), shape=(2, 3)), Strided(offset=0, size=(3, 2), stride=(1, 3)))
+        >>> covering(Strided(5, (2,), (1,)), (4, 6))  # the end of row 0 and the beginning of row 1
+        (Box(offset=(0, 0), shape=(2, 6)), Strided(offset=5, size=(2,), stride=(1,)))
+    """
+    at, size, stride = view
+    strides, alone = dense(shape).stride, dense(size)
+    if shape and stride == strides == alone.stride and not at % strides[0]:
+        # Some rows, the most frequent request.
+        first = at // strides[0]
+        if first + size[0] <= shape[0]:
+            return Box((first, *(0,) * (len(shape) - 1)), size), alone
+    start = _steps(at, strides)
+    if stride == strides and all(map(le, map(add, start, size), shape)):
+        return Box(start, size), alone  # most views are boxes
+    steps = [_steps(step, strides) if long > 1 else (0,) * len(shape) for long, step in zip(size, stride, strict=True)]
+    spans = [sum((long - 1) * step[dim] for long, step in zip(size, steps, strict=True)) for dim in _dims(shape)]
+    box = _box(start, spans, shape)
+    inner = dense(box.shape).stride
+    first = _dot([at - low for at, low in zip(start, box.offset, strict=True)], inner)
+    return box, Strided(first, size, tuple(_dot(step, inner) for step in steps))
+
+
+def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
+    """Return the box from a first index and its extents; what overflows a dimension is carried to the one before it."""
+    carry = 0
+    ranges: list[tuple[int, int]] = []
+    for dim in reversed(_dims(shape)):
+        last = start[dim] + spans[dim] + carry
+        carry = last // shape[dim]
+        ranges.append((0, shape[dim]) if carry else (start[dim], last + 1 - start[dim]))
+    return Box(tuple(low for low, _ in reversed(ranges)), tuple(length for _, length in reversed(ranges)))
+
+
+def _steps(flat: int, strides: Shape) -> Shape:
+    """Return a flat distance as distances along each dimension."""
+    steps = []
+    for stride in strides:
+        step, flat = divmod(flat, stride)
+        steps.append(step)
+    return tuple(steps)
+
+
+def _dims(shape: Shape) -> range:
+    return range(len(shape))
+
+
+def _dot(left: Sequence[int], right: Sequence[int]) -> int:
+    return sum(map(mul, left, right))
+
+
+# The bytes of tensors in memory.
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order: a view if its memory holds them so, else a copy.
+
+    Args:
+        tensor: a dense tensor of any shape and strides, on any device; not conjugated or negated lazily. One that isn't
+            contiguous is of a dtype that torch copies, as integers are.
+
+    Returns:
+        uint8 (bytes,), of stride 1.
+
+    Examples:
+        >>> flat_bytes(torch.tensor([1, 256, 2], dtype=torch.int16)[::2])
+        tensor([1, 0, 2, 0], dtype=torch.uint8)
+    """
+    row_major = tensor.contiguous()
+    # A tensor is contiguous with any strides along axes of one element, and all of them if it has none; `view` then
+    # refuses another item size. That holds for `reshape(-1)`, `clone()` and `contiguous()` of such a tensor too.
+    return row_major.as_strided((row_major.numel(),), (1,)).view(torch.uint8)
+
+
+# Dense tensors that read any box of themselves.
+
+ReadBox = Callable[[Shape, Shape], torch.Tensor]
+
+
+class Fetch(NamedTuple):
+    """One box of a stored tensor that a read fetches."""
+
+    name: str
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes of the box's elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A dense row-major tensor that reads any box of itself. A lazy tensor is one too."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a box's elements in a new tensor that the caller owns. The box has elements and lies inside."""
+        ...
+
+    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
+        """Yield what reading the box would ask storage for, in that order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor in storage, read by a function from (offset, shape) to a new tensor."""
+
+    reader: ReadBox
+    shape: Shape
+    dtype: torch.dtype
+    name: str
+
+    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        # Readers are written by formats and users: a wrong box would otherwise be copied into tensors silently.
+        box = self.reader(offset, shape)
+        if box.shape != shape or box.dtype is not self.dtype:
+            what = f"read: storage returned something else than the box at {offset} of {self.name!r}"
+            raise ShapeError(
+                error_text(what, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype))
+            )
+        return box
+
+    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
+        yield Fetch(self.name, self.dtype, offset, shape)
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Concatenated:
+    """A concatenation of tensors of one dtype along a dimension."""
+
+    parts: tuple[Source, ...]
+    dim: int
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        return "cat", self.dim, *self.parts
+
+    @property
+    def name(self) -> str:
+        return f"cat({', '.join(shorten((part.name for part in self.parts), shown=2))})"
+
+    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        pieces = list(self._pieces(Box(offset, shape)))
+        if len(pieces) == 1:
+            part, box, _ = pieces[0]
+            return part.read_box(*box)
+        # Read piece by piece into the result: a `cat` would hold all pieces beside it.
+        whole = torch.empty(shape, dtype=self.dtype, device="cpu")
+        for part, box, at in pieces:
+            whole.narrow(self.dim, at, box.shape[self.dim]).copy_(part.read_box(*box))
+        return whole
+
+    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
+        for part, box, _ in self._pieces(Box(offset, shape)):
+            yield from part.box_fetches(*box)
+
+    def _pieces(self, box: Box) -> Iterator[tuple[Source, Box, int]]:
+        """Yield each part that a box overlaps, the box within it, and its place along the dimension of the result."""
+        low, high = box.offset[self.dim], box.offset[self.dim] + box.shape[self.dim]
+        ends = accumulate(part.shape[self.dim] for part in self.parts)
+        for part, end in zip(self.parts, ends, strict=True):
+            begin = end - part.shape[self.dim]
+            first, last = max(low, begin), min(high, end)
+            if first < last:
+                offset = _with(box.offset, self.dim, first - begin)
+                yield part, Box(offset, _with(box.shape, self.dim, last - first)), first - low
+
+
+def _with(values: Shape, dim: int, value: int) -> Shape:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _kind(shape: Shape, dtype: torch.dtype) -> str:
+    return f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,364 @@
+"""The lazy tensor: a description of a tensor whose elements are read only by ``read()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import prod
+from numbers import Number
+from operator import add, matmul, mul, neg, sub, truediv
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ...errors import ShapeError, error_text, shorten
+from ..ambient import shielded
+from . import _operations as operations
+from ._computed import Elementwise, Product, check_one_shape
+from ._sources import (
+    Box,
+    Concatenated,
+    Fetch,
+    Shape,
+    Source,
+    Strided,
+    covering,
+    dense,
+    narrow,
+)
+
+Args = tuple[Any, ...]
+
+
+@operations.refusing_operators
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LazyTensor:
+    """A tensor by description: a view of a source, then casts. It is immutable, and equal to itself alone.
+
+    Torch's view operations, ``torch.cat``, ``torch.stack``, dtype casts, ``+ - * /`` and products of matrices, as
+    functions, methods or operators, give new lazy tensors and read nothing; every other operation raises
+    ``UnsupportedValue`` and says to call ``read()``.
+
+    Attributes:
+        source: the dense tensor that this is a view of.
+        place: where in the source the elements lie.
+        casts: the dtypes that the elements go through once read, in order.
+    """
+
+    source: Source
+    place: Strided
+    casts: tuple[torch.dtype, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The source's name."""
+        return self.source.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.place.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.casts[-1] if self.casts else self.source.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.place.size)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes of what ``read()`` returns."""
+        return prod(self.place.size) * self.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @property
+    def T(self) -> LazyTensor:  # noqa: N802 - torch's name
+        return self.permute(*reversed(range(self.ndim)))  # type: ignore[no-any-return]
+
+    @property
+    def mT(self) -> LazyTensor:  # noqa: N802 - torch's name
+        return self.transpose(-2, -1)  # type: ignore[no-any-return]
+
+    @property
+    def fetches(self) -> tuple[Fetch, ...]:
+        """The boxes of stored tensors that ``read()`` fetches."""
+        return tuple(self.box_fetches((0,) * self.ndim, self.place.size))
+
+    @property
+    def nbytes_to_read(self) -> int:
+        """The length in bytes of what ``read()`` fetches, which steps and merged dimensions can make more."""
+        return sum(fetch.nbytes for fetch in self.fetches)
+
+    @shielded
+    def read(self) -> torch.Tensor:
+        """Return the elements: a new dense row-major tensor that the caller owns.
+
+        Only the smallest boxes of the stored tensors that hold the elements are fetched.
+
+        Raises:
+            ShapeError: storage gave a box of another shape or dtype.
+        """
+        return _elements(self.source, self.place, self.casts)
+
+    @shielded
+    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return one box of the elements, as ``read()`` would.
+
+        Args:
+            offset: the box's first index, (dims,).
+            shape: the box's, (dims,). The box lies inside.
+        """
+        return _elements(self.source, narrow(self.place, Box(offset, shape)), self.casts)
+
+    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
+        """Yield the boxes of stored tensors that reading a box fetches."""
+        if prod(shape):
+            box, _ = covering(narrow(self.place, Box(offset, shape)), self.source.shape)
+            yield from self.source.box_fetches(*box)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _apply(func, tuple(args), dict(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        # Python's and NumPy's protocols probe for private names, and mustn't find torch's methods there.
+        method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
+        if not callable(method):
+            raise AttributeError(f"LazyTensor {self.name!r} has no attribute {name!r}; call read() for a tensor")
+        return lambda *args, **kwargs: _apply(method, (self, *args), kwargs)
+
+    def __getitem__(self, index: Any) -> LazyTensor:
+        offset, size, stride = self.place
+        if type(index) is slice and index.step is None and size:
+            # A few rows, the most frequent request: torch's algebra of views would take longer than the read.
+            first, last, _ = index.indices(size[0])
+            return _at(self, Strided(offset + first * stride[0], (max(last - first, 0), *size[1:]), stride))
+        return _view(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        if not self.ndim:  # torch.as_tensor and torch.tensor take it for a sequence, and would read element by element
+            raise operations.refusal(self.name, "__len__ of a 0-dim tensor")
+        return self.shape[0]
+
+    __array_ufunc__ = None  # a NumPy scalar on the left leaves arithmetic to this class
+
+    def __add__(self, other: Any) -> LazyTensor:
+        return _apply(add, (self, other), {})  # type: ignore[no-any-return]
+
+    def __radd__(self, other: Any) -> LazyTensor:
+        return _apply(add, (other, self), {})  # type: ignore[no-any-return]
+
+    def __sub__(self, other: Any) -> LazyTensor:
+        return _apply(sub, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rsub__(self, other: Any) -> LazyTensor:
+        return _apply(sub, (other, self), {})  # type: ignore[no-any-return]
+
+    def __mul__(self, other: Any) -> LazyTensor:
+        return _apply(mul, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rmul__(self, other: Any) -> LazyTensor:
+        return _apply(mul, (other, self), {})  # type: ignore[no-any-return]
+
+    def __truediv__(self, other: Any) -> LazyTensor:
+        return _apply(truediv, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rtruediv__(self, other: Any) -> LazyTensor:
+        return _apply(truediv, (other, self), {})  # type: ignore[no-any-return]
+
+    def __neg__(self) -> LazyTensor:
+        return _apply(neg, (self,), {})  # type: ignore[no-any-return]
+
+    def __matmul__(self, other: Any) -> LazyTensor:
+        return _apply(matmul, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rmatmul__(self, other: Any) -> LazyTensor:
+        return _apply(matmul, (other, self), {})  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[LazyTensor]:
+        len(self)  # refuses a 0-dim tensor
+        return iter(self.unbind(0))
+
+    def __eq__(self, other: object) -> bool:
+        # torch compares elementwise, which would need elements; False would be a wrong answer.
+        if isinstance(other, torch.Tensor | np.ndarray | Number):
+            raise operations.refusal(self.name, "__eq__")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, {self.place.size}, {self.dtype})"
+
+
+_PUT_SOURCE, _PUT_PLACE, _PUT_CASTS = (getattr(LazyTensor, name).__set__ for name in ("source", "place", "casts"))
+
+
+def _at(lazy: LazyTensor, place: Strided) -> LazyTensor:
+    """Return another view of a lazy tensor's source."""
+    # Without the constructor of a frozen class, which takes twice as long.
+    view = object.__new__(LazyTensor)
+    _PUT_SOURCE(view, lazy.source)
+    _PUT_PLACE(view, place)
+    _PUT_CASTS(view, lazy.casts)
+    return view
+
+
+def of_source(source: Source) -> LazyTensor:
+    """Return the lazy tensor of all of a source."""
+    return LazyTensor(source, dense(source.shape))
+
+
+def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
+    """Return an operation's result on a lazy tensor; all functions and methods go through here."""
+    name = func.__name__
+    if name in operations.JOINS:
+        return _concatenate(func, *args, **kwargs)
+    if name in operations.ARITHMETIC:
+        return _elementwise(func, args, kwargs)
+    if name in operations.PRODUCTS:
+        return _matmul(func, args, kwargs)
+    operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
+    lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
+    # Views, casts and inquiries take one tensor; what takes more, and isn't listed above, needs elements.
+    if lazy is None or len(operands) > 1:
+        raise operations.refusal("?" if lazy is None else lazy.name, name)
+    if name in operations.VIEWS:
+        return _view(lazy, func, args, kwargs)
+    if name in operations.INQUIRIES:
+        return _call_with_meta(lazy, _meta(lazy), func, args, kwargs)
+    options = {word: value for word, value in kwargs.items() if value is not lazy}
+    dtype = operations.requested_dtype(lazy.name, name, tuple(value for value in args if value is not lazy), options)
+    return lazy if dtype in (None, lazy.dtype) else replace(lazy, casts=(*lazy.casts, dtype))
+
+
+def _meta(lazy: LazyTensor) -> torch.Tensor:
+    """Return the view as a meta tensor: torch's own algebra of views, shapes and dtypes then applies to it."""
+    return torch.empty(lazy.source.shape, dtype=lazy.dtype, device="meta").as_strided(
+        *lazy.place[1:], lazy.place.offset
+    )
+
+
+def _call_with_meta(
+    lazy: LazyTensor, meta: torch.Tensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]
+) -> Any:
+    """Return the operation's result with the meta tensor instead of the lazy one."""
+    words = {word: meta if value is lazy else value for word, value in kwargs.items()}
+    return func(*(meta if value is lazy else value for value in args), **words)
+
+
+def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
+    if func.__name__ == "__getitem__":
+        operations.check_index(lazy.name, args[1])
+    meta = _meta(lazy)
+    result = _call_with_meta(lazy, meta, func, args, kwargs)
+    pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    if not all(operations.is_view(piece, meta) for piece in pieces):
+        raise operations.refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
+    views = tuple(LazyTensor(lazy.source, operations.place_of(piece), lazy.casts) for piece in pieces)
+    return views[0] if isinstance(result, torch.Tensor) else views
+
+
+def _concatenate(
+    func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: Any = None
+) -> LazyTensor:
+    """Return a cat, or a stack as a cat of unsqueezed tensors; torch computes the shape and dtype from meta tensors."""
+    name = next((part.name for part in tensors if isinstance(part, LazyTensor)), "?")
+    if out is not None or not all(isinstance(part, LazyTensor) for part in tensors):
+        raise operations.refusal(name, f"{func.__name__} with a tensor that isn't lazy")
+    along = dim if axis is None else axis
+    result = func([_meta(part) for part in tensors], dim=along)
+    along %= max(result.ndim, 1)
+    parts = [part.unsqueeze(along) if func.__name__ == "stack" else part for part in tensors]
+    # Empty parts add nothing, and torch takes one of shape (0,) with parts of any shape.
+    pieces = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
+    return of_source(Concatenated(pieces, along, tuple(result.shape), result.dtype))
+
+
+def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+    """Return a sum, difference, product or quotient of elements, or their negative."""
+    values = [*args, *(kwargs.pop(word) for word in ("input", "other") if word in kwargs)]
+    lazies = [value for value in values if isinstance(value, LazyTensor)]
+    operands = tuple(_operand(lazies[0].name, func, value) for value in values)
+    name = f"{func.__name__}({', '.join(shorten((one.name for one in lazies), shown=2))})"
+    if kwargs.get("out") is not None:
+        raise operations.refusal(lazies[0].name, f"{func.__name__} with out=")
+    check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
+    # On meta tensors, for torch's own promotion of tensors, 0-dim tensors and Python numbers.
+    result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
+    return of_source(Elementwise(func, operands, kwargs, tuple(result.shape), result.dtype, name))
+
+
+def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
+    if isinstance(value, LazyTensor | Number):
+        return value
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
+        return value.detach().clone()  # the caller may write to its own
+    kind = "a tensor that isn't lazy" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise operations.refusal(name, f"{func.__name__} with {kind}")
+
+
+def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+    operands = [*args, *(kwargs.pop(word) for word in ("input", "other", "mat2") if word in kwargs)]
+    lazy = next(value for value in (*operands, *kwargs.values()) if isinstance(value, LazyTensor))
+    if options := [word for word, value in kwargs.items() if value is not None]:
+        raise operations.refusal(lazy.name, f"{func.__name__} with {options[0]}=")
+    if len(operands) != 2 or not all(isinstance(value, LazyTensor) and value.ndim == 2 for value in operands):
+        raise operations.refusal(lazy.name, f"{func.__name__} of anything but two lazy matrices")
+    left, right = operands
+    if left.shape[1] != right.shape[0] or left.dtype != right.dtype:
+        kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
+        expected = "as many columns as the other has rows, and one dtype"
+        raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: {func.__name__}", found=kinds, expected=expected))
+    return of_source(Product(left, right, (left.shape[0], right.shape[1]), left.dtype))
+
+
+def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """Return the elements of a view of a source, read and cast: a new dense tensor."""
+    if 0 in view.size:
+        return torch.empty(view.size, dtype=casts[-1] if casts else source.dtype, device="cpu")
+    box, inner = covering(view, source.shape)
+    elements = source.read_box(*box)
+    if inner != dense(box.shape) or not elements.is_contiguous():
+        elements = _copy_view(elements, inner)
+    return reduce(torch.Tensor.to, casts, elements)
+
+
+def _copy_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
+    """Return a view's elements, dense, out of the box that holds them."""
+    flat = box.contiguous()
+    elements = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
+    if elements.is_contiguous() and elements.numel() == flat.numel():
+        return flat.as_strided(view.size, dense(view.size).stride, flat.storage_offset())
+    # Copied, so that the rest of the box is freed.
+    return elements.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,25 @@
+"""The leaves of a sharded state dict: what a rank holds of a global tensor or object, as immutable values.
+
+Names and meaning are Megatron-Core's; every change is a new value. A shard is the box
+[global_offset, global_offset + shape) of the global tensor named by its key, or one flat range of such a box.
+"""
+
+from ._elements import INTEGERS, given_tensor, has_elements, is_wrapper, lacks_memory
+from ._functions import same_value
+from ._leaves import (
+    CommonStateDict,
+    FactoryBuildFn,
+    FactoryMergeFn,
+    LocalNonpersistentObject,
+    RankOffset,
+    ReplicaId,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensorFactory,
+    StateDict,
+    is_main_replica,
+    refuse_subclass,
+)
+from ._many import box_of, whole_tensors, with_data, with_keys
+from ._tensor import SHAPE_FIX, ShardedTensor, check_has_shape, without_shape

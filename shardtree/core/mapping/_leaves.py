@@ -1,0 +1,350 @@
+"""Leaves: what all of them share, and those that aren't shards of a tensor: objects, local objects and factories."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+from ...errors import MetadataError, UnsupportedValue, error_text
+from ..deferred import notebook_html
+from ..geometry import flat_range, integer64, integers, refuse
+from ._functions import same_value
+
+# Type aliases, as in Megatron-Core.
+
+StateDict: TypeAlias = dict[str, Any]
+"""A tree of dicts, lists and tuples with any leaves."""
+CommonStateDict: TypeAlias = dict[str, Any]
+"""What is the same on every rank."""
+ShardedStateDict: TypeAlias = dict[str, Any]
+"""A tree with shards, objects, factories and plain values as leaves."""
+ReplicaId: TypeAlias = int | tuple[int, ...]
+"""Which copy of a shard: an int, or a tuple of ints; the one with only zeros is the main one."""
+FactoryBuildFn: TypeAlias = Callable[[str, Any, ReplicaId, slice | None], Any]
+"""From key, data, replica_id and flattened_range to a tree of shards."""
+FactoryMergeFn: TypeAlias = Callable[[Any], Any]
+"""From the loaded tree, as it was built, to one tensor."""
+RankOffset: TypeAlias = tuple[int, int, int]
+
+
+# Replica ids: which of several equal copies of a shard is the main one.
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Return whether a replica is the main one: 0, or nothing but zeros.
+
+    Raises:
+        MetadataError: `replica_id` is neither an int nor a sequence of ints.
+
+    Examples:
+        >>> is_main_replica(0), is_main_replica((0, 0)), is_main_replica((0, 1))
+        (True, True, False)
+    """
+    if type(replica_id) is int:
+        return replica_id == 0
+    ids = replica("is_main_replica", "replica_id", replica_id)
+    return ids == 0 if isinstance(ids, int) else not any(ids)
+
+
+def replica(subject: str, field: str, value: Any) -> ReplicaId:
+    """Return a replica id as an int or a tuple of ints; what is neither raises MetadataError."""
+    # Bools are accepted as numbers: replica ids are often the result of comparing ranks.
+    many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number is iterable too
+    ids = [int(item) if isinstance(item, bool) else item for item in (value if many else (value,))]
+    return integers(subject, field, ids) if many else integer64(subject, field, ids[0])
+
+
+# The base class, and the end of the classes that derive from it.
+
+
+def refuse_subclass(derived: type) -> NoReturn:
+    """Raise for a class that derives from a leaf's class, as Python does for one that derives from bool.
+
+    A leaf is told by its class, and stored by the fields of that class. What a derived class adds would be lost, and a
+    kind of leaf that no function knows would be left out, both without a word.
+
+    Args:
+        derived: the class that is being defined.
+
+    Raises:
+        UnsupportedValue: always.
+    """
+    found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
+    expected = "one of shardtree's own leaves"
+    fix = "Put what it adds beside the leaf, in the same dict for example, or write functions that take leaves."
+    # A class that is made in code without a module, by `eval` for example, has no name of one.
+    what = f"{getattr(derived, '__module__', 'no module')}: a class that derives from a leaf's"
+    raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+
+
+class ShardedBase(ABC):
+    """Base class of sharded leaves: a key, data, a replica id, comparison and repr.
+
+    Equal means the same kind, equal metadata and the same data object; elements are never compared or printed.
+    Functions in the metadata are equal if they run the same code with equal values around it. There are three:
+    ShardedTensor, ShardedObject and ShardedTensorFactory. Classes outside of shardtree can't derive from them, or from
+    this one.
+    """
+
+    __slots__ = ()
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    def __init_subclass__(cls) -> None:
+        # By the module, since a dataclass with slots is defined twice.
+        if cls.__module__.rpartition(".")[0] != __package__:
+            refuse_subclass(cls)
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise MetadataError or ShapeError where a field contradicts another."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """Return the same leaf with None as its data."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        # Comparing elements would read lazy tensors, and wait for accelerators.
+        if self.data is not other.data:
+            return False
+        own, others = metadata_of(self), metadata_of(other)
+        # Plain comparison comes first: it is several times as fast, and only functions need the other.
+        return own == others or all(own[name] == others[name] or same_value(own[name], others[name]) for name in own)
+
+    def __hash__(self) -> int:
+        # Other fields are left out: slices and some callables aren't hashable.
+        return hash((type(self), self.key, self.replica_id, getattr(self, "global_offset", None), id(self.data)))
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+    def __repr__(self) -> str:
+        fields = [f"{name}={value!r}" for name, (value, default) in metadata_of(self).items() if value != default]
+        fields.insert(1, f"data={describe(self.data)}")
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+
+def leaf_name(leaf: ShardedBase) -> str:
+    """Return a leaf's name in errors."""
+    return f"{type(leaf).__name__} {leaf.key!r}"
+
+
+def metadata_of(leaf: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the value and the default of each field but the data."""
+    return {field.name: (getattr(leaf, field.name), field.default) for field in fields(leaf) if field.name != "data"}
+
+
+def describe(value: object) -> str:
+    """Return a value's type, and a tensor's dtype, shape and device, without its elements."""
+    if value is None:
+        return "None"
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or shape is None:
+        return f"<{type(value).__name__}>"
+    kind = f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+    return f"<{kind} {value.device}>" if isinstance(value, torch.Tensor) else f"<{type(value).__name__} {kind}>"
+
+
+def normalise(leaf: ShardedBase, function: Callable[[str, str, Any], object], *names: str) -> None:
+    """Replace each named field by a function's value, while a frozen leaf is being constructed."""
+    for name in names:
+        object.__setattr__(leaf, name, function(leaf_name(leaf), name, getattr(leaf, name)))
+
+
+def check_key(leaf: ShardedBase) -> None:
+    """Raise MetadataError unless the key is text that can be stored."""
+    key: Any = leaf.key
+    if not isinstance(key, str) or not key:
+        found, fix = repr(key) if isinstance(key, str) else type(key).__name__, "Name the global tensor or object."
+        refuse(type(leaf).__name__, "key", found, "a string that isn't empty", fix, error=MetadataError)
+    try:
+        # Formats store keys as UTF-8, which has no lone surrogates.
+        key.encode()
+    except UnicodeEncodeError:
+        fix = "Leave lone surrogates out."
+        refuse(leaf_name(leaf), "key", ascii(key), "text that UTF-8 can encode", fix, error=MetadataError)
+
+
+# ShardedObject: one cell of a global array of Python objects.
+
+# Greedy, so that a key may itself contain "/shard_": the last one counts.
+_OBJECT_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[0-9.]*)_(?P<shape>[-0-9.]*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ShardedObject(ShardedBase):
+    """One cell of a global array of Python objects; its layout can't change.
+
+    Args:
+        key: the global object's name.
+        data: the local object.
+        global_shape: the array's shape in objects; -1 as its last size if that is unknown.
+        global_offset: the cell's index in the array.
+        replica_id: see ShardedTensor.
+
+    Raises:
+        MetadataError: the index doesn't lie in the shape.
+
+    Examples:
+        >>> ShardedObject("rng", {"seed": 1}, (2, 4), (1, 3)).unique_key
+        'rng/shard_1.3_2.4'
+    """
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        check_key(self)
+        normalise(self, integers, "global_shape", "global_offset")
+        normalise(self, replica, "replica_id")
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise MetadataError where the cell doesn't lie in the array."""
+        shape, offset = self.global_shape, self.global_offset
+        if len(shape) != len(offset):
+            expected, fix = f"{len(shape)} indices, for global_shape {shape}", "Pass one for each axis."
+            refuse(leaf_name(self), "global_offset", offset, expected, fix, error=MetadataError)
+        last = len(shape) - 1
+        inside = (
+            0 <= index < size or (size == -1 and axis == last and index >= 0)
+            for axis, (index, size) in enumerate(zip(offset, shape, strict=True))
+        )
+        if not all(inside):
+            expected, fix = f"an index into global_shape {shape}", "Count cells from 0."
+            refuse(leaf_name(self), "global_offset", offset, expected, fix, error=MetadataError)
+
+    def without_data(self) -> ShardedObject:
+        """Return the same object with None as its data."""
+        return replace(self, data=None)
+
+    @property
+    def unique_key(self) -> str:
+        """The key with the cell's index and the array's shape: `<key>/shard_<offset>_<shape>`."""
+        return f"{self.key}/shard_{'.'.join(map(str, self.global_offset))}_{'.'.join(map(str, self.global_shape))}"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """Return the object, without data, that a unique key names.
+
+        Old checkpoints left out the shape's last size; it becomes -1.
+
+        Raises:
+            MetadataError: the key hasn't the form `<key>/shard_<offset>_<shape>`.
+
+        Examples:
+            >>> ShardedObject.empty_from_unique_key("a/b_c/shard_1.3_2.4")
+            ShardedObject(key='a/b_c', data=None, global_shape=(2, 4), global_offset=(1, 3))
+            >>> ShardedObject.empty_from_unique_key("rng/shard_1.3_2").global_shape
+            (2, -1)
+        """
+        parts = _OBJECT_KEY.fullmatch(unique_key)
+        try:
+            key, *numbers = parts.groups() if parts else ()
+            offset, shape = (tuple(map(int, text.split("."))) if text else () for text in numbers)
+        except ValueError:
+            expected, fix = "'<key>/shard_<offset>_<shape>', as in 'rng/shard_1.3_2.4'", "Pass what `unique_key` gave."
+            refuse(cls.__name__, "unique key", repr(unique_key), expected, fix, error=MetadataError)
+        # Old checkpoints left out the last size: there is one number less than indices.
+        return cls(key, None, (*shape, -1) if len(shape) + 1 == len(offset) else shape, offset, replica_id)
+
+
+# LocalNonpersistentObject: a value that stays on its rank.
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LocalNonpersistentObject:
+    """A local value that a checkpoint doesn't store: a save leaves it out, and a load returns it in its place.
+
+    Examples:
+        >>> LocalNonpersistentObject({"step": 3}).unwrap()
+        {'step': 3}
+    """
+
+    obj: Any
+
+    def __init_subclass__(cls) -> None:
+        refuse_subclass(cls)
+
+    def __eq__(self, other: object) -> bool:
+        return self.obj is other.obj if isinstance(other, LocalNonpersistentObject) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((LocalNonpersistentObject, id(self.obj)))
+
+    def __repr__(self) -> str:
+        return f"LocalNonpersistentObject({describe(self.obj)})"
+
+    def unwrap(self) -> Any:
+        """Return the value."""
+        return self.obj
+
+
+# ShardedTensorFactory: a tensor that is stored in another form.
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that is stored in another form: `build_fn` returns the tree of shards, `merge_fn` the tensor again.
+
+    Args:
+        key: the tensor's name.
+        data: the tensor as the model holds it.
+        build_fn: (key, data, replica_id, flattened_range) -> tree of shards.
+        merge_fn: the same tree with loaded tensors -> the tensor.
+        replica_id: see ShardedTensor.
+        flattened_range: where `data` is flat, the slice of the flattened tensor that it is.
+
+    Raises:
+        MetadataError: a field isn't of its kind.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> def build(key, data, replica_id, flattened_range):
+        ...     return {"t": ShardedTensor.from_rank_offsets(key, data.T, replica_id=replica_id)}
+        >>> factory = ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda tree: tree["t"].T)
+        >>> factory.build()["t"].global_shape
+        (3, 2)
+    """
+
+    key: str
+    data: Any
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        check_key(self)
+        normalise(self, replica, "replica_id")
+        normalise(self, lambda subject, _, value: flat_range(subject, value), "flattened_range")
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise MetadataError where a function can't be called."""
+        for field in ("build_fn", "merge_fn"):
+            function = getattr(self, field)
+            if not callable(function):
+                fix = "Pass build_fn, then merge_fn."
+                refuse(leaf_name(self), field, type(function).__name__, "a function", fix, error=MetadataError)
+
+    def build(self) -> Any:
+        """Return the tree of shards that is stored for the tensor."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def without_data(self) -> ShardedTensorFactory:
+        """Return the same factory with None as its data."""
+        return replace(self, data=None)

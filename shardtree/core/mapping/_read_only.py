@@ -1,0 +1,83 @@
+"""Donated tensors in memory that the system lets nobody write, such as a file's that is mapped for reading.
+
+The system is asked, and nothing changes by that: no element, no file, nothing that a process keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import torch
+
+from ...errors import ShapeError, error_text
+
+# Linux's futex. Its WAKE_OP changes a word in one step, and says EFAULT where a copy would end the process. "Or 0"
+# leaves the word as it is, whoever else writes to it meanwhile; nobody waits at it, so that nobody is woken.
+_SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}
+_WAKE_OP_PRIVATE = 5 | 128
+_OR_ZERO = 2 << 28
+_WORD_BYTES = 4
+
+
+def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise if memory of donated tensors can't be written; on systems other than Linux nothing is known of that.
+
+    That is memory which is mapped without the right to write. An array whose own flag says so has other memory, and
+    torch doesn't pass on the flag.
+
+    Args:
+        doing: Caller's name, for the message.
+        donated: Keys and dense tensors.
+
+    Raises:
+        ShapeError: some can't; nothing was written.
+
+    Examples:
+        >>> import mmap, warnings
+        >>> refuse_read_only("load", [("w", torch.zeros(2))])
+        >>> with warnings.catch_warnings(action="ignore"):  # torch's, that it doesn't pass on the right to write
+        ...     mapped = torch.frombuffer(mmap.mmap(-1, 8, prot=mmap.PROT_READ), dtype=torch.float32)
+        >>> refuse_read_only("load", [("w", mapped)])
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.ShapeError: load: donated tensors are in memory that can't be written
+          'w'
+          Donate tensors with memory of their own, as .clone() gives, or load without donate.
+    """
+    wrong = sorted({repr(key) for key, tensor in donated if _may_be_mapped(tensor) and _is_read_only(tensor)})
+    if wrong:
+        fix = f"Donate tensors with memory of their own, as .clone() gives, or {doing} without donate."
+        raise ShapeError(
+            error_text(f"{doing}: donated tensors are in memory that can't be written", offenders=wrong, fix=fix)
+        )
+
+
+def _may_be_mapped(tensor: torch.Tensor) -> bool:
+    """Return whether others than torch made a tensor's memory: only that may be read-only."""
+    is_plain = tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0
+    return is_plain and not tensor.untyped_storage().resizable()
+
+
+def _is_read_only(tensor: torch.Tensor) -> bool:
+    futex = _futex()
+    if futex is None:
+        return False
+    word = tensor.data_ptr() // _WORD_BYTES * _WORD_BYTES  # in the same page, whatever the items' size
+    return futex(word) < 0 and ctypes.get_errno() == errno.EFAULT
+
+
+@cache
+def _futex() -> Callable[[int], int] | None:
+    """Return the call that leaves a word of memory as it is, None on systems without it."""
+    number = _SYSCALL_NUMBERS.get(platform.machine())
+    if number is None or not sys.platform.startswith("linux"):
+        return None
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, *[ctypes.c_long] * 2, ctypes.c_void_p, ctypes.c_int]
+    call.restype = ctypes.c_long
+    return lambda word: call(number, word, _WAKE_OP_PRIVATE, 0, 0, word, _OR_ZERO)

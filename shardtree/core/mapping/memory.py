@@ -1,0 +1,334 @@
+"""The memory of leaves' tensors: whether it still fits the leaf, and may be written without aliasing another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+import numpy as np
+import torch
+
+from ...errors import ShapeError, error_text
+from ..lazy import flat_bytes
+from ._elements import INTEGERS, is_wrapper, lacks_memory
+from ._read_only import refuse_read_only as refuse_read_only
+from ._tensor import ShardedTensor
+
+# One tensor: whether it still fits its leaf, and may be written.
+
+
+def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
+    """Raise unless a tensor has the shape and dtype of its shard, and memory.
+
+    Args:
+        doing: what is being done, for the message.
+        shard: whose.
+        tensor: its data.
+
+    Raises:
+        ShapeError: it was changed since the shard was built.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> check_unchanged("load", shard, shard.data)
+    """
+    shape = tuple(tensor.shape)
+    freed = lacks_memory(tensor)
+    if (shape, tensor.dtype) == (shard.data_shape, shard.dtype) and not freed:
+        return
+    what = f"{doing}: the tensor of {shard.key!r} was changed after its shard was built"
+    found, expected = f"{shape} {tensor.dtype}{', freed' * freed}", f"{shard.data_shape} {shard.dtype}"
+    fix = "Build the shard from the tensor as it is now."
+    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
+
+
+def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
+    """Raise unless no two elements of a donated tensor share memory.
+
+    Args:
+        doing: what is being done, for the message.
+        shard: whose.
+        tensor: its data.
+
+    Raises:
+        ShapeError: the tensor isn't dense, its memory isn't its value, or elements of it share memory.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(4))
+        >>> check_writable("load", shard, shard.data)
+        Traceback (most recent call last):
+        shardtree.errors.ShapeError: load: elements of the donated tensor of 'w' share memory
+          Donate tensors with memory of their own; expand() and unfold() make views that have none.
+    """
+    # A load writes through views, which sparse layouts don't have.
+    if tensor.layout is not torch.strided:
+        fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
+        raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
+    if is_wrapper(tensor):
+        fix = "Donate its inner tensors, or don't donate this one."
+        what = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass, whose memory isn't its value"
+        raise ShapeError(error_text(what, found=type(tensor).__name__, fix=fix))
+    if _may_overlap(tensor):
+        fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
+        raise ShapeError(error_text(f"{doing}: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may share memory: the stride of some axis is within the reach of finer axes."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1) if size > 1 else 0
+    return False
+
+
+def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy a dense tensor's elements into one of the same shape and dtype, bit for bit, without autograd.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> overwrite(weight, torch.ones(2))
+        >>> weight.tolist()
+        [1.0, 1.0]
+    """
+    old, new = old.detach(), new.detach()
+    if not (old.is_conj() or old.is_neg()):  # as integers, since torch can't copy every dtype
+        word = INTEGERS.get(old.itemsize, old.dtype)
+        old, new = old.view(word), new.resolve_conj().resolve_neg().view(word)
+    old.copy_(new)
+
+
+# Aliasing between donated tensors: filling one would overwrite what another has received.
+
+_MOST_CELLS = 10_000_000
+
+_Bytes = tuple[int, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Span:
+    """The addresses of a tensor's elements.
+
+    Attributes:
+        shard: whose tensor it is.
+        tensor: the dense tensor, with elements that don't share memory.
+        begin: address of its first byte.
+        end: address after its last byte.
+        written: whether it is donated.
+    """
+
+    shard: ShardedTensor
+    tensor: torch.Tensor
+    begin: int
+    end: int
+    written: bool
+
+
+def check_no_aliases(
+    doing: str,
+    donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
+    read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
+) -> None:
+    """Check that no donated tensor shares an element with another, except with all of one for an equal box.
+
+    What such tensors receive is compared later, by `fill_once`. Elements are compared only where ranges of addresses,
+    from a tensor's first byte to its last, intersect: tensors of other libraries may have one memory in several
+    storages.
+
+    Args:
+        doing: what is being done, for the message.
+        donated: shards with their dense tensors; no tensor's own elements share memory.
+        read: shards with their dense tensors that are read meanwhile; these may share memory with each other.
+
+    Raises:
+        ShapeError: two share memory, or are interleaved so finely that a check would take too long.
+
+    Examples:
+        >>> matrix = torch.zeros(4, 6)
+        >>> halves = {"left": matrix[:, :3], "right": matrix[:, 3:]}
+        >>> pairs = [(ShardedTensor.from_rank_offsets(key, half), half) for key, half in halves.items()]
+        >>> check_no_aliases("load", pairs)
+    """
+    clashes = [clash for group in _intersecting(donated, read) for clash in _clashes(group)]
+    if clashes:
+        fix = f"Donate tensors with memory of their own, or {doing} without donate."
+        raise ShapeError(error_text(f"{doing}: donated tensors share memory", offenders=clashes, fix=fix))
+
+
+def _intersecting(
+    donated: Sequence[tuple[ShardedTensor, torch.Tensor]], read: Sequence[tuple[ShardedTensor, torch.Tensor]]
+) -> Iterator[list[_Span]]:
+    """Yield the groups of two or more tensors with connected ranges of addresses, donated ones first."""
+    every = [*donated, *read]
+    device = np.array([tensor.get_device() for _, tensor in every], dtype=np.int64)
+    begin = np.array([tensor.data_ptr() for _, tensor in every], dtype=np.int64)
+    end = begin + np.array([_reach(tensor) for _, tensor in every], dtype=np.int64)
+    for number in np.unique(device).tolist():
+        rows = np.flatnonzero((device == number) & (begin > 0) & (begin < end))
+        rows = rows[np.argsort(begin[rows], kind="stable")]
+        # A tensor that begins after the ends of all before it begins another group.
+        cuts = np.flatnonzero(begin[rows][1:] >= np.maximum.accumulate(end[rows])[:-1]) + 1
+        sizes = np.diff(cuts, prepend=0, append=rows.size)
+        for first, size in zip(*(column[sizes > 1].tolist() for column in (np.append(0, cuts), sizes)), strict=True):
+            group: list[int] = sorted(rows[first : first + size].tolist())
+            yield [_Span(*every[row], int(begin[row]), int(end[row]), row < len(donated)) for row in group]
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return how many bytes there are from a tensor's first to its last; 0 where it has none."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    return (1 + sum(stride * (size - 1) for stride, size in _axes(tensor))) * tensor.itemsize
+
+
+def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return stride and size of each axis that is longer than one, finest first."""
+    return sorted(axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] > 1)
+
+
+def _clashes(group: Sequence[_Span]) -> Iterator[str]:
+    """Yield which tensors of a group share memory: each is marked on a map of the group's bytes, one after the other.
+
+    The map's cells are as large as possible, so that each run of bytes is made of whole cells. Tensors that are only
+    read are compared, but not marked.
+    """
+    distinct: dict[tuple[object, ...], _Span] = {}
+    targets = {(span.shard.key, _identity(span.shard, span.tensor)) for span in group if span.written}
+    for span in group:
+        identity = _identity(span.shard, span.tensor)
+        if span.written:
+            distinct.setdefault(identity, span)
+        elif (span.shard.key, identity) not in targets:
+            distinct.setdefault((span.shard.key, identity), span)
+    spans = list(distinct.values())
+    if len(spans) == 1 or not spans[0].written:
+        return
+    begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+    layouts = [_bytes(span) for span in spans]
+    # Columns of one matrix interleave: comparing ranges of addresses would refuse them, and a map of single bytes would
+    # take as much memory as the tensors.
+    cell = gcd(*(span.begin - begin for span in spans), *(number for layout in layouts for number in _lengths(layout)))
+    if (end - begin) // cell > _MOST_CELLS:
+        yield f"{_name(spans[0])} and {_name(spans[1])}, or are too finely interleaved to check"
+        return
+    owners = torch.zeros((end - begin) // cell, dtype=torch.int32, device="cpu")
+    for number, (span, (run, axes)) in enumerate(zip(spans, layouts, strict=True)):
+        shape, strides = [size for _, size in axes], [stride // cell for stride, _ in axes]
+        own = owners.as_strided([*shape, run // cell], [*strides, 1], (span.begin - begin) // cell)
+        if other := int(own.max()):
+            yield f"{_name(spans[other - 1])} and {_name(span)}{'' if span.written else ', which is read'}"
+        if span.written:
+            own.fill_(number + 1)
+
+
+def _bytes(span: _Span) -> _Bytes:
+    """Return a tensor's runs of contiguous bytes: how long each is, and the axes along which they repeat."""
+    tensor = span.tensor
+    axes = [(stride * tensor.itemsize, size) for stride, size in _axes(tensor) if stride]
+    run = tensor.itemsize
+    while axes and axes[0][0] == run:
+        run = prod(axes.pop(0))
+    return run, axes
+
+
+def _lengths(layout: _Bytes) -> Iterable[int]:
+    run, axes = layout
+    return run, *(stride for stride, _ in axes)
+
+
+def _identity(shard: ShardedTensor, tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what is equal for tensors that are the same elements, for equal boxes of tensors of any key."""
+    flat = shard.flattened_range
+    box = (shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
+    # A step along an axis of one element leads nowhere: views of the same elements may differ in it.
+    steps = tuple(step if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    view = (tensor.data_ptr(), tensor.shape, steps, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return tensor.device, *box, *view
+
+
+def _name(span: _Span) -> str:
+    return f"{span.shard.key!r} at {span.shard.global_offset}"
+
+
+# Tied weights: one memory under several keys, which is filled once, if what is stored under them is the same.
+
+_Donated = Sequence[tuple[ShardedTensor, torch.Tensor | None]]
+
+
+def tied(donated: _Donated) -> list[list[int]]:
+    """Return groups of positions: shards of equal boxes of several keys, whose tensors are the same elements.
+
+    Args:
+        donated: shards with their `given_tensor`.
+
+    Examples:
+        >>> weight, own = torch.zeros(2), torch.zeros(2)
+        >>> held = {"embedding": weight, "norm": own, "output": weight}
+        >>> tied([(ShardedTensor.from_rank_offsets(key, data), data) for key, data in held.items()])
+        [[0, 2]]
+    """
+    places = [
+        (number, shard, tensor)
+        for number, (shard, tensor) in enumerate(donated)
+        if tensor is not None and tensor.layout is torch.strided and tensor.numel()
+    ]
+    groups: dict[tuple[object, ...], list[int]] = {}
+    if len({tensor.data_ptr() for _, _, tensor in places}) < len(places):
+        for number, shard, tensor in places:
+            groups.setdefault(_identity(shard, tensor), []).append(number)
+    return [group for group in groups.values() if len({donated[number][0].key for number in group}) > 1]
+
+
+def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copy to each tied tensor what came for its keys, and return it by position.
+
+    Args:
+        doing: what is being done, for the message.
+        donated: shards with their `given_tensor`.
+        results: what came for each; for tied ones contiguous, in memory of its own.
+
+    Raises:
+        ShapeError: what came for two keys of one memory differs; then no tied tensor was written.
+    """
+    groups = tied(donated)
+    differ = [
+        f"{donated[number][0].key!r} and {donated[group[0]][0].key!r}"
+        for group in groups
+        for number in group[1:]
+        if not torch.equal(*(flat_bytes(results[one]) for one in (number, group[0])))
+    ]
+    if differ:
+        what = f"{doing}: donated tensors share memory, and what came for them differs"
+        fix = (
+            f"Donate tensors with memory of their own (tied weights that aren't tied any more), or {doing} one of them."
+        )
+        raise ShapeError(error_text(what, offenders=differ, fix=fix))
+    for group in groups:
+        overwrite(donated[group[0]][1], results[group[0]])  # type: ignore[arg-type]
+    return {number: donated[number][1] for group in groups for number in group}  # type: ignore[misc]
+
+
+# Factories: parts that are views of a held tensor, and were filled, have filled it.
+
+
+def is_all_of(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
+    """Return whether tensors, of which no two share elements, are views that make up all of another.
+
+    Examples:
+        >>> fused = torch.zeros(4, 2)
+        >>> is_all_of(fused.chunk(2), fused), is_all_of([fused[:3]], fused), is_all_of([fused.clone()], fused)
+        (True, False, False)
+    """
+    if not parts or whole.layout is not torch.strided or sum(part.numel() for part in parts) != whole.numel():
+        return False
+    begin, end = whole.data_ptr(), whole.data_ptr() + _reach(whole)
+    return all(
+        part.layout is torch.strided
+        and (part.device, part.itemsize) == (whole.device, whole.itemsize)
+        and (not part.numel() or begin <= part.data_ptr() <= part.data_ptr() + _reach(part) <= end)
+        for part in parts
+    )

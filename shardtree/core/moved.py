@@ -1,0 +1,100 @@
+"""Where modules are now that had other addresses when files and pickles were written, or programs."""
+
+from __future__ import annotations
+
+MOVED = {
+    "_ambient": "core.ambient",
+    "_deferred": "core.deferred",
+    "buffers.": "optim.buffers.",
+    "checkpoint.": "shell.checkpoint.",
+    "checkpoint._clues": "inspection._clues",
+    "checkpoint._comparison": "inspection._comparison",
+    "checkpoint._differences": "inspection._differences",
+    "checkpoint._fingerprint": "inspection._fingerprint",
+    "checkpoint._no_checkpoint": "inspection._no_checkpoint",
+    "checkpoint._replicas": "inspection._replicas",
+    "checkpoint._verify": "inspection._verify",
+    "checkpoint._whole_tensors": "inspection._whole_tensors",
+    "checkpoint.conversion": "conversion",
+    "checkpoint.loading._exchange": "live._reading",
+    "checkpoint.loading._explain": "inspection._explain",
+    "checkpoint.loading._explanation": "inspection._explanation",
+    "checkpoint.loading._findings": "inspection._findings",
+    "checkpoint.loading._undecided": "inspection._undecided",
+    "checkpoint.needed_files": "inspection.needed_files",
+    "checkpoint.opened": "inspection._opened",
+    "checkpoint.series": "series",
+    "codec": "core.codec",
+    "codec.archives": "formats.archives",
+    "codec.pickles": "formats.pickles",
+    "display.": "pictures._display.",
+    "fingerprints.": "core.fingerprints.",
+    "geometry": "core.geometry",
+    "layouts.": "core.layouts.",
+    "layouts._unshard": "live.resharding._unshard",
+    "lazy": "core.lazy",
+    "lazy._casts": "conversion._casts",
+    "mapping.": "core.mapping.",
+    "objects.": "core.layouts.",
+    "objects._array": "core.layouts._object_array",
+    "objects._reshard": "core.layouts._object_reshard",
+    "objects._rules": "transforms._object_rules",
+    "plans.": "core.plans.",
+    "plans._exchange": "live.resharding._exchange",
+    "plans._in_memory": "live.resharding._in_memory",
+    "plans.resharding": "live.resharding",
+    "retention.": "series.policies.",
+    "storage.": "shell.storage.",
+    "storage._fsspec": "stores._fsspec",
+    "storage._object_errors": "stores._object_errors",
+    "storage._object_store": "stores._object_store",
+    "storage._object_streams": "stores._object_streams",
+    "storage._object_url": "stores._object_url",
+    "storage._url": "stores._url",
+    "strategies.": "shell.table.",
+    "strategies._manifest": "formats.manifest",
+    "strategies.archives": "formats.rank_archives",
+    "strategies.base": "strategies.base",
+    "strategies.deepspeed": "formats.deepspeed",
+    "strategies.dtensor_files": "formats.dtensor_files",
+    "strategies.huggingface": "formats.huggingface",
+    "strategies.manifest": "formats.manifest",
+    "strategies.torch": "formats.torch",
+    "strategies.torch_checkpointing": "formats.torch_checkpointing",
+    "strategies.torch_dist": "formats.torch_dist",
+    "strategies.zarr": "formats.zarr",
+    "trees.": "core.trees.",
+    "trees._states": "transforms._state_keys",
+    "world.": "shell.world.",
+}
+"""Old address below shardtree, of a module or a package and all in it, and the new one; the longest that fits counts.
+
+Of a row that ends with a dot, the address itself is a face, and stays. A row that was right once is never removed.
+"""
+
+_PACKAGE = "shardtree."
+
+
+def new_address(address: str) -> str:
+    """Return the address that a module, or what is in it, has now.
+
+    Args:
+        address: Dotted name that begins with the package's, of any version since the first.
+
+    Examples:
+        >>> new_address("shardtree.strategies.zarr._save")
+        'shardtree.formats.zarr._save'
+        >>> new_address("shardtree.errors.TreeError")
+        'shardtree.errors.TreeError'
+    """
+    if not address.startswith(_PACKAGE):
+        return address
+    below = address.removeprefix(_PACKAGE)
+    end = len(below)
+    while end > 0:
+        # "a.b.c" is looked for as "a.b.c", "a.b.", "a.b", "a." and "a".
+        old = below[:end]
+        if old in MOVED:
+            return _PACKAGE + MOVED[old] + below[end:]
+        end = end - 1 if old.endswith(".") else below.rfind(".", 0, end) + 1
+    return address

@@ -1,0 +1,60 @@
+"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan.
+
+This room isn't settled: its names may still change, those of the root alone stay.
+"""
+
+import typing
+
+from ._convert import convert
+from ._fit import (
+    Gap,
+    Misfit,
+    Mismatch,
+    Overlap,
+    PrefixDifference,
+    Refusal,
+    Unexpected,
+    convertible,
+    find_gaps,
+    find_mismatches,
+    find_unexpected,
+    is_integer,
+    misfit_lines,
+    overlaps,
+    prefix_difference,
+    stored_elements,
+    wants_names,
+)
+from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, read_rounds, runs_plan
+from ._save import (
+    Holders,
+    Line,
+    Parts,
+    deal_out,
+    find_holders,
+    held_places,
+    holder_sets,
+    level_writes,
+    main_writes,
+    snap,
+)
+
+if typing.TYPE_CHECKING:
+    from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
+    from ._without_scales import ScaledValues, find_scaled
+else:
+    from ..deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "Explanation": "._explain",
+            "FailedCheck": "._explain",
+            "Prospect": "._explain",
+            "RankReads": "._explain",
+            "ReadCost": "._explain",
+            "ScaledValues": "._without_scales",
+            "Undecided": "._explain",
+            "find_scaled": "._without_scales",
+        },
+    )

@@ -1,0 +1,256 @@
+"""What a load would do: what doesn't fit, and what each rank would read. As data, and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ...errors import plural, rank_text, shorten, size_text, table_lines
+from ..deferred import notebook_html
+from ..layouts import ShapeChange
+from ._fit import Gap, Misfit, Mismatch, Refusal, Unexpected, misfit_lines
+
+_HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """What reading tensors takes.
+
+    Attributes:
+        bytes_wanted: of the elements that are loaded.
+        bytes_read: from storage: those, what lies between them where a range is read or requested at once,
+            compressed chunks as they are stored, and what is read once more, or wider, to check its hash.
+        pieces: consecutive bytes that go to one place, and boxes that are copied row by row.
+        files: opened.
+    """
+
+    bytes_wanted: int = 0
+    bytes_read: int = 0
+    pieces: int = 0
+    files: int = 0
+
+    def __add__(self, other: ReadCost) -> ReadCost:
+        return ReadCost(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def over_read(self) -> float:
+        """How many bytes are read for each one that is wanted; 1.0 where none is."""
+        return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What loading shards would take, as a format says before it reads any.
+
+    Attributes:
+        problems: why some can't be loaded.
+        cost: finds out what loading the others takes; None where the format doesn't know.
+        uncompared: keys of an optimizer's states whose masters won't be compared with weights, though they could be.
+    """
+
+    problems: tuple[Misfit, ...] = ()
+    # A function, since problems are looked for first, and a cost takes a plan of all reads.
+    cost: Callable[[], ReadCost] | None = None
+    uncompared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReads:
+    """What one rank would read.
+
+    Attributes:
+        rank: which.
+        shards: how many tensor shards its target has.
+        objects: how many sharded objects.
+        cost: of those shards that can be loaded; None where the format doesn't know.
+        sent: bytes that it sends to other ranks, which want what it reads.
+        received: bytes that other ranks send to it.
+    """
+
+    rank: int
+    shards: int
+    objects: int
+    cost: ReadCost | None
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCheck:
+    """A check of a load that fails on some ranks: what `load` would raise there.
+
+    Attributes:
+        ranks: on which.
+        error: the class of what is raised.
+        text: what that says.
+    """
+
+    ranks: tuple[int, ...]
+    error: type[Exception]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.error.__name__}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """Something that may fail when values are read, and can't be decided from metadata.
+
+    Attributes:
+        key: the tensor's, or the object's; or the name of an argument of `load`.
+        why: what only values can decide.
+    """
+
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key!r}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation:
+    """What a load would do, found out from metadata and the common state alone. Its text is a table.
+
+    Attributes:
+        missing: keys that are stored and requested by no rank, sorted; only strict modes take that as a problem.
+        problems: why the target can't be loaded, each once: what isn't stored, what has another global shape or dtype,
+            what isn't stored whole, what can't be read, objects of another shape without a rule, checks that fail.
+        reads: what each rank would read, by rank.
+        undecided: what may fail when values are read.
+        omitted: requested and not stored, but left out by the strict mode, so that it is no problem.
+        left_out: the paths of plain values and containers that are stored, and that a load leaves out.
+        unfilled: the paths of the targets' plain tensors that aren't in the result, since nothing is stored for them.
+        uncompared: keys of an optimizer's states that would be loaded without the comparison of masters with weights
+            that their format allows, since the options say ``verify=None``.
+        exchange: why ranks would read for each other or wouldn't, where ``exchange="auto"`` leaves that to the load.
+        kept: the paths of the targets' own values in the result, where a list, tuple or class needs what isn't stored.
+    """
+
+    missing: tuple[str, ...]
+    problems: tuple[Misfit | FailedCheck, ...]
+    reads: tuple[RankReads, ...]
+    undecided: tuple[Undecided, ...] = ()
+    omitted: tuple[Unexpected, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
+    exchange: str = ""
+    kept: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the load would succeed; None where only values can decide it."""
+        if self.problems:
+            return False
+        return None if self.undecided else True
+
+    @property
+    def unexpected(self) -> tuple[Unexpected, ...]:
+        """What is requested and not stored, whether the strict mode takes it as a problem or not."""
+        return (*(problem for problem in self.problems if isinstance(problem, Unexpected)), *self.omitted)
+
+    @property
+    def failed(self) -> tuple[FailedCheck, ...]:
+        """The checks of a load that fail."""
+        return tuple(problem for problem in self.problems if isinstance(problem, FailedCheck))
+
+    @property
+    def mismatches(self) -> tuple[Mismatch, ...]:
+        """Tensors that are stored with another global shape or dtype."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Mismatch))
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """Shards of which not all elements are stored."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Gap))
+
+    @property
+    def refused(self) -> tuple[Refusal, ...]:
+        """Tensors that are stored in a way that can't be read."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Refusal))
+
+    @property
+    def reshaped(self) -> tuple[ShapeChange, ...]:
+        """Arrays of objects that are stored in another shape, and for which there is no rule."""
+        return tuple(problem for problem in self.problems if isinstance(problem, ShapeChange))
+
+    @property
+    def cost(self) -> ReadCost | None:
+        """What all ranks read together; None where the format doesn't know."""
+        costs = [one.cost for one in self.reads if one.cost is not None]
+        # A total without some ranks would look like a cheap load.
+        return sum(costs, ReadCost()) if len(costs) == len(self.reads) else None
+
+    @property
+    def over_read(self) -> float | None:
+        """How many bytes all ranks read for each one that they ask for; None where the format doesn't know."""
+        return None if self.cost is None else self.cost.over_read
+
+    def __repr__(self) -> str:
+        counts = f"{plural(len(self.problems), 'problem')}, {plural(len(self.reads), 'rank')}"
+        return f"Explanation(ok={self.ok}, {counts})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+    def __str__(self) -> str:
+        misfits = [problem for problem in self.problems if not isinstance(problem, FailedCheck)]
+        lines = [
+            _VERDICTS[self.ok],
+            *_section([*misfit_lines(misfits), *map(self._failure_text, self.failed)], "problem", len(self.problems)),
+            *_section(map(str, self.undecided), "open question"),
+            *_section((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
+            *_section((f"stored, left out: {path}" for path in self.left_out), "place"),
+            *_section((f"a plain tensor, not stored: {path}" for path in self.unfilled), "place"),
+            *_section((f"the target's own value, not stored: {path}" for path in self.kept), "place"),
+            *_section((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
+            *_section((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
+        ]
+        lines += [self.exchange] if self.exchange else []
+        over = self.cost is not None and self.cost.bytes_read > self.cost.bytes_wanted
+        return "\n".join([*lines, "", *table_lines(_table(self)), *([_OVER_READ] if over else [])])
+
+    def _failure_text(self, check: FailedCheck) -> str:
+        return f"{rank_text(check.ranks)}: {check}" if len(check.ranks) < len(self.reads) else str(check)
+
+
+_OVER_READ = "More is read than asked for: what lies between pieces, and the rest of blocks whose hashes are checked."
+
+_VERDICTS = {
+    True: "The target fits the checkpoint.",
+    False: "The target doesn't fit the checkpoint.",
+    None: "The target fits the checkpoint, as far as can be told without reading values.",
+}
+
+
+def _section(lines: Iterable[str], noun: str, count: int | None = None) -> list[str]:
+    entries = [line.replace("\n", "\n  ") for line in lines]
+    heading = f"{plural(len(entries) if count is None else count, noun)}:"
+    return [heading, *(f"  {line}" for line in shorten(entries))] if entries else []
+
+
+def _table(explanation: Explanation) -> list[Sequence[str]]:
+    reads = explanation.reads
+    rows = [_row(str(one.rank), one.shards, one.objects, one.cost) for one in reads]
+    traffic = [(one.sent, one.received) for one in reads]
+    if len(rows) > 1:
+        shards, objects = (sum(getattr(one, name) for one in reads) for name in ("shards", "objects"))
+        rows.append(_row("all", shards, objects, explanation.cost))
+        traffic.append((sum(one.sent for one in reads), sum(one.received for one in reads)))
+    if not any(map(any, traffic)):
+        return [_HEADINGS, *rows]
+    return [
+        (*_HEADINGS, "sent", "received"),
+        *((*row, *map(size_text, pair)) for row, pair in zip(rows, traffic, strict=True)),
+    ]
+
+
+def _row(rank: str, shards: int, objects: int, cost: ReadCost | None) -> Sequence[str]:
+    counts = (rank, f"{shards:,}", f"{objects:,}")
+    if cost is None:
+        return (*counts, *("unknown",) * 5)
+    sizes = (size_text(cost.bytes_wanted), size_text(cost.bytes_read), f"{cost.over_read:.2f}")
+    return (*counts, *sizes, f"{cost.pieces:,}", f"{cost.files:,}")

@@ -1,0 +1,82 @@
+"""The nodes of a stored or joined tree on the paths of a target's leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import TreePath
+from ._join import Record, stored_entries
+from ._nodes import Tree
+
+
+def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
+    """Return the last node on a path that a tree has, and how many of the path's entries lead to it.
+
+    Args:
+        tree: a stored common tree, or what `join` made of one.
+        path: Path of a target's leaf. Stored records have fields where the target's namedtuples have positions.
+
+    Examples:
+        >>> from shardtree.trees import HOLE
+        >>> deepest({"model": HOLE}, ("model", "w")), deepest({"step": [3]}, ("step", 0))
+        ((HOLE, 1), (3, 2))
+    """
+    for depth, entry in enumerate(path):
+        children = stored_entries(tree)
+        if isinstance(tree, Record) and isinstance(entry, int) and entry < len(tree.fields):
+            entry = [*tree.fields][entry]
+        if children is None or entry not in children:
+            return tree, depth
+        tree = children[entry]
+    return tree, len(path)
+
+
+def nodes_at(tree: Tree, paths: Iterable[TreePath]) -> dict[TreePath, Tree]:
+    """Return the nodes that a tree has on some paths, by path, in time linear in the containers and paths.
+
+    Args:
+        tree: Stored tree, as for `deepest`.
+        paths: Paths of a target's leaves.
+
+    Examples:
+        >>> nodes_at({"step": [3, 4]}, [("step", 1), ("lr",)])
+        {(): {'step': [3, 4]}, ('step',): [3, 4], ('step', 1): 4}
+    """
+    nodes, inside = {(): tree}, dict[TreePath, Mapping[Any, Tree]]()
+    for path in paths:
+        for depth, entry in enumerate(path):
+            above, here = path[:depth], path[: depth + 1]
+            if above not in inside:
+                inside[above] = _entries_and_positions(nodes[above])
+            if entry not in inside[above]:
+                break
+            nodes.setdefault(here, inside[above][entry])
+    return nodes
+
+
+def _entries_and_positions(node: Tree) -> Mapping[Any, Tree]:
+    children = stored_entries(node) or {}
+    return {**children, **dict(enumerate(children.values()))} if isinstance(node, Record) else children
+
+
+def unfilled(tree: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
+    """Return the paths of a target's plain tensors for which a joined tree has nothing, or a container for a tensor.
+
+    Args:
+        tree: what `join` made of a stored tree and the target.
+        plain: path and leaf of each.
+
+    Examples:
+        >>> unfilled({"state": {}, "step": 3}, [(("state",), torch.zeros(2)), (("step",), torch.zeros(()))])
+        [('state',)]
+    """
+    places = [*plain]
+    nodes = nodes_at(tree, (path for path, _ in places))
+    return [
+        path
+        for path, leaf in places
+        if path not in nodes or (isinstance(leaf, torch.Tensor) and stored_entries(nodes[path]) is not None)
+    ]

@@ -1,0 +1,202 @@
+"""The common state: what is stored of a tree, what ranks compare of it, and the union of what they hold.
+
+Holes keep the positions of shards from save to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from ...errors import TreePath
+from ..mapping import LocalNonpersistentObject, ShardedBase
+from ._difference import diff
+from ._join import is_hollow
+from ._nodes import HOLE, Tree, drop_holes, entries, is_dict, is_subclass, like, refusing_depth, stored_like
+
+
+@refusing_depth
+def common_with_holes(tree: Tree) -> Tree:
+    """Return the part of a tree that is stored as common state: sharded leaves and nonpersistent objects become holes.
+
+    A container of holes only becomes a hole itself, except the outermost. An empty container stays as it is. A
+    node of a class that users registered with optree becomes a dict of its entries.
+
+    Examples:
+        >>> from shardtree.mapping import LocalNonpersistentObject
+        >>> local = LocalNonpersistentObject(0)
+        >>> common_with_holes({"step": 3, "mixed": [local, 1], "all": [local, local], "empty": []})
+        {'step': 3, 'mixed': [HOLE, 1], 'all': HOLE, 'empty': []}
+    """
+    children = entries(tree)
+    if children is None:
+        return _with_holes(tree)
+    return stored_like(tree, {entry: _with_holes(child) for entry, child in children.items()})
+
+
+def _with_holes(tree: Tree) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return HOLE if isinstance(tree, (ShardedBase, LocalNonpersistentObject)) else tree
+    new = {entry: _with_holes(child) for entry, child in children.items()}
+    # Large subtrees of shards, as a model, then cost the common state nothing.
+    return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
+
+
+@refusing_depth
+def without_holes(tree: Tree) -> Tree:
+    """Return the tree with holes left out of its dicts; in a list or tuple they stay, since they keep positions.
+
+    So two ranks' common trees can be compared although they hold different shards.
+
+    Examples:
+        >>> without_holes({"a": HOLE, "b": [HOLE, 1]})
+        {'b': [HOLE, 1]}
+    """
+    return _without_holes(tree)
+
+
+def _without_holes(tree: Tree) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return tree
+    new = {entry: _without_holes(child) for entry, child in children.items()}
+    return stored_like(tree, drop_holes(new) if is_dict(tree) else new)
+
+
+def comparable(common: Any) -> Any:
+    """Return what of a common tree must be the same on all ranks: without traces of shards. Containers are new.
+
+    Examples:
+        >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
+        ({'step': 1}, [])
+    """
+    rest = values_only(common)
+    if rest is HOLE:
+        return like(common, {}) if isinstance(common, (dict, list)) else []
+    return rest
+
+
+def values_only(tree: Tree) -> Tree:
+    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing is left.
+
+    Examples:
+        >>> values_only([HOLE, {"w": HOLE, "step": 1}]), values_only([HOLE, {}])
+        ([HOLE, {'step': 1}], HOLE)
+    """
+    children = entries(tree)
+    if children is None:
+        return tree
+    new = {entry: values_only(child) for entry, child in drop_holes(children).items()}
+    left = drop_holes(new)
+    # An empty container doesn't count: a list of shards is empty on a rank that holds none, as `narrow` leaves it
+    # where a flat shard lies outside of the range.
+    if not left:
+        return HOLE
+    return like(tree, left if is_dict(tree) else {**dict.fromkeys(children, HOLE), **left})
+
+
+# The union of ranks' common states, for pipeline stages whose keys differ, and a rank's part of it
+
+Conflicts = dict[TreePath, dict[int, Tree]]
+"""What ranks hold differently, by path and rank."""
+
+United = Mapping[TreePath, Set[Any]]
+"""Dicts of which ranks have keys of their own, by path, and the keys there that all have."""
+
+
+@refusing_depth
+def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
+    """Return the union of ranks' common trees, and where they conflict.
+
+    Dicts are united by key, at any depth. Whatever else several ranks have at one path must be the same bits. So must
+    lists: a position doesn't say whose value stands there. Holes and empty containers agree with anything.
+
+    Args:
+        trees: by rank, with or without holes.
+
+    Returns:
+        The union, with the first rank's value where ranks conflict; and each rank's value there, by path.
+
+    Examples:
+        >>> unite({0: {"lr": {"embed": 0.1}, "step": 3}, 1: {"lr": {"head": 0.2}, "step": 4}})
+        ({'lr': {'embed': 0.1, 'head': 0.2}, 'step': 3}, {('step',): {0: 3, 1: 4}})
+    """
+    conflicts: Conflicts = {}
+    return _unite(trees, (), conflicts), conflicts
+
+
+def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> Tree:
+    dicts = {rank: tree for rank, tree in trees.items() if _is_mapping(tree)}
+    owners = {rank: tree for rank, tree in trees.items() if not is_hollow(tree)}
+    if dicts and owners.keys() <= dicts.keys():
+        keys = dict.fromkeys(key for tree in dicts.values() for key in tree)
+        parts = {key: {rank: tree[key] for rank, tree in dicts.items() if key in tree} for key in keys}
+        return like(
+            next(iter(dicts.values())), {key: _unite(of_key, (*path, key), conflicts) for key, of_key in parts.items()}
+        )
+    values = {rank: comparable(tree) for rank, tree in owners.items()}
+    if any(diff(next(iter(values.values())), value) for value in values.values()):
+        conflicts[path] = values
+    return next(iter(owners.values()), next((tree for tree in trees.values() if tree is not HOLE), HOLE))
+
+
+def united(trees: Sequence[Tree]) -> United:
+    """Return where ranks' common trees have dicts with keys of their own, and the keys there that all ranks have.
+
+    Examples:
+        >>> united([{"lr": {"embed": 0.1, "max": 1}, "step": 3}, {"lr": {"head": 0.2, "max": 1}, "step": 3}])
+        {('lr',): frozenset({'max'})}
+    """
+    return dict(_shared_keys(trees, ()))
+
+
+def _shared_keys(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePath, frozenset[Any]]]:
+    dicts = [tree for tree in trees if _is_mapping(tree)]
+    key_sets = [frozenset(key for key, child in tree.items() if not is_hollow(child)) for tree in dicts]
+    if len(set(key_sets)) > 1:
+        yield path, frozenset.intersection(*key_sets)
+    for key in dict.fromkeys(key for tree in dicts for key in tree):
+        yield from _shared_keys([tree[key] for tree in dicts if key in tree], (*path, key))
+
+
+@refusing_depth
+def restrict(tree: Tree, like: Tree, at: United | None = None) -> Tree:
+    """Return what of a tree another one names: of each dict the other's keys, all where it names none of them.
+
+    So a rank gets what is its own of a common state that is the union of several ranks'. Lists and leaves stay whole,
+    and so do holes and empty containers. A load does so by itself where the checkpoint's format says what was united:
+    the native one and zarr.
+
+    Args:
+        tree: such as what `load` returned.
+        like: such as the target.
+        at: of which dicts, and the keys that stay in each; of all by default.
+
+    Examples:
+        >>> loaded = {"lr": {"embed": 0.1, "head": 0.2}, "betas": {"embed": 0.9, "head": 0.8}, "step": 3}
+        >>> restrict(loaded, {"lr": {"head": 0.0}, "betas": {}})
+        {'lr': {'head': 0.2}, 'betas': {'embed': 0.9, 'head': 0.8}}
+        >>> restrict(loaded, {"lr": {"head": 0.0}, "betas": {"head": 0.0}}, {("lr",): frozenset()})
+        {'lr': {'head': 0.2}, 'betas': {'embed': 0.9, 'head': 0.8}, 'step': 3}
+    """
+    return _restrict(tree, like, at, ())
+
+
+def _restrict(tree: Tree, names: Tree, at: United | None, path: TreePath) -> Tree:
+    if not _is_mapping(tree) or not isinstance(names, dict):
+        return tree
+    shared = frozenset() if at is None else at.get(path, tree.keys())
+    own = {key for key, child in tree.items() if key not in shared and not is_hollow(child)}
+    excess = own - names.keys() if own & names.keys() else set()
+    rest = {
+        key: _restrict(child, names[key], at, (*path, key)) if key in names else child
+        for key, child in tree.items()
+        if key not in excess
+    }
+    return like(tree, rest)
+
+
+def _is_mapping(tree: Tree) -> bool:
+    # A subclass, such as a Counter, is a value.
+    return isinstance(tree, dict) and not is_subclass(tree)

@@ -1,0 +1,191 @@
+"""Differences of two trees: what only one of them has, and where values aren't bit for bit the same."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import starmap
+from math import prod
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from ...errors import TreePath
+from ..lazy import flat_bytes
+from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements, same_value
+from ._at_paths import deepest
+from ._edit import as_integers
+from ._join import Record, stored_entries
+from ._nodes import Tree, refusing_depth, same_kind
+
+_Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two trees differ, as paths; true where they do.
+
+    Attributes:
+        only_left: what only the left tree has.
+        only_right: what only the right tree has.
+        mismatch: what both have, with other values, or with containers of another kind.
+    """
+
+    only_left: tuple[TreePath, ...] = ()
+    only_right: tuple[TreePath, ...] = ()
+    mismatch: tuple[TreePath, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.only_left or self.only_right or self.mismatch)
+
+
+@refusing_depth
+def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
+    """Return where two trees differ; equal means of one type and the same bits.
+
+    Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
+    aren't compared. Shards are equal when their metadata and data are. Functions are equal when they run the same code
+    with equal values around it, as those of factories of one lens. Dicts are equal whatever their class and order; a
+    tuple equals a namedtuple, but not a list. Records of one type are compared field by field.
+
+    Args:
+        x1: the left tree.
+        x2: the right one.
+        prefix: path of the two in a larger tree, with which the paths begin.
+
+    Examples:
+        >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
+        Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),))
+        >>> bool(diff(float("nan"), float("nan")))
+        False
+    """
+    findings = list(_findings(x1, x2, tuple(prefix)))
+    sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
+    return Difference(sides["left"], sides["right"], sides["both"])
+
+
+def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
+    mine, theirs = stored_entries(left), stored_entries(right)
+    if mine is None or theirs is None:
+        if not _same_value(left, right):
+            yield "both", path
+    elif (
+        not same_kind(left, right)
+        or isinstance(left, tuple) != isinstance(right, tuple)
+        or (isinstance(left, Record) and left.type_name != right.type_name)
+    ):
+        yield "both", path
+    else:
+        for entry, child in mine.items():
+            if entry in theirs:
+                yield from _findings(child, theirs[entry], (*path, entry))
+            else:
+                yield "left", (*path, entry)
+        yield from (("right", (*path, entry)) for entry in theirs if entry not in mine)
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    """Return whether two leaves are bit for bit the same."""
+    # A tree and its edited copy share most leaves.
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return _same_tensor(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (np.ndarray, np.generic)):
+        return _same_array(left, right)
+    if isinstance(left, (float, complex)):
+        return _float_bits(left) == _float_bits(right)
+    if isinstance(left, ShardedBase):
+        return _same_shard(left, right)
+    if isinstance(left, LocalNonpersistentObject):
+        return not diff(left.obj, right.obj)
+    return same_value(left, right)
+
+
+def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if is_lazy(left) or is_lazy(right):  # neither a shape nor bits
+        return is_lazy(left) and is_lazy(right) and left.dtype == right.dtype
+    if left.is_nested or right.is_nested:
+        parts = zip(left.unbind(), right.unbind(), strict=False) if left.is_nested and right.is_nested else ()
+        return left.is_nested == right.is_nested and left.size(0) == right.size(0) and all(starmap(_same_tensor, parts))
+    if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
+        return False
+    # Meta tensors have no bits to compare.
+    if not has_elements(left) or not has_elements(right):
+        return not has_elements(left) and not has_elements(right)
+    if left.layout != torch.strided:
+        return _same_tensor(left.to_dense(), right.to_dense())
+    # Compared as bytes: for `torch.equal` NaN differs from itself, and 0.0 equals -0.0.
+    return torch.equal(left, right) if left.is_quantized else torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return flat_bytes(as_integers(tensor).cpu())
+
+
+def _same_array(left: Any, right: Any) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype.hasobject:
+        return not diff(left.tolist(), right.tolist())
+    return bool(left.tobytes() == right.tobytes())
+
+
+def _float_bits(value: complex) -> bytes:
+    return struct.pack("dd", value.real, value.imag)
+
+
+def _same_shard(left: ShardedBase, right: ShardedBase) -> bool:
+    names = [field.name for field in fields(left) if field.name != "data"]  # type: ignore[arg-type]
+    # Plain comparison comes first: it is several times as fast, and only functions need the other.
+    unequal = [name for name in names if getattr(left, name) != getattr(right, name)]
+    same = all(same_value(getattr(left, name), getattr(right, name)) for name in unequal)
+    return same and not diff(left.data, right.data)
+
+
+_LONGEST = 60
+
+
+_FEW = 4
+
+
+_NUMBERS = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+}
+
+
+def value_at(tree: Any, path: TreePath) -> str:
+    """Return a short text for the value at a path of a tree, for messages.
+
+    Examples:
+        >>> value_at({"lr": 0.1}, ("lr",)), value_at({"lr": 0.1}, ("step",))
+        ('0.1', 'nothing')
+    """
+    value, depth = deepest(tree, path)
+    if depth < len(path):
+        return "nothing"
+    text = _value_text(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _value_text(value: Any) -> str:
+    """Return a plain value or a few numbers in full, and only the type of anything else."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, (torch.Tensor, np.ndarray)) and not (isinstance(value, torch.Tensor) and is_lazy(value)):
+        text = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        plain = value.dtype in _NUMBERS or getattr(value.dtype, "kind", "") in tuple("biufc")
+        return f"{text} {value.tolist()}" if plain and prod(value.shape) <= _FEW else text
+    return type(value).__name__

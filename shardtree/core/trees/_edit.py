@@ -1,0 +1,356 @@
+"""Edits of a tree's shards: their keys, dtypes, boxes and data. What an edit doesn't change is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+
+from ...errors import KeyMismatch, ShapeError, TreeError, error_text
+from ..geometry import check_type
+from ..lazy import LazyTensor, stored
+from ..mapping import INTEGERS, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ._key_patterns import checked_keys, match_keys, near_names, with_guesses
+from ._maps import check_function, described_kind, map_sharing, with_data
+from ._nodes import SameTree, Tree, flatten
+from ._scaled import SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values
+
+# Creating and concatenating tensors of any dtype. Torch lacks operators for some, and has all for integers.
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's bits as integers of the same size, which torch can join and copy on every device.
+
+    Elements of 16 bytes stay as they are.
+
+    Examples:
+        >>> as_integers(torch.tensor([1.0, -0.0]))
+        tensor([ 1065353216, -2147483648], dtype=torch.int32)
+    """
+    return tensor.detach().resolve_conj().resolve_neg().view(INTEGERS.get(tensor.itemsize, tensor.dtype))
+
+
+def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Return what ``torch.empty`` does, without its warning about some dtypes.
+
+    Examples:
+        >>> empty_data((2, 3), torch.complex32, "meta").dtype
+        torch.complex32
+    """
+    return torch.empty(tuple(shape), dtype=INTEGERS.get(dtype.itemsize, dtype), device=device).view(dtype)
+
+
+def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fill: float) -> torch.Tensor:
+    """Return a tensor of one number, of any dtype where it is zero.
+
+    Raises:
+        ShapeError: torch can't put the number into a tensor of this dtype, or only a part of it.
+
+    Examples:
+        >>> full_data((2,), torch.bfloat16, "cpu", 0.5)
+        tensor([0.5000, 0.5000], dtype=torch.bfloat16)
+    """
+    if not fill or not prod(shape):
+        return as_integers(empty_data(shape, dtype, device)).zero_().view(dtype)
+    try:
+        tensor = torch.full(tuple(shape), fill, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:
+        _refuse_fill(fill, dtype, error)
+    # For integers torch drops fractions without an error, so what was written is compared.
+    is_real = dtype.is_floating_point or dtype.is_complex
+    if not is_real and tensor.device.type != "meta" and tensor.reshape(-1)[0].item() != fill:
+        _refuse_fill(fill, dtype, tensor.reshape(-1)[0].item())
+    return tensor
+
+
+def _refuse_fill(fill: float, dtype: torch.dtype, actual: object) -> NoReturn:
+    what = f"a padding of {fill} in a tensor of {dtype}"
+    raise ShapeError(error_text(what, found=actual, expected="a number that torch can put there"))
+
+
+@cache
+def torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
+    """Return whether torch converts elements of a dtype to another one.
+
+    Examples:
+        >>> torch_converts(torch.float8_e4m3fn, torch.float32), torch_converts(torch.bits16, torch.float32)
+        (True, False)
+    """
+    try:
+        # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
+        torch.zeros(before.itemsize, dtype=torch.uint8, device="cpu").view(before).to(after)
+    except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
+        return False
+    return True
+
+
+def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
+    """Return a tensor of one number, of a tensor's dtype and where it is; a lazy one where that is lazy.
+
+    Examples:
+        >>> padding_like(torch.ones(3), (2,), 7)
+        tensor([7., 7.])
+    """
+    if not isinstance(data, LazyTensor):
+        return full_data(shape, data.dtype, data.device, fill)
+    full_data((1,), data.dtype, "cpu", fill)  # what doesn't fit is refused now, not when it is read
+    # The number is in the name: a conversion is recognised by it.
+    return stored(
+        lambda _, box: full_data(box, data.dtype, "cpu", fill), shape, data.dtype, name=f"padding of {fill!r}"
+    )
+
+
+def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
+    """Return tensors joined along an axis; of lazy tensors a lazy one.
+
+    Args:
+        join: `torch.cat` or `torch.stack`.
+        parts: tensors of one dtype, all of them lazy or none.
+        axis: where they are joined.
+
+    Raises:
+        ShapeError: they are of several dtypes.
+
+    Examples:
+        >>> join_data(torch.stack, [torch.zeros(2), torch.ones(2)], 0)
+        tensor([[0., 0.],
+                [1., 1.]])
+    """
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return join(parts, dim=axis)
+    if len({part.dtype for part in parts}) > 1:
+        of_each = [f"{number}: {part.dtype}" for number, part in enumerate(parts)]
+        fix = "Convert them to one dtype first."
+        raise ShapeError(error_text("tensors of several dtypes can't be joined", offenders=of_each, fix=fix))
+    return join(list(map(as_integers, parts)), dim=axis).view(parts[0].dtype)
+
+
+Renaming = Mapping[str, str] | Callable[[str], str]
+
+
+def rename(tree: SameTree, names: Renaming) -> SameTree:
+    """Return the tree with other shard keys; the tree's structure doesn't change.
+
+    Where nothing collides, renaming is undone by renaming with the inverse mapping. Factories pass their new key to
+    what they build.
+
+    Args:
+        tree: any tree.
+        names: old key -> new key; keys that a mapping lacks stay as they are. Or a function of the old key.
+
+    Raises:
+        KeyMismatch: a mapping names a key that the tree doesn't have.
+        TreeError: two keys would become one.
+        MetadataError: `names` is neither a mapping nor a function.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedObject
+        >>> rename({"rng": ShardedObject("rng", 1, (1,), (0,))}, {"rng": "rng_state"})["rng"].key
+        'rng_state'
+    """
+    keys = dict.fromkeys(leaf.key for leaf in flatten(tree)[0] if isinstance(leaf, ShardedBase))
+    if isinstance(names, Mapping):
+        _check_names(names, keys)
+    else:
+        check_function("rename", "names", names, "a mapping or a function")
+    new = {key: names.get(key, key) if isinstance(names, Mapping) else names(key) for key in keys}
+    _check_injective(new)
+
+    def on_leaf(leaf: Any) -> Any:
+        is_same = not isinstance(leaf, ShardedBase) or new[leaf.key] == leaf.key
+        return leaf if is_same else replace(leaf, key=new[leaf.key])
+
+    return map_sharing(on_leaf, tree)
+
+
+def _check_names(names: Mapping[str, str], keys: Collection[str]) -> None:
+    unknown = [name for name in names if name not in keys]
+    if not unknown:
+        return
+    lines = with_guesses(unknown, near_names([name for name in unknown if isinstance(name, str)], keys))
+    fix = "Correct them; where ranks hold different keys, pass a function, such as lambda key: names.get(key, key)."
+    raise KeyMismatch(error_text("rename: no shard of the tree has these keys", offenders=lines, fix=fix))
+
+
+def _check_injective(new: Mapping[str, str]) -> None:
+    old: dict[str, list[str]] = {}
+    for before, after in new.items():
+        old.setdefault(after, []).append(before)
+    collisions = [f"{after!r} from {', '.join(map(repr, before))}" for after, before in old.items() if len(before) > 1]
+    if collisions:
+        fix = "Give each key a name of its own; join tensors with a factory."
+        raise TreeError(error_text("rename: different keys would become one", offenders=collisions, fix=fix))
+
+
+def prefix(tree: SameTree, text: str) -> SameTree:
+    """Return the tree with a text before each shard key.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedObject
+        >>> prefix([ShardedObject("rng", 1, (1,), (0,))], "model.")[0].key
+        'model.rng'
+    """
+    check_type("prefix", "text", text, str, "Pass what comes before each key, its dot included: 'model.'.")
+    return rename(tree, lambda key: text + key)
+
+
+def cast(
+    tree: SameTree, dtype: torch.dtype, keys: Sequence[str] | None = None, *, plain: Sequence[str] = ()
+) -> SameTree:
+    """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
+
+    Integer and bool shards, plain tensors and other values stay as they are. A factory's tensor is cast too. Data of
+    the dtype already is shared, and so is the shard. Quantised values are refused whose scales are in the tree.
+
+    Args:
+        tree: any tree.
+        dtype: the new one.
+        keys: of the shards that are cast, all by default; ``*`` matches one part between dots, ``**`` any number of
+            them. States of an optimizer have keys of their own.
+        plain: patterns of keys of FP8 numbers that need no scales, though tensors beside them are named like scales.
+
+    Raises:
+        ShapeError: `dtype` isn't a floating-point dtype; or torch can't convert a shard's to it, as pairs of 4-bit
+            floats; or quantised values would be cast without their scales.
+        MetadataError: it is no dtype of torch.
+        TreeError: a pattern matches no key, or `keys` isn't a list.
+        KeyMismatch: a pattern of `plain` matches no key.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> tree = [ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in ("norm.weight", "up.weight")]
+        >>> [shard.dtype for shard in cast(tree, torch.bfloat16)]
+        [torch.bfloat16, torch.bfloat16]
+        >>> [shard.dtype for shard in cast(tree, torch.bfloat16, ["up.*"])]
+        [torch.float32, torch.bfloat16]
+    """
+    check_type("cast", "dtype", dtype, torch.dtype, "Pass a dtype of torch: torch.bfloat16, say.")
+    if not dtype.is_floating_point:
+        fix = "Use `map_shards` to change numbers into other kinds of numbers."
+        raise ShapeError(error_text("cast: not a floating-point dtype", found=dtype, fix=fix))
+    fits: Callable[[str], bool] | None = None
+    if keys is not None:
+        patterns, shards = checked_keys("cast", keys), map(_key_of, flatten(tree)[0])
+        fits = match_keys("cast", patterns, dict.fromkeys(key for key in shards if key is not None)).__contains__
+    is_plain = plain_matcher("cast", plain, lambda: filter(None, map(_key_of, flatten(tree)[0])))
+    values, fixed = dict[str, torch.dtype](), dict[str, torch.dtype]()
+
+    def on_leaf(leaf: Any) -> Any:
+        old = _dtype_of(leaf)
+        if old in {None, dtype} or not old.is_floating_point:
+            return leaf
+        if fits is not None and not (isinstance(leaf, ShardedBase) and fits(leaf.key)):
+            return leaf
+        if not torch_converts(old, dtype):
+            fixed[leaf.key] = old
+            return leaf
+        if old in SCALED_DTYPES and not is_plain(leaf.key):
+            values[leaf.key] = old
+        return _cast(leaf, dtype)
+
+    cast_tree = map_sharing(on_leaf, tree)
+    if fixed:
+        fix = "Name what is to be cast by keys=[patterns]."
+        lines = [f"{key!r}: {old}" for key, old in fixed.items()]
+        raise ShapeError(error_text(f"cast: torch can't convert these to {dtype}", offenders=lines, fix=fix))
+    refuse_scaled("cast", values, scaled_values(values, lambda names: _dtypes_of(tree, names)))
+    return cast_tree
+
+
+def _key_of(leaf: Any) -> str | None:
+    return leaf.key if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) else None
+
+
+def _dtype_of(leaf: Any) -> torch.dtype | None:
+    # A factory has no dtype of its own: that of its data counts.
+    old = leaf if isinstance(leaf, ShardedTensor) else leaf.data if isinstance(leaf, ShardedTensorFactory) else None
+    return getattr(old, "dtype", None)
+
+
+def _dtypes_of(tree: Tree, keys: Collection[str]) -> dict[str, torch.dtype]:
+    pairs = ((_key_of(leaf), _dtype_of(leaf)) for leaf in flatten(tree)[0])
+    return {key: dtype for key, dtype in pairs if key is not None and dtype is not None and key in keys}
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    data = None if leaf.data is None else leaf.data.to(dtype)
+    return replace(leaf, dtype=dtype, data=data) if isinstance(leaf, ShardedTensor) else replace(leaf, data=data)
+
+
+def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
+    """Return the tree with each shard narrowed to [start, start + length) along an axis of its box, as views.
+
+    A box gives one shard in its place. A flat shard gives the list of what is left of it, possibly empty.
+
+    Args:
+        tree: any tree without factories.
+        dim: axis of `local_shape`.
+        start: first index kept, in elements of the local box.
+        length: number of elements kept.
+
+    Raises:
+        TreeError: the tree has factories, whose boxes aren't known before they are applied.
+        ShapeError: the range doesn't fit a shard, with a note of its path.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> w = ShardedTensor.from_rank_offsets("w", torch.ones(4, 3))
+        >>> narrow({"w": w}, 1, 0, 2)["w"].local_shape
+        (4, 2)
+    """
+    return map_sharing(lambda leaf: _narrow(leaf, dim, start, length), tree)
+
+
+def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
+    if isinstance(leaf, ShardedTensorFactory):
+        what = f"narrow: {leaf.key!r} is a factory, and which boxes it makes isn't known yet"
+        raise TreeError(error_text(what, fix="Call `apply_factories` on the tree first."))
+    if not isinstance(leaf, ShardedTensor):
+        return leaf
+    parts = leaf.narrow(dim, start, length)
+    return parts[0] if leaf.flattened_range is None else parts
+
+
+def without_data(tree: SameTree, *, meta: bool = False) -> SameTree:
+    """Return the tree with None as the data of each shard, factory and sharded object, or with meta tensors.
+
+    With meta tensors, functions that don't read elements return what they return for the tree itself: the same
+    metadata, shapes and dtypes, as with `jax.eval_shape`; factories still build. With None, a factory may not know the
+    shape of its tensor.
+
+    Args:
+        tree: any tree. Plain values, tensors among them, stay as they are.
+        meta: whether shards and factories get tensors on torch's meta device, which hold no elements. A flat shard
+            gets one of its range; a factory without a tensor gets None, and so do objects.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedObject, ShardedTensor
+        >>> tree = [ShardedObject("rng", 1, (1,), (0,)), ShardedTensor.from_rank_offsets("w", torch.ones(2))]
+        >>> [leaf.data for leaf in without_data(tree)]
+        [None, None]
+        >>> [leaf.data for leaf in without_data(tree, meta=True)]
+        [None, tensor(..., device='meta', size=(2,))]
+    """
+    drop = _with_meta_data if meta else _without_data
+    return map_sharing(lambda leaf: drop(leaf) if isinstance(leaf, ShardedBase) else leaf, tree)
+
+
+def _with_meta_data(leaf: Any) -> Any:
+    kind = None if isinstance(leaf, ShardedObject) else described_kind(leaf)
+    if kind is None:
+        return _without_data(leaf)
+    if isinstance(leaf.data, torch.Tensor) and leaf.data.is_meta:
+        return leaf
+    dtype, shape = kind
+    return with_data(leaf, empty_data(shape, dtype, "meta"))
+
+
+def _without_data(leaf: Any) -> Any:
+    if leaf.data is None:
+        return leaf
+    return leaf.without_data() if isinstance(leaf, ShardedObject) else with_data(leaf, None)

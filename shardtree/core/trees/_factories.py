@@ -1,0 +1,276 @@
+"""Applying factories and merging what was loaded for them, and the metadata of the checkpoint that results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import IntegrityError, TreeError, TreePath, error_text, render_path
+from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor, has_elements
+from ..mapping.memory import check_no_aliases, check_writable, is_all_of, overwrite
+from ._edit import without_data
+from ._maps import call_at, map_sharing
+from ._nodes import Tree, describe, entries, is_dict, is_sequence, leaves_with_paths, like, refusing_depth
+
+# From a tensor to the subtree that is stored, and from a loaded subtree to the tensor.
+#
+# The two are a lens. `apply_factories` builds, `apply_factory_merges` merges, and `build_factories` gives both at once.
+
+_MAX_CHAIN = 32
+
+_Inner = Callable[[ShardedTensorFactory], Tree]
+MergeOne = Callable[[ShardedTensorFactory, Tree], Any]
+
+
+def apply_factories(sharded_state_dict: Tree) -> Tree:
+    """Return the tree with each factory replaced by what it builds; a subtree without factories is shared.
+
+    What a factory builds may hold factories, which are applied too.
+
+    Raises:
+        TreeError: factories build factories more than 32 deep.
+        Exception: what a build function raises, with a note of the factory's path.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor, ShardedTensorFactory
+        >>> def halves(key, data, replica_id, flattened_range):
+        ...     return [ShardedTensor.from_rank_offsets(key, half, (0, i, 2)) for i, half in enumerate(data.chunk(2))]
+        >>> tree = {"w": ShardedTensorFactory("w", torch.arange(4), halves, torch.cat), "step": 3}
+        >>> [shard.global_offset for shard in apply_factories(tree)["w"]]
+        [(0,), (2,)]
+    """
+    return build_factories(sharded_state_dict)[0]
+
+
+def merge_anew(factory: ShardedTensorFactory, parts: Tree) -> Any:
+    """Return what a factory merges."""
+    return factory.merge_fn(parts)
+
+
+def build_factories(
+    tree: Tree, merge_one: MergeOne = merge_anew, *, is_target: bool = False
+) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """Return `apply_factories(tree)`, and the function that merges what was loaded in its place.
+
+    The function is ``loaded -> apply_factory_merges(loaded, tree)``, but remembers what factories built, so that
+    nothing is built twice.
+
+    Args:
+        tree: with factories.
+        merge_one: merges what was loaded for one factory.
+        is_target: whether what the factories hold is memory to be filled, or only described: then a build function
+            with an attribute `for_target`, as those of lenses have, is called by that, and reads no element.
+    """
+    trees: dict[int, Tree] = {}
+    shards = _build(tree, trees, 0, is_target=is_target)
+    return shards, lambda data: _merge_from_root(data, tree, (), lambda factory: trees[id(factory)], merge_one)
+
+
+def _build(tree: Tree, trees: dict[int, Tree], depth: int, *, is_target: bool) -> Tree:
+    """Return the tree with its factories applied, adding what each built to `trees`, by the factory's id."""
+
+    def on_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensorFactory):
+            return leaf
+        if depth == _MAX_CHAIN:
+            raise TreeError(
+                error_text(
+                    f"apply_factories: factory {leaf.key!r} came out of a chain of {depth} factories",
+                    fix="Let build_fn return shards in the end; it seems to return its own factory again.",
+                )
+            )
+        # By id, since equal factories may stand in several places. The tree keeps them alive, so ids stay unique.
+        trees[id(leaf)] = _built_target(leaf) if is_target else leaf.build()
+        return _build(trees[id(leaf)], trees, depth + 1, is_target=is_target)
+
+    return map_sharing(on_leaf, tree)
+
+
+def _built_target(factory: ShardedTensorFactory) -> Tree:
+    build = getattr(factory.build_fn, "for_target", factory.build_fn)
+    return build(factory.key, factory.data, factory.replica_id, factory.flattened_range)
+
+
+def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
+    """Return what was loaded, with each factory's merge applied to the subtree at its path.
+
+    Args:
+        x1: what was loaded, in the structure that `apply_factories` gives. Subtrees with nothing to merge are shared.
+        x2: the tree that holds the factories at the same paths. Its other leaves are ignored. Where `x1` has a list or
+            tuple, this tree may instead have a dict whose keys are positions.
+        key: where the two are in a larger tree, for errors.
+
+    Returns:
+        A new tree. A factory with data builds once more, to find factories inside; one without data
+        is assumed to build none.
+
+    Raises:
+        TreeError: no place in `x1` for a factory, named by its path.
+        Exception: what a merge function raises, with a note of the factory's path.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensorFactory
+        >>> factory = ShardedTensorFactory("w", None, list, torch.cat)
+        >>> apply_factory_merges({"w": [torch.zeros(1), torch.ones(1)], "step": 3}, {"w": factory})
+        {'w': tensor([0., 1.]), 'step': 3}
+    """
+    return _merge_from_root(
+        x1, x2, tuple(key), lambda factory: None if factory.data is None else _built_target(factory), merge_anew
+    )
+
+
+def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that factories of a tree hold, with the factories' keys.
+
+    Examples:
+        >>> import torch
+        >>> held_tensors({"w": ShardedTensorFactory("w", torch.zeros(2), list, torch.cat)})
+        [('w', tensor([0., 0.]))]
+    """
+    factories = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)]
+    return [
+        (leaf.key, leaf.data) for leaf in factories if isinstance(leaf.data, torch.Tensor) and has_elements(leaf.data)
+    ]
+
+
+def merge_into_held(doing: str, tree: Tree) -> MergeOne:
+    """Return how factories of a donated tree merge: into the tensors that they hold.
+
+    Nothing is left to merge where what was loaded are views that make up all of the tensor: it is filled already. Else
+    a tensor that several factories hold isn't written, since what each merges may differ.
+
+    Args:
+        doing: what is being done, for messages.
+        tree: the target.
+
+    Raises:
+        ShapeError: such a tensor shares memory with another leaf's, or elements of it do.
+
+    Examples:
+        >>> import torch
+        >>> fused = torch.zeros(4)
+        >>> factory = ShardedTensorFactory("w", fused, list, torch.cat)
+        >>> merge = merge_into_held("load", {"w": factory})
+        >>> merge(factory, [torch.zeros(2), torch.ones(2)]) is fused, fused.tolist()
+        (True, [0.0, 0.0, 1.0, 1.0])
+    """
+    leaves = [leaf for _, leaf in leaves_with_paths(tree)]
+    targets = [(ShardedTensor.from_rank_offsets(key, data), data) for key, data in held_tensors(tree)]
+    for shard, data in targets:
+        check_writable(doing, shard, data)
+    others = [(leaf, given_tensor(leaf)) for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    tensors = [(leaf, data) for leaf, data in others if data is not None and data.layout is torch.strided]
+    check_no_aliases(doing, targets, tensors)
+    times = Counter(data.data_ptr() for _, data in targets)
+    may_write = {id(data): times[data.data_ptr()] == 1 for _, data in targets}
+
+    def merge(factory: ShardedTensorFactory, data: Tree) -> Any:
+        own = factory.data
+        parts = [leaf for _, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
+        if id(own) in may_write and is_all_of(parts, own):
+            return own
+        result = factory.merge_fn(data)
+        fits = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (own.shape, own.dtype)
+        if not may_write.get(id(own)) or not fits:
+            return result
+        overwrite(own, result)
+        return own
+
+    return merge
+
+
+@refusing_depth
+def _merge_from_root(data: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
+    return _merge(data, tree, path, inner, merge_one)
+
+
+def _merge(data: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
+    if isinstance(tree, ShardedTensorFactory):
+        parts = _merge(data, call_at(path, inner, tree), path, inner, merge_one)
+        return call_at(path, partial(merge_one, tree), parts)
+    children = {entry: child for entry, child in (entries(tree) or {}).items() if _holds_factory(child)}
+    if not children:
+        return data
+    places = _checked_entries(data, tree, children, path)
+    new = {entry: _merge(places[entry], child, (*path, entry), inner, merge_one) for entry, child in children.items()}
+    return like(data, {**places, **new})
+
+
+def _holds_factory(tree: Tree) -> bool:
+    if isinstance(tree, ShardedTensorFactory):
+        return True
+    children = entries(tree)
+    return children is not None and any(map(_holds_factory, children.values()))
+
+
+def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
+    """Return the entries of what was loaded, after checking that it has each wanted one."""
+    places = entries(data)
+    # Keys name entries of a dict, positions those of a sequence.
+    fits = is_dict(tree) if is_dict(data) else is_sequence(tree) or is_dict(tree) or type(data) is type(tree)
+    if places is None or not fits:
+        raise _misfit("has another structure", path, describe(data), describe(tree))
+    if is_sequence(data) and is_sequence(tree) and len(data) != len(tree):
+        raise _misfit("has another length", path, describe(data), describe(tree))
+    missing = [entry for entry in children if entry not in places]
+    if missing:
+        names = [f"missing {render_path((*path, entry))}" for entry in missing]
+        raise _misfit("lacks what factories merge", path, describe(data), None, names)
+    return places
+
+
+def _misfit(
+    what: str, path: TreePath, found: str, expected: str | None, offenders: list[str] | tuple[str, ...] = ()
+) -> TreeError:
+    text = f"apply_factory_merges: what was loaded {what} at {render_path(path)}"
+    fix = "Load into the tree that apply_factories gave, and merge with the tree that it was given."
+    return TreeError(error_text(text, found=found, expected=expected, fix=fix, offenders=offenders))
+
+
+# Metadata by key.
+
+
+def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
+    """Return a tree's first shard of each tensor and every sharded object, without data, flat by key.
+
+    Factories are applied first. Sharded objects have their `unique_key` as key.
+
+    Raises:
+        IntegrityError: two shards of one key have different global shapes or dtypes; names every such pair.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> w = ShardedTensor.from_rank_offsets("layers.0.w", torch.ones(2), (0, 1, 2))
+        >>> metadata = extract_metadata({"model": {"w": w}, "step": 3})
+        >>> metadata["layers.0.w"].global_shape, metadata["layers.0.w"].data
+        ((4,), None)
+    """
+    metadata: dict[str, ShardedTensor | ShardedObject] = {}
+    conflicts: list[str] = []
+    for path, leaf in leaves_with_paths(build_factories(tree, is_target=True)[0]):
+        if not isinstance(leaf, (ShardedTensor, ShardedObject)):
+            continue
+        key = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
+        first = metadata.setdefault(key, leaf)
+        if _global_kind(first) != _global_kind(leaf):
+            conflicts.append(f"{key!r} at {render_path(path)}: found {_kind_text(leaf)}, before {_kind_text(first)}")
+    if conflicts:
+        fix = "Give each global tensor a key of its own."
+        raise IntegrityError(error_text("shards of one key describe different tensors", offenders=conflicts, fix=fix))
+    return dict(without_data(metadata))
+
+
+def _global_kind(leaf: ShardedTensor | ShardedObject) -> tuple[Any, ...]:
+    return leaf.global_shape, leaf.dtype if isinstance(leaf, ShardedTensor) else None
+
+
+def _kind_text(leaf: ShardedTensor | ShardedObject) -> str:
+    shape, dtype = _global_kind(leaf)
+    return f"{shape} {dtype or 'object'}"

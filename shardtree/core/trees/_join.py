@@ -1,0 +1,382 @@
+"""The join of a stored common tree with what was loaded for a target, and records, which stand in stored trees.
+
+Where holes and empty containers are in a stored tree depends on the rank whose tree it is, so a join doesn't depend on
+them: every container of the target is in the result. Records replace instances of classes, since no file may name a
+class to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+
+from ...errors import TreeError, TreePath, error_text, render_path
+from ..mapping import LocalNonpersistentObject, refuse_subclass
+from ._nodes import (
+    HOLE,
+    Tree,
+    describe,
+    drop_holes,
+    entries,
+    flatten,
+    flatten_with_paths,
+    is_dict,
+    is_known_leaf,
+    is_sequence,
+    is_subclass,
+    like,
+    refusing_depth,
+)
+
+_LENIENT = "A load's strict modes that leave out what isn't stored, as 'log_unexpected',"
+_WITH_DATA = "Give the shard data, which is then kept."
+_SIMPLE = (str, int, bool, float, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """An enum member, dataclass or named tuple as it was stored.
+
+    Two records are equal if their types and fields are; tensors and arrays in them are equal if they are the same
+    object.
+
+    Attributes:
+        type_name: module and qualified name of its class.
+        fields: name -> value; of an enum member its `name` and `value`.
+
+    Examples:
+        >>> Record("train.Config", {"lr": 0.1}) == Record("train.Config", {"lr": 0.1})
+        True
+    """
+
+    type_name: str
+    fields: Mapping[str, Any]
+
+    def __init_subclass__(cls) -> None:
+        refuse_subclass(cls)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Record):
+            return NotImplemented
+        return self.type_name == other.type_name and _equal(dict(self.fields), dict(other.fields))
+
+    def __hash__(self) -> int:
+        simple = tuple((name, value) for name, value in self.fields.items() if type(value) in _SIMPLE)
+        return hash((self.type_name, frozenset(simple)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other or isinstance(one, torch.Tensor | np.ndarray) or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
+    """Return a container's entries, those of a record by field."""
+    return node.fields if isinstance(node, Record) else entries(node)
+
+
+# The join
+
+
+Own = Mapping[TreePath, Any]
+"""A target's own values by path."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spare:
+    """A container of nothing but the target's own values: it is taken where the one around it needs one."""
+
+    value: Tree
+
+
+@refusing_depth
+def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
+    """Return the stored common tree joined with what was loaded for a target.
+
+    Dicts are joined by key, lists and tuples of equal length by position, a stored record of fields by the target's
+    fields of the same names. Every container of the target is in the result, of the target's type, whatever holes
+    and empty containers are stored there; a dict may gain stored keys, after which come the target's new ones. A
+    container of the target without anything to load is replaced by a complete stored one that it can't be joined with.
+
+    What can't be complete is left out: a hole that the target doesn't fill, from its dict, and a list, tuple or record
+    with such a hole, as a whole, unless the target has something to load in it. `left_out` returns those paths.
+
+    Args:
+        common: as `common_with_holes` gave it.
+        target: the target's tree with each shard replaced by what was loaded and each plain value by a hole.
+            `LocalNonpersistentObject` is unwrapped here, and what it holds isn't entered: wrap loaded
+            objects in one too, since they may be containers.
+        own: the target's values that stay where there is nothing else in a list, tuple or instance of a class, or in
+            a dict of which nothing is stored and that stands in one of these. With it, a class or named tuple may have
+            other fields than were stored: stored ones that it lacks are left out. None for neither.
+
+    Returns:
+        A tree without holes; subtrees of the target that hold none are shared.
+
+    Raises:
+        TreeError: the target has something to load where a value is stored, or in a container that doesn't fit or
+            that would keep a hole; or nothing is left of the tree.
+
+    Examples:
+        >>> join({"step": 3, "w": HOLE, "gone": HOLE, "mixed": [HOLE, 1]}, {"mixed": ["b", HOLE], "w": "a"})
+        {'step': 3, 'w': 'a', 'mixed': ['b', 1]}
+        >>> join({"model": HOLE, "ema": [HOLE, 0.9]}, {"model": {"layers": []}})
+        {'model': {'layers': []}}
+        >>> join({"m": [HOLE]}, {"m": ["a", HOLE]}, {("m", 1): "mine"})
+        {'m': ['a', 'mine']}
+    """
+    tree = _join(common, target, (), own)
+    if isinstance(tree, _Spare):
+        return tree.value
+    if tree is HOLE:
+        what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
+        raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
+    return tree
+
+
+def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
+    """Return the paths of the stored plain values that a join left out, in the stored order.
+
+    Args:
+        common: the stored common tree.
+        tree: what `join` made of it and a target.
+
+    Examples:
+        >>> common = {"ema": [HOLE, 0.9], "step": 3}
+        >>> left_out(common, join(common, {}))
+        (('ema', 1),)
+    """
+    return tuple(_missing_paths(common, tree, ()))
+
+
+def misfits(common: Tree, target: Tree) -> tuple[TreePath, ...]:
+    """Return the paths at which a target has something to load that doesn't fit what is stored, so that `join` raises.
+
+    Args:
+        common: the stored common tree.
+        target: as for `join`.
+
+    Examples:
+        >>> misfits({"w": 7, "step": 3, "m": {"lr": 1}}, {"w": "a", "step": HOLE, "m": {"w": "b"}})
+        (('w',),)
+    """
+    return tuple(_misfits(common, target, ()))
+
+
+def _misfits(common: Tree, target: Tree, path: TreePath) -> Iterator[TreePath]:
+    if is_hollow(common) or not _holds_any(target):
+        return
+    pair = _entries_by_target(common, target)
+    if pair is None:
+        yield path
+        return
+    for entry, child in pair[1].items():
+        yield from _misfits(pair[0].get(entry, HOLE), child, (*path, entry))
+
+
+def _missing_paths(common: Tree, tree: Tree, path: TreePath) -> Iterator[TreePath]:
+    if tree is common or common is HOLE:
+        return
+    mine = stored_entries(common)
+    if mine is None:
+        # A stored leaf is in the result unless it was left out, or a container of the target replaced it.
+        if tree is HOLE or stored_entries(tree) is not None:
+            yield path
+        return
+    pair = None if tree is HOLE else _entries_by_target(common, tree) or _entries_that_differ(common, tree)
+    for (entry, child), key in zip(mine.items(), (mine if pair is None else pair[0]), strict=True):
+        yield from _missing_paths(child, HOLE if pair is None else pair[1].get(key, HOLE), (*path, entry))
+
+
+def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
+    """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed.
+
+    Args:
+        common: what is stored there.
+        target: what was loaded there.
+        path: where that is.
+        own: the target's values.
+        needed: whether the container around it needs an entry there, as all but dicts do.
+    """
+    if common is HOLE:
+        # Most places of a target are leaves, and optree's own lookup of types takes longer.
+        return target if is_known_leaf(target) else _finish_target(target, path, own, needed=needed)
+    # The target's own Counter was read as a dict.
+    if target is HOLE or (is_subclass(common) and not _holds_any(target)):
+        return _keep_whole(common)
+    pair = _entries_by_target(common, target)
+    if pair is None and own is not None:
+        pair = _entries_that_differ(common, target)
+    if pair is not None:
+        mine, theirs = pair
+        as_dict = is_dict(target)
+        new = {
+            entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry), own, needed=not as_dict)
+            for entry in (dict.fromkeys([*mine, *theirs]) if as_dict else theirs)
+        }
+        return _rebuild(target, new, path, own, named=_holds_any(target))
+    # Whether rank 0's tree has a hole or an empty container here says nothing about the other ranks.
+    if is_hollow(common):
+        return _finish_target(target, path, own)
+    if _holds_any(target):
+        what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
+        fix = _fix_of_misfit(common, target, own)
+        raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
+    # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
+    whole = _keep_whole(common)
+    return _finish_target(target, path, own, needed=needed) if whole is HOLE else whole
+
+
+def _fix_of_misfit(common: Tree, target: Tree, own: Own | None) -> str:
+    if _entries_that_differ(common, target) is None and is_sequence(common) and is_sequence(target):
+        return (
+            "Give it the stored length, or take it out of the target. Save entries that come and go in a dict, by\n"
+            "  name: a shard is found by its key, but a plain value only by its place, which may have changed."
+        )
+    fix = "Give the target the structure that was saved, or take this entry out of it."
+    is_joined_there = own is None and _entries_that_differ(common, target) is not None
+    return f"{fix}\n  {_LENIENT} join what both have." if is_joined_there else fix
+
+
+def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
+    """Return a subtree of the target with local objects unwrapped and unfilled holes filled by `own` or left out."""
+    children = entries(target)
+    if children is None:
+        return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
+    as_dict = is_dict(target)
+    spared = needed and own is not None and as_dict and not _holds_any(target)
+    new = {
+        entry: _finish_target(child, (*path, entry), own, needed=spared or not as_dict)
+        for entry, child in children.items()
+    }
+    if all(new[entry] is child is not HOLE for entry, child in children.items()):
+        return target
+    if spared:
+        return _Spare(like(target, drop_holes(new | _spares(new, path, own))))
+    return _rebuild(target, new, path, own, named=_holds_any(target))
+
+
+def _keep_whole(common: Tree) -> Tree:
+    """Return what is complete of a stored tree in which the target has nothing to load."""
+    children = stored_entries(common)
+    if children is None:
+        return common
+    new = {entry: _keep_whole(child) for entry, child in children.items()}
+    if all(new[entry] is child is not HOLE for entry, child in children.items()):
+        return common
+    return _rebuild(common, new, (), None, named=False)
+
+
+def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | None, *, named: bool) -> Tree:
+    """Return a container like the node, without holes; a hole if it has some and isn't a dict.
+
+    Args:
+        node: the container.
+        new: its entries, some of them holes.
+        path: where it stands.
+        own: the target's values, which take the places of holes.
+        named: whether the target has something to load in it: then it can't be left out.
+
+    Raises:
+        TreeError: it is named, and isn't a dict.
+    """
+    # A dict with holes counts as complete, since they are simply absent: formats that keep none in dicts give the same.
+    if is_dict(node):
+        return like(node, {entry: child for entry, child in drop_holes(new).items() if not isinstance(child, _Spare)})
+    spares = _spares(new, path, own)
+    holes = [entry for entry, child in new.items() if child is HOLE and entry not in spares]
+    if holes and not named:
+        return HOLE
+    if holes:
+        what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
+        fix = "Put shards for these places in the target, or take the whole container out of it."
+        of_mode = f"{_LENIENT} keep the target's own value there." if own is None else _WITH_DATA
+        fix += f"\n  {of_mode}"
+        places = [(*path, entry, *rest) for entry in holes for rest in _holes_in(node, entry)]
+        places = [place for place in places if place not in (own or {})]
+        raise TreeError(error_text(what, fix=fix, offenders=map(render_path, places)))
+    whole = {**new, **spares}
+    tree = replace(node, fields=whole) if isinstance(node, Record) else like(node, whole)
+    if named or not spares or any(entry not in spares and not is_hollow(child) for entry, child in new.items()):
+        return tree
+    return _Spare(tree)
+
+
+def _spares(new: Mapping[Any, Tree], path: TreePath, own: Own | None) -> dict[Any, Tree]:
+    """Return the target's own entries of a container, by entry, where there is nothing else."""
+    spares = {entry: child.value for entry, child in new.items() if isinstance(child, _Spare)}
+    holes = (entry for entry, child in new.items() if child is HOLE)
+    return spares | {entry: own[*path, entry] for entry in holes if own and (*path, entry) in own}
+
+
+def _holes_in(target: Tree, entry: Any) -> list[TreePath]:
+    """Return the paths of the holes below an entry of a target's container."""
+    return [path for path, leaf in flatten_with_paths((entries(target) or {})[entry])[0] if leaf is HOLE] or [()]
+
+
+def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
+    """Return the entries of two containers by the target's entries, None where they can't be joined entry by entry."""
+    mine, theirs = stored_entries(common), stored_entries(target)
+    if mine is None or theirs is None:
+        return None
+    if is_dict(target):
+        return (mine, theirs) if isinstance(common, dict) else None
+    if is_sequence(target) and is_sequence(common):
+        return (mine, theirs) if len(mine) == len(theirs) else None
+    # Registered nodes, and namedtuples whose class wasn't known to the save, are stored by field names.
+    if type(common) is not type(target) and not isinstance(common, (Record, dict)):
+        return None
+    names = dict(zip(target._fields if optree.is_namedtuple(target) else theirs, theirs, strict=True))
+    if isinstance(common, dict) and not is_sequence(target):
+        # Formats may leave holes out of a dict, or have one for each tensor.
+        fits = all(name in names or child is HOLE for name, child in mine.items())
+    else:
+        fits = mine.keys() == names.keys()
+    return ({names.get(name, name): child for name, child in mine.items()}, theirs) if fits else None
+
+
+def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
+    """Return the entries of a class or named tuple that has got or lost fields, by the target's; None of others.
+
+    Sequences of two lengths are none of them: shards have keys, and plain values beside them only positions, which may
+    have shifted, so that a join would pair one entry's tensors with another's values.
+    """
+    mine, theirs = stored_entries(common), stored_entries(target)
+    if mine is None or theirs is None or is_dict(target) or (is_sequence(target) and not optree.is_namedtuple(target)):
+        return None
+    if optree.is_namedtuple(common):
+        mine = dict(zip(common._fields, mine.values(), strict=True))
+    elif not isinstance(common, (Record, dict)):
+        return None
+    names = {str(entry): entry for entry in theirs}
+    return {names.get(name, name): child for name, child in mine.items()}, theirs
+
+
+def is_hollow(tree: Tree) -> bool:
+    """Return whether a stored tree holds nothing but holes and empty containers: another rank may hold shards there.
+
+    Examples:
+        >>> is_hollow([HOLE, {"w": []}]), is_hollow([HOLE, 1])
+        (True, False)
+    """
+    children = stored_entries(tree)
+    return tree is HOLE if children is None else all(map(is_hollow, children.values()))
+
+
+def _holds_any(target: Tree) -> bool:
+    """Return whether a target's tree holds anything that was loaded, or that stays with the rank."""
+    return any(leaf is not HOLE for leaf in flatten(target)[0])
+
+
+def _description(common: Tree) -> str:
+    return f"a record of {common.type_name[:200]}" if isinstance(common, Record) else describe(common)

@@ -1,0 +1,386 @@
+"""Patterns of keys, and what may be meant by a key or pattern that fits nothing.
+
+A pattern is plain text in which ``*`` matches one part between dots, and ``**`` any number of them. Beside other
+characters ``*`` is any number of characters of that part, also none: ``exp_avg*`` fits ``exp_avg`` and ``exp_avg_sq``.
+It is the one language of patterns for keys: of specs, rules, renamings, and of the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from itertools import chain, islice, zip_longest
+
+from ...errors import KeyMismatch, TreeError, error_text, plural
+from ._key_forms import KeyForm, Piece, expression_of, is_quick, text_piece
+
+_STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
+# With ** goes the dot beside it, which is absent too where ** matches no part.
+_KINDS = {"**.": "parts before", ".**": "parts after", "**": "anything"}
+
+
+def key_form(pattern: str) -> KeyForm:
+    """Return a pattern as a form of keys, in which each star is a piece.
+
+    Raises:
+        TreeError: it isn't a text, or an empty one.
+
+    Examples:
+        >>> key_form("model.layers.*.weight").match("model.layers.7.weight")
+        ('7',)
+    """
+    if not isinstance(pattern, str) or not pattern:
+        found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
+        raise TreeError(error_text("not a pattern of keys", found=found, expected="a text", fix=fix))
+    return _key_form(pattern)
+
+
+@lru_cache
+def _key_form(pattern: str) -> KeyForm:
+    texts = map(text_piece, _STAR.split(pattern))
+    between = [Piece(_KINDS.get(star[0]) or _star_kind(pattern, star)) for star in _STAR.finditer(pattern)]
+    pieces = chain.from_iterable(zip_longest(texts, between, fillvalue=text_piece("")))
+    return KeyForm(tuple(piece for piece in pieces if piece != text_piece("")))
+
+
+def _star_kind(pattern: str, star: re.Match[str]) -> str:
+    around = pattern[: star.start()][-1:] + pattern[star.end() :][:1]
+    # Between dots it is a part, which has at least one character.
+    return "part" if around in ("", ".", "..") else "characters"
+
+
+def stars(pattern: str) -> int:
+    """Return how many stars a pattern has.
+
+    Examples:
+        >>> stars("layers.*.experts.*.weight")
+        2
+    """
+    return len(_STAR.findall(pattern))
+
+
+def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
+    """Return what each star of a pattern matches in a key, None where the key doesn't match.
+
+    Examples:
+        >>> match_key("layers.*.weight", "layers.11.weight"), match_key("layers.*.weight", "layers.11.bias")
+        (('11',), None)
+        >>> match_key("**.weight", "layers.11.weight"), match_key("**.weight", "weight")
+        (('layers.11',), ('',))
+    """
+    match = key_form(pattern).match(key)
+    return None if match is None else tuple(part.strip(".") for part in match)
+
+
+def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return the predicate that says whether a key matches one of the patterns.
+
+    Raises:
+        TreeError: one isn't a text, or an empty one.
+
+    Examples:
+        >>> [*filter(key_matcher(["**.exp_avg*", "step"]), ["a.exp_avg", "a.exp_avg_sq", "a.exp_avg.b", "step"])]
+        ['a.exp_avg', 'a.exp_avg_sq', 'step']
+    """
+    # One expression for all patterns: there may be millions of keys.
+    forms = [key_form(pattern) for pattern in patterns]
+    expressions = [f"(?:{expression_of(form.pieces, groups=False)})" for form in forms]
+    quick = [min(lengths) for lengths in zip(*(form.quick for form in forms), strict=True)]
+    return partial(_fits_one, re.compile("|".join(expressions)), quick, forms) if forms else _fits_none
+
+
+def _fits_none(key: str) -> bool:
+    return False
+
+
+def _fits_one(expression: re.Pattern[str], quick: Sequence[int], forms: Sequence[KeyForm], key: str) -> bool:
+    if is_quick(key, quick):
+        return expression.fullmatch(key) is not None
+    return any(form.match(key) is not None for form in forms)
+
+
+def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
+    """Return a line for each pattern that a shell would read otherwise, with the pattern that fits what a shell's does.
+
+    There ``*`` goes across dots, and ``?`` and ``[...]`` have a meaning, as they had here once. Who writes ``**`` knows
+    this language.
+
+    Examples:
+        >>> shell_differences(["*.w", "a.**", "a.*.w"], ["a.b.w", "a.c.d.w"])
+        ["'*.w' fits 0 keys, a shell's 2: write '**.w'", "'a.*.w' fits 1 key, a shell's 2: write 'a.**.w'"]
+    """
+    lines = []
+    for pattern in dict.fromkeys(patterns):
+        if "**" in pattern or not set("*?[") & set(pattern):
+            continue
+        here, there = set(filter(key_matcher([pattern]), keys)), {key for key in keys if fnmatchcase(key, pattern)}
+        wide = pattern.replace("*", "**")
+        fix = f": write {wide!r}" if there and set(filter(key_matcher([wide]), keys)) == there else ""
+        if here != there:
+            lines.append(f"{pattern!r} fits {plural(len(here), 'key')}, a shell's {len(there)}{fix}")
+    return lines
+
+
+def fill_key(pattern: str, parts: Sequence[str]) -> str:
+    """Return a pattern with each star replaced, in order; the caller has counted them.
+
+    Examples:
+        >>> fill_key("model.layers.*.weight", ["11"])
+        'model.layers.11.weight'
+        >>> fill_key("**.weight", ["layers.11"]), fill_key("**.weight", [""])
+        ('layers.11.weight', 'weight')
+    """
+    rest = iter(parts)
+
+    def fill(star: re.Match[str]) -> str:
+        part = next(rest)
+        return star[0].replace("**", part).replace("*", part) if part else ""
+
+    return _STAR.sub(fill, pattern)
+
+
+def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
+    """Raise unless the other patterns have as many stars as the first.
+
+    Raises:
+        TreeError: names each pattern that has more or fewer.
+
+    Examples:
+        >>> check_stars("split_tensor", "layers.*.qkv", ["layers.*.q", "layers.*.k"])
+    """
+    wrong = [f"{other!r} has {stars(other)}" for other in others if stars(other) != stars(pattern)]
+    if wrong:
+        expected = f"as many * as {pattern!r}, which has {stars(pattern)}"
+        fix = "Each * is filled in with what it matched in the key."
+        raise TreeError(
+            error_text(f"{doing}: patterns that can't be filled in", expected=expected, offenders=wrong, fix=fix)
+        )
+
+
+def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return, for each key that a pattern matches, the first one that does, and what its stars match.
+
+    Args:
+        doing: for the error.
+        patterns: the order counts.
+        keys: those that no pattern matches are left out.
+
+    Raises:
+        TreeError: no key has a pattern as the first that matches.
+
+    Examples:
+        >>> match_keys("rename", ["layers.*.bias", "layers.*.*"], ["layers.3.bias", "layers.3.weight", "step"])
+        {'layers.3.bias': ('layers.*.bias', ('3',)), 'layers.3.weight': ('layers.*.*', ('3', 'weight'))}
+    """
+    # An unused pattern is most likely a typing error, and what it was meant for would silently go without.
+    patterns = list(patterns)
+    matches = {key: match for key in keys if (match := _first_match(patterns, key)) is not None}
+    used = {pattern for pattern, _ in matches.values()}
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        fitting = {
+            pattern: next((key for key in matches if match_key(pattern, key) is not None), None) for pattern in unused
+        }
+        lines = [
+            f"{pattern!r} fits no key"
+            if key is None
+            else f"{pattern!r} fits {key!r}, but {matches[key][0]!r} comes first"
+            for pattern, key in fitting.items()
+        ]
+        fix = "Correct or leave out what fits no key; put a narrow pattern before a wide one."
+        raise TreeError(error_text(f"{doing}: patterns that name nothing", offenders=lines, fix=fix))
+    return matches
+
+
+def _first_match(patterns: Sequence[str], key: str) -> tuple[str, tuple[str, ...]] | None:
+    for pattern in patterns:
+        parts = match_key(pattern, key)
+        if parts is not None:
+            return pattern, parts
+    return None
+
+
+def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
+    """Return keys or patterns of keys as a list.
+
+    Raises:
+        TreeError: there are none, one occurs twice, or they are one text.
+
+    Examples:
+        >>> checked_keys("split", ["h.*.q", "h.*.k"])
+        ['h.*.q', 'h.*.k']
+    """
+    many = not isinstance(keys, str | Mapping) and hasattr(keys, "__iter__")
+    texts = list(keys) if many else []
+    if not texts or not all(isinstance(key, str) for key in texts) or len(set(texts)) < len(texts):
+        found = repr(keys)[:200]
+        raise TreeError(error_text(f"{doing}: keys of tensors", found=found, expected="a list of different keys"))
+    return texts
+
+
+def checked_patterns(doing: str, patterns: Iterable[str]) -> list[str]:
+    """Return patterns of keys as a list, each once; there may be none.
+
+    Raises:
+        KeyMismatch: they are one text, or one isn't a text.
+
+    Examples:
+        >>> checked_patterns("load: plain", ("mask.*", "mask.*"))
+        ['mask.*']
+    """
+    texts = None if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
+    if texts is None or not all(isinstance(pattern, str) for pattern in texts):
+        raise KeyMismatch(error_text(doing, found=repr(patterns)[:200], expected="a list of patterns"))
+    return list(dict.fromkeys(texts))
+
+
+def check_patterns_fit(doing: str, patterns: Iterable[str], keys: Collection[str]) -> None:
+    """Raise unless each pattern fits a key: what a mistyped one was meant for would silently go without.
+
+    Raises:
+        KeyMismatch: some fit none; names each, with what may be meant.
+
+    Examples:
+        >>> check_patterns_fit("load: plain", ["mask.*"], ["mask.0", "w"])
+    """
+    nothing = [pattern for pattern in patterns if not any(map(key_matcher([pattern]), keys))]
+    if nothing:
+        fix = "Correct the pattern, or take it out. * is one part between dots, ** any number of them."
+        lines = near_patterns(nothing, keys, widen=False)
+        raise KeyMismatch(error_text(f"{doing} names what isn't there", offenders=lines, fix=fix))
+
+
+# Suggestions for a mistyped name.
+
+_KEYS = 10
+_CLOSE = 10
+_FEW_NAMES = 500
+_NEIGHBOURS = 100
+_LONGEST = 300
+_LONGEST_DIFFERING = 4096
+
+
+def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
+    """Return, for each of the first ten keys that has one, the name that looks most like it.
+
+    Comparing with each of a million names would take minutes. Of many names only those are looked at that begin or end
+    as the key does.
+
+    Args:
+        keys: that aren't among the names.
+        names: what there is.
+
+    Examples:
+        >>> near_names(["decoder.wieght", "x"], ["decoder.weight", "decoder.bias"])
+        {'decoder.wieght': 'decoder.weight'}
+    """
+    # Names come from files, and the time of a comparison grows with the product of both lengths: a guard against
+    # names of megabytes.
+    few = [key for key in islice(keys, _KEYS) if len(key) <= _LONGEST]
+    if not few:
+        return {}
+    candidates = sorted(name for name in names if len(name) <= _LONGEST)
+    # Sorted by their ends as well: a typing error near the beginning would hide the name from a search by prefix alone.
+    backwards = sorted(name[::-1] for name in candidates) if len(candidates) > _FEW_NAMES else []
+    near = {key: get_close_matches(key, _to_compare(key, candidates, backwards), n=_CLOSE) for key in few}
+    # The closest name with the key's own numbers, so that no layer is taken for another; else the closest.
+    return {
+        key: next((name for name in close if _numbers(name) == _numbers(key)), close[0])
+        for key, close in near.items()
+        if close
+    }
+
+
+def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool = True) -> list[str]:
+    """Return patterns that fit no key, quoted, each with what may be meant: other stars, other letters, or a key.
+
+    Args:
+        patterns: that fit nothing.
+        keys: what there is.
+        widen: whether stars across dots may be meant; not where what fits is lost, and they may fit far more.
+
+    Examples:
+        >>> for line in near_patterns(["*.weight", "**.wieght", "h.bais", "x"], ["h.0.weight", "h.bias"]):
+        ...     print(line)
+        '*.weight' (did you mean '**.weight'?)
+        '**.wieght' (did you mean '**.weight'?)
+        'h.bais' (did you mean 'h.bias'?)
+        'x'
+    """
+    patterns = list(patterns)
+    near = near_names(patterns, keys)
+    parts = {part for key in keys if "*" in "".join(patterns) for part in key.split(".")}
+    guesses = {one: _nearly(one, keys, parts, widen) or near.get(one) for one in patterns[:_KEYS]}
+    return with_guesses(patterns, guesses)
+
+
+def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list[str]:
+    """Return keys, quoted, each with what may be meant by it.
+
+    Examples:
+        >>> with_guesses(["wieght", "x"], {"wieght": "weight"})
+        ["'wieght' (did you mean 'weight'?)", "'x'"]
+    """
+    return [repr(key) + (f" (did you mean {guesses[key]!r}?)" if guesses.get(key) else "") for key in keys]
+
+
+def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: bool) -> str | None:
+    """Return a pattern that fits keys: each part as one that there is, or with stars across dots too."""
+    own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
+    near = near_names(own, parts) if "*" in pattern else {}
+    guess = ".".join(near.get(part, part) for part in pattern.split("."))
+    wider = [guess.replace("**", "*").replace("*", "**")] if widen else []
+    return next((each for each in [guess, *wider] if "*" in each and any(map(key_matcher([each]), keys))), None)
+
+
+def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:
+    """Return the one prefix by which several keys differ from names: a prefix to remove, and one to add.
+
+    Args:
+        keys: that aren't among the names.
+        names: what there is.
+
+    Returns:
+        ``(too much, lacking)``, of which one is empty; None if there is no such prefix, or only one key.
+
+    Examples:
+        >>> differing_prefix(["module.w", "module.b"], ["w", "b", "step"])
+        ('module.', '')
+        >>> differing_prefix(["w", "b"], ["model.w", "model.b"])
+        ('', 'model.')
+    """
+    longest = max(keys, key=len, default="")  # the fewest names end in it
+    # Each of its ends is tried: a guard against keys of megabytes.
+    if len(keys) < 2 or not names or len(longest) > _LONGEST_DIFFERING:
+        return None
+    names = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
+    # Candidates come from a single key, and only those are tried on the others: with millions of names, comparing each
+    # key with each name would take minutes.
+    too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in names)
+    prefix = next(
+        (text for text in too_much if all(key.startswith(text) and key[len(text) :] in names for key in keys)), None
+    )
+    if prefix is not None:
+        return prefix, ""
+    lacking = sorted(name.removesuffix(longest) for name in names if name.endswith(longest))
+    prefix = next((text for text in lacking if all(text + key in names for key in keys)), None)
+    return None if prefix is None else ("", prefix)
+
+
+def _numbers(name: str) -> list[str]:
+    return [number.lstrip("0") for number in re.findall("[0-9]+", name)]
+
+
+def _to_compare(key: str, candidates: Sequence[str], backwards: Sequence[str]) -> Sequence[str]:
+    if len(candidates) <= _FEW_NAMES:
+        return candidates
+    return [*_neighbours(key, candidates), *(name[::-1] for name in _neighbours(key[::-1], backwards))]
+
+
+def _neighbours(key: str, names: Sequence[str]) -> Sequence[str]:
+    at = bisect_left(names, key)
+    return names[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]

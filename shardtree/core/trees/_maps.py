@@ -1,0 +1,344 @@
+"""Maps over trees, with shards as leaves or through them to their tensors, and pipelines of functions of trees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from functools import reduce
+from operator import attrgetter
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar, cast, overload
+
+import optree
+import torch
+
+from ...errors import MetadataError, ShapeError, TreeError, TreePath, error_text, plural, render_path
+from ..geometry import refuse
+from ..lazy import LazyTensor
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory, check_has_shape
+from ._hidden import flatten_visible, hides_shards
+from ._nodes import LEAVES, NAMESPACE, SameTree, Tree, entries, flatten, like, refusing_depth
+
+# Shards and factories as nodes of optree, whose only child is their data.
+#
+# They are registered in the namespace "shardtree" only, for users' own tree maps; functions of shardtree treat them as
+# leaves. So one tree has two views. This registration is the only side effect of importing shardtree.
+
+Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+Leaf = TypeVar("Leaf", bound=Boxed)
+
+_KINDS: Final = (ShardedTensor, ShardedTensorFactory)
+
+_Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any, Any], None]]]
+
+
+def _access(kind: type[Boxed]) -> _Access:
+    """Return a reader of all fields but data in one call, and the setters of their slots, followed by data's."""
+    names = [name for name in kind.__dataclass_fields__ if name != "data"]
+    return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
+
+
+_ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
+
+
+def with_data(leaf: Leaf, data: Any) -> Leaf:
+    """Return the leaf with other data, after checking that it fits the metadata.
+
+    The metadata was validated when the leaf was built, so only the data is looked at: the constructor would take
+    three times as long as the rest of a tree map.
+
+    Raises:
+        ShapeError: a tensor's dtype or shape isn't the leaf's.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> with_data(shard, torch.ones(2)).data
+        tensor([1., 1.])
+    """
+    if isinstance(data, (torch.Tensor, LazyTensor)):
+        _check_data(leaf, data)
+    kind = type(leaf)
+    read, writes = _ACCESS[kind]
+    new = object.__new__(kind)
+    for write, value in zip(writes, (*read(leaf), data), strict=False):
+        write(new, value)
+    return new
+
+
+def described_kind(leaf: Boxed) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """Return the dtype and shape that a leaf's data has; None for a factory without a tensor."""
+    if isinstance(leaf, ShardedTensor):
+        return leaf.dtype, leaf.data_shape
+    data = leaf.data
+    return (data.dtype, tuple(data.shape)) if isinstance(data, (torch.Tensor, LazyTensor)) else None
+
+
+def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
+    kind = described_kind(leaf)
+    if kind is None:
+        return
+    with suppress(RuntimeError):  # nested tensors have no shape; the check below names them
+        if (data.dtype, tuple(data.shape)) == kind:
+            return
+    check_has_shape(f"map_data: the function's value for {leaf.key!r}", data)
+    what = f"map_data: the function changed the dtype or shape of {leaf.key!r}, so that its metadata would be wrong"
+    found, expected = f"{tuple(data.shape)} {data.dtype}", f"{kind[1]} {kind[0]}"
+    fix = "Use `cast` to change the dtype, or `map_shards` to make another shard."
+    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
+
+
+def _flatten_leaf(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:
+    """Return the data, and the leaf without it, which is comparable and hashable, as optree requires of metadata."""
+    return (leaf.data,), with_data(leaf, None), ("data",)
+
+
+def _unflatten_leaf(empty: Boxed, children: tuple[Any, ...]) -> Boxed:
+    return with_data(empty, children[0])
+
+
+def register_nodes() -> None:
+    """Register the node types with optree; `shardtree.trees` does so once, when it is imported."""
+    register: Any = optree.register_pytree_node  # its annotations ask for collections, and a leaf isn't one
+    for kind in _KINDS:
+        register(kind, _flatten_leaf, _unflatten_leaf, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+
+
+# Maps.
+
+_Key = TypeVar("_Key")
+
+
+@overload
+def map_shards(f: Callable[..., Any], tree: dict[_Key, Any], *rest: Tree) -> dict[_Key, Any]: ...
+@overload
+def map_shards(f: Callable[..., Any], tree: list[Any], *rest: Tree) -> list[Any]: ...
+@overload
+def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree: ...
+def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Return a tree of f's values, where each shard is one leaf.
+
+    f is called in the order of sorted dict keys; the result keeps each dict's own order. Every container is new.
+
+    Args:
+        f: takes one leaf of each tree. What it returns replaces the leaf.
+        tree: any tree; None is a leaf.
+        rest: trees with the first one's structure; where the first has a leaf, theirs may have a subtree.
+
+    Raises:
+        TreeError: a tree of `rest` doesn't have the first one's structure.
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        MetadataError: f isn't a function.
+        Exception: what f raises, with a note of the leaf's path.
+
+    Examples:
+        >>> map_shards(lambda leaf: leaf is None, {"b": None, "a": [1, 2]})
+        {'b': True, 'a': [False, False]}
+        >>> map_shards(lambda x, y: x + y, {"a": 1}, {"a": 10})
+        {'a': 11}
+    """
+    check_function("map_shards", "f", f)
+    leaves, spec = flatten_visible(tree)
+    columns = [leaves, *(_column("map_shards", spec, other, number) for number, other in enumerate(rest, 2))]
+    return spec.unflatten(call_on_leaves(f, spec, *columns))
+
+
+def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
+    """Return what another tree has at each leaf of a structure."""
+    leaves, other_spec = flatten(other)
+    if other_spec == spec:
+        return leaves
+    try:
+        return spec.flatten_up_to(other_spec.unflatten(leaves))
+    except ValueError as error:
+        what = f"{doing}: tree {number} doesn't have the structure of the first tree"
+        fix = "Give trees of one structure, or join them first with `merge` or `combine`."
+        found, expected = plural(len(leaves), "value"), plural(spec.num_leaves, "value")
+        offenders = [str(error).splitlines()[0][:200]]
+        raise TreeError(error_text(what, found=found, expected=expected, fix=fix, offenders=offenders)) from None
+
+
+def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
+    """Return a tree where the tensors of shards and factories are f's values, and their metadata is untouched.
+
+    f isn't called where the first tree has no data (None); plain values, `ShardedObject` and
+    `LocalNonpersistentObject` are left alone, such as step counters and generators' states. A tree of plain tensors
+    alone is refused: there f would be called nowhere.
+
+    Args:
+        f: takes a shard's or factory's data, and what each other tree has there: a shard's data, or a value itself. It
+            returns a tensor of the same dtype and shape, or anything that isn't a tensor (None, a shape, a lazy
+            tensor).
+        tree: any tree.
+        rest: trees with the first one's structure, as `map_shards` takes them; their shards' metadata isn't looked at.
+
+    Raises:
+        ShapeError: f returned a tensor of another dtype or shape.
+        TreeError: a tree of `rest` doesn't have the first one's structure; or the first one has tensors and no shards.
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        Exception: what f raises, with a note of the leaf's path.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> w = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+        >>> map_data(torch.neg, {"w": w, "step": 3})["w"].data
+        tensor([-1., -1.])
+        >>> map_data(torch.add, {"w": w}, {"w": torch.ones(2)})["w"].data
+        tensor([2., 2.])
+    """
+    check_function("map_data", "f", f)
+    leaves, spec = flatten_visible(tree)
+
+    if not any(map(_is_sharded, leaves)):
+        _refuse_plain(spec, leaves)
+
+    def on_leaf(leaf: Any, *others: Any) -> Any:
+        if not isinstance(leaf, _KINDS) or leaf.data is None:
+            return leaf
+        data = f(leaf.data, *(other.data if isinstance(other, _KINDS) else other for other in others))
+        return leaf if data is leaf.data else with_data(leaf, data)
+
+    columns = (_column("map_data", spec, other, number) for number, other in enumerate(rest, 2))
+    return cast("SameTree", spec.unflatten(call_on_leaves(on_leaf, spec, leaves, *columns)))
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, (ShardedBase, LocalNonpersistentObject))
+
+
+def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:
+    tensors = [
+        path for path, leaf in zip(spec.paths(), leaves, strict=True) if isinstance(leaf, (torch.Tensor, LazyTensor))
+    ]
+    if tensors:
+        what, found = "map_data: a tree of plain tensors, without shards", ", ".join(map(render_path, tensors[:3]))
+        fix = "Use `map_shards(f, tree)`, whose f gets each leaf: numbers and texts too."
+        raise TreeError(error_text(what, found=found, expected="shards", fix=fix))
+
+
+@refusing_depth
+def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
+    """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
+
+    Raises:
+        UnsupportedValue: shards lie in values that aren't nodes.
+
+    Examples:
+        >>> tree = {"a": [1], "b": 2}
+        >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
+        True
+    """
+
+    def at(path: TreePath, node: Tree) -> Tree:
+        if type(node) in LEAVES:
+            return call_at(path, f, node)
+        children = entries(node)
+        if children is None:
+            if hides_shards(node):
+                flatten_visible(tree)  # raises, and names all such leaves
+            return call_at(path, f, node)
+        new = {entry: at((*path, entry), child) for entry, child in children.items()}
+        return node if all(new[entry] is child for entry, child in children.items()) else like(node, new)
+
+    new: SameTree = at((), tree)
+    return new
+
+
+def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
+    """Raise MetadataError for what can't be called, such as a tree passed instead of a function.
+
+    Examples:
+        >>> check_function("map_shards", "f", len)
+    """
+    if not callable(value):
+        fix = f"See help(shardtree.{doing}) for the order of its arguments."
+        refuse(doing, field, type(value).__name__, expected, fix, error=MetadataError)
+
+
+def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
+    """Return f's value; what f raises gets a note of the path.
+
+    Examples:
+        >>> call_at(("layers", 0), max, [1, 2])
+        2
+    """
+    try:
+        return f(*arguments)
+    except Exception as error:
+        error.add_note(f"at {render_path(path)}")
+        raise
+
+
+def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: list[Any]) -> list[Any]:
+    """Return f's value for each leaf of a structure; what f raises gets a note of the leaf's path."""
+    done: list[Any] = []
+    try:
+        done.extend(map(f, *columns))  # `extend` keeps what came before an exception: its length says which leaf
+    except Exception as error:
+        error.add_note(f"at {render_path(spec.paths()[len(done)])}")
+        raise
+    return done
+
+
+# Pipelines of tree functions: `compose` chains them, `bind` sets a function's options. Functions take the tree first,
+# only maps their function, as `jax.tree.map` does: so one `bind` serves them all, users' own too.
+
+_Options = ParamSpec("_Options")
+_Result = TypeVar("_Result")
+
+_TREE_NAMES = ("tree", "pytree", "sharded_state_dict", "state_dict")
+"""What parameters for a tree are called: here, in Megatron-Core, in JAX and optree."""
+
+
+def compose(*functions: Callable[[Any], Any]) -> Callable[[Tree], Any]:
+    """Return the function that calls all of these from left to right, each with the value of the one before.
+
+    Examples:
+        >>> compose(bind(sorted, reverse=True), tuple)([1, 3, 2])
+        (3, 2, 1)
+    """
+    return lambda tree: reduce(lambda value, function: function(value), functions, tree)
+
+
+def bind(
+    function: Callable[Concatenate[Tree, _Options], _Result], *args: _Options.args, **options: _Options.kwargs
+) -> Callable[[Tree], _Result]:
+    """Return a function of a tree alone, from one that takes the tree first and then these arguments.
+
+    Args:
+        function: takes the tree first, under any name.
+        args: its further positional arguments.
+        options: its arguments by name.
+
+    Raises:
+        TreeError: a later parameter of the function is called `tree` (or `pytree`, `state_dict`,
+            `sharded_state_dict`) and isn't among `options`, as in `map_shards(f, tree)` and `map_data(f, tree)`:
+            the tree would be passed as f. `functools.partial` binds f.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> from shardtree.trees import cast, prefix
+        >>> for_serving = compose(bind(prefix, "model."), bind(cast, torch.bfloat16))
+        >>> for_serving({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))})["w"]
+        ShardedTensor(key='model.w', data=<bfloat16 (1,) cpu>, dtype=torch.bfloat16, ...)
+    """
+    # Checked when it is bound: the call, perhaps much later in a pipeline, would pass the tree as the function.
+    _refuse_tree_second(function, options)
+    return lambda tree: function(tree, *args, **options)
+
+
+def _refuse_tree_second(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    try:
+        first, *later = inspect.signature(function).parameters
+    except ValueError:  # a builtin without a signature, or a function without parameters, whose call will fail anyway
+        return
+    # By parameters' names, which works for users' functions too.
+    late = [name for name in later if name in _TREE_NAMES and name not in options]
+    if first in _TREE_NAMES or not late:
+        return
+    name = getattr(function, "__name__", repr(function))
+    what = f"bind: {name} takes {first!r} first, and the tree as {late[0]!r} after it"
+    fix = f"Write `functools.partial({name}, {first})`, or a lambda that passes each in its place."
+    raise TreeError(error_text(what, expected="a function that takes the tree first", fix=fix))

@@ -1,0 +1,260 @@
+"""Splitting and uniting trees: partition and its inverse combine, merge, select, and prune."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, TypeAlias
+
+from ...errors import TreeError, TreePath, error_text, render_path
+from ..mapping import LocalNonpersistentObject, ShardedBase
+from ._hidden import flatten_visible, hides_shards
+from ._key_patterns import key_matcher, shell_differences
+from ._maps import call_at, call_on_leaves, check_function
+from ._nodes import (
+    HOLE,
+    LEAVES,
+    Tree,
+    describe,
+    drop_holes,
+    entries,
+    is_dict,
+    is_sequence,
+    leaves_with_paths,
+    like,
+    path_key,
+    refusing_depth,
+    same_kind,
+)
+
+# partition: two trees of the same structure, with holes for each other's leaves.
+
+
+def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tree]:
+    """Return the tree with only the leaves that match, and the tree with only the others, holes in their places.
+
+    Both have the structure of the whole. Leaves that are holes already stay holes in both.
+
+    Args:
+        tree: any tree.
+        predicate: takes a leaf; shards are leaves.
+
+    Raises:
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+
+    Examples:
+        >>> small, rest = partition({"a": 1, "b": [2, 3]}, lambda leaf: leaf < 2)
+        >>> small, rest
+        ({'a': 1, 'b': [HOLE, HOLE]}, {'a': HOLE, 'b': [2, 3]})
+        >>> from shardtree.trees import combine
+        >>> combine(small, rest)
+        {'a': 1, 'b': [2, 3]}
+    """
+    leaves, spec = flatten_visible(tree)
+    flags = call_on_leaves(lambda leaf: leaf is HOLE or bool(predicate(leaf)), spec, leaves)
+    matching = [leaf if yes else HOLE for leaf, yes in zip(leaves, flags, strict=True)]
+    rest = [HOLE if yes else leaf for leaf, yes in zip(leaves, flags, strict=True)]
+    return spec.unflatten(matching), spec.unflatten(rest)
+
+
+def extract_sharded(tree: Tree) -> tuple[Tree, Tree]:
+    """Return the tree with only its shards, factories and sharded objects, and the tree with only the rest.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedObject
+        >>> extract_sharded({"rng": ShardedObject("rng", None, (1,), (0,)), "step": 3})[1]
+        {'rng': HOLE, 'step': 3}
+    """
+    return partition(tree, lambda leaf: isinstance(leaf, ShardedBase))
+
+
+def extract_nonpersistent(sharded_state_dict: Tree) -> tuple[Tree, Tree]:
+    """Return the tree with only its `LocalNonpersistentObject` leaves, and the tree with only the rest.
+
+    Examples:
+        >>> from shardtree.mapping import LocalNonpersistentObject
+        >>> extract_nonpersistent({"cache": LocalNonpersistentObject(1), "step": 3})[1]
+        {'cache': HOLE, 'step': 3}
+    """
+    return partition(sharded_state_dict, lambda leaf: isinstance(leaf, LocalNonpersistentObject))
+
+
+# combine fills holes in trees of one structure; merge unites the entries of two trees.
+
+_Check = Callable[[Tree, Tree, TreePath], None]
+
+
+@refusing_depth
+def combine(*trees: Tree) -> Tree:
+    """Return the tree that parts with holes make together; the inverse of `partition`.
+
+    Where every part has a hole, the whole has one. A part may hold a subtree where the others have a hole.
+
+    Args:
+        trees: trees of the same structure, where each place is filled in at most one of them.
+
+    Raises:
+        TreeError: a place is filled twice, or the structures differ; names the path.
+
+    Examples:
+        >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
+        {'a': 1, 'b': [2, 3]}
+    """
+    return reduce(lambda left, right: _unite(left, right, (), _check_combine), trees, HOLE)
+
+
+@refusing_depth
+def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
+    """Return the union of two trees: dicts by key, lists and tuples of equal length by position.
+
+    Containers are of the first tree's type, in its order, then the second tree's new keys. What only one tree holds is
+    shared. A hole is filled by what the other tree has.
+
+    Args:
+        x1: any tree.
+        x2: what is added to it.
+        key: where the two are in a larger tree, for errors.
+
+    Raises:
+        TreeError: both trees have a leaf at a path, or containers that can't be united; names the path.
+
+    Examples:
+        >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
+        {'a': 1, 'b': {'c': 2, 'd': 3}}
+    """
+    return _unite(x1, x2, tuple(key), _check_merge)
+
+
+def _unite(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
+    if left is HOLE or right is HOLE:
+        return right if left is HOLE else left
+    mine, theirs = entries(left), entries(right)
+    if mine is None or theirs is None or not same_kind(left, right):
+        raise _conflict(left, right, path)
+    check(left, right, path)
+    new = {
+        entry: _unite(mine[entry], child, (*path, entry), check) if entry in mine else child
+        for entry, child in theirs.items()
+    }
+    return like(left, {**mine, **new})
+
+
+def _check_merge(left: Tree, right: Tree, path: TreePath) -> None:
+    if is_sequence(left) and len(left) != len(right):
+        raise _conflict(left, right, path)
+
+
+def _check_combine(left: Tree, right: Tree, path: TreePath) -> None:
+    _check_merge(left, right, path)
+    # Stricter than a merge: parts of one partition have one structure, so anything else is a mistake.
+    if type(left) is not type(right) or (entries(left) or {}).keys() != (entries(right) or {}).keys():
+        raise _conflict(left, right, path)
+
+
+def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
+    both = entries(left) is None and entries(right) is None
+    what = "both trees have a value" if both else "trees don't fit together"
+    fix = "Take it out of one of them, with `partition` for one."
+    found = f"{describe(left)} and {describe(right)}"
+    return TreeError(error_text(f"{what} at {render_path(path)}", found=found, fix=fix))
+
+
+# prune: trees without holes.
+
+
+@refusing_depth
+def prune(tree: Tree) -> Tree:
+    """Return the tree without its holes, and without the containers that hold nothing else.
+
+    They are left out of dicts; in a list or tuple a hole stays, so that positions don't shift. A container that was
+    empty before stays, and so does the outermost one.
+
+    Examples:
+        >>> prune({"a": HOLE, "b": {"c": HOLE}, "d": [{"e": HOLE}, 1], "f": {}})
+        {'d': [HOLE, 1], 'f': {}}
+    """
+    rest, children = _prune(tree), entries(tree)
+    if rest is not HOLE or children is None:
+        return rest
+    return like(tree, {} if is_dict(tree) else dict.fromkeys(children, HOLE))
+
+
+def _prune(tree: Tree) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return tree
+    new = {entry: _prune(child) for entry, child in children.items()}
+    if new and all(child is HOLE for child in new.values()):
+        return HOLE
+    if all(new[entry] is child is not HOLE for entry, child in children.items()):
+        return tree
+    return like(tree, drop_holes(new) if is_dict(tree) else new)
+
+
+# select: the leaves that are wanted.
+
+Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object]
+
+
+@refusing_depth
+def select(tree: Tree, wanted: Wanted) -> Tree:
+    """Return the tree with only the leaves that are wanted, and only the containers that hold some.
+
+    The rest is left out of dicts; in a list or tuple it becomes a hole, so that positions don't shift.
+
+    Args:
+        tree: any tree.
+        wanted: what to keep. A text is a pattern (``*`` matches one part between dots, ``**`` any number) and must
+            match a whole shard key or the whole path of a leaf, written with dots; a compiled regular expression need
+            only be found in one of them; a function takes path and leaf.
+
+    Raises:
+        TreeError: a text would fit other leaves in a shell, where ``*`` goes across dots: which is meant?
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+
+    Examples:
+        >>> tree = {"model": {"w": 1, "bias": 2}, "groups": [{"lr": 3, "eps": 4}, {"eps": 5}]}
+        >>> select(tree, "model.*")
+        {'model': {'w': 1, 'bias': 2}}
+        >>> select(tree, lambda path, leaf: path[-1] == "lr")
+        {'groups': [{'lr': 3}, HOLE]}
+    """
+    choose = _chooser(wanted, tree)
+
+    def at(path: TreePath, node: Tree) -> Tree:
+        if type(node) in LEAVES:
+            return node if call_at(path, choose, path, node) else HOLE
+        children = entries(node)
+        if children is None:
+            if hides_shards(node):
+                flatten_visible(tree)  # raises, and names all such leaves
+            return node if call_at(path, choose, path, node) else HOLE
+        new = {entry: at((*path, entry), child) for entry, child in children.items()}
+        if all(child is HOLE for child in new.values()):
+            return HOLE
+        if all(new[entry] is child for entry, child in children.items()):
+            return node
+        return like(node, drop_holes(new) if is_dict(node) else new)
+
+    part = at((), tree)
+    return like(tree, {}) if part is HOLE and (is_dict(tree) or isinstance(tree, list)) else part
+
+
+def _chooser(wanted: Wanted, tree: Tree) -> Callable[[TreePath, Any], object]:
+    if not isinstance(wanted, (str, re.Pattern)):
+        check_function("select", "wanted", wanted, "a text, a pattern or a function")
+        return wanted
+    matches: Callable[[str], object] = key_matcher([wanted]) if isinstance(wanted, str) else wanted.search
+    if isinstance(wanted, str):
+        names = {name for path, leaf in leaves_with_paths(tree) for name in _names(path, leaf)}
+        differences = shell_differences([wanted], names)
+        if differences:
+            fix = "* is one part between dots, ** any number; a regular expression or a function says anything else."
+            raise TreeError(error_text("select: a pattern with two readings", offenders=differences, fix=fix))
+    return lambda path, leaf: any(map(matches, _names(path, leaf)))
+
+
+def _names(path: TreePath, leaf: Any) -> list[str]:
+    key = path_key(path)
+    return [key, leaf.key] if isinstance(leaf, ShardedBase) else [key]

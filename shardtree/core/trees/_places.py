@@ -1,0 +1,243 @@
+"""Places of a tree's leaves: any tree taken apart into leaves with paths, and trees made of leaves at other places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from ...errors import TreeError, TreePath, error_text, render_path
+from ..lazy import LazyTensor
+from ..mapping import ShardedBase
+from ._hidden import flatten_visible, hides_shards
+from ._nodes import HOLE, Tree, entries, fields_of, is_dict, is_sequence, like, refusing_depth
+
+_TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """A tree, taken apart.
+
+    Attributes:
+        leaves: The leaves by path, in the tree's own order.
+        containers: The containers above them by path, among them the tree itself.
+        is_flat: Whether the tree is a dict with all of its tensors as direct values.
+    """
+
+    leaves: Mapping[TreePath, Any]
+    containers: Mapping[TreePath, Tree]
+    is_flat: bool
+
+
+@refusing_depth
+def places(tree: Tree) -> Places:
+    """Return the leaves of a tree by path, and the containers above them.
+
+    Dicts are always taken apart, other containers where a tensor lies in them: a list of plain values is one leaf, and
+    so is each empty container. The tree itself is always taken apart.
+
+    Raises:
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+
+    Examples:
+        >>> list(places({"layers": [{"w": torch.ones(2)}], "betas": [0.9, 0.95]}).leaves)
+        [('layers', 0, 'w'), ('betas',)]
+    """
+    containers: dict[TreePath, Tree] = {(): tree}
+    leaves = dict(_leaves((), tree, containers))
+    if hides_shards(*leaves.values()):
+        flatten_visible(tree)  # raises, and names all such leaves
+    above = {path[:-1] for path, leaf in leaves.items() if isinstance(leaf, _TENSORS)}
+    return Places(leaves, containers, is_dict(tree) and above <= {()})
+
+
+def _leaves(path: TreePath, node: Tree, containers: dict[TreePath, Tree]) -> list[tuple[TreePath, Any]]:
+    """Return the leaves of a node; adds the containers that were taken apart to the dict."""
+    children = entries(node)
+    if not children:
+        return [(path, node)] if path or children is None else []
+    below: dict[TreePath, Tree] = {}
+    pairs = [pair for entry, child in children.items() for pair in _leaves((*path, entry), child, below)]
+    if path and not is_dict(node) and not any(isinstance(leaf, _TENSORS) for _, leaf in pairs):
+        return [(path, node)]
+    containers |= {path: node, **below}
+    return pairs
+
+
+def named_paths(doing: str, tree: Places, separator: str = ".") -> dict[str, TreePath]:
+    """Return the paths of a tree's leaves by their names, which are the paths' entries, joined.
+
+    Raises:
+        TreeError: two leaves have one name.
+
+    Examples:
+        >>> named_paths("flat", places({"h": {"0": 1}}), "/")
+        {'h/0': ('h', '0')}
+    """
+    paths: dict[str, list[TreePath]] = {}
+    for path in tree.leaves:
+        paths.setdefault(separator.join(map(str, path)), []).append(path)
+    twice = [f"{name!r}: {', '.join(map(render_path, those))}" for name, those in paths.items() if len(those) > 1]
+    if twice:
+        fix = "Rename one of them."
+        raise TreeError(error_text(f"{doing}: two values would have one name", offenders=twice, fix=fix))
+    return {name: path for name, (path,) in paths.items()}
+
+
+# The way back: each leaf says which containers it wants around it.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A place in a new tree.
+
+    Attributes:
+        path: Entries that lead to it.
+        kinds: For each entry, a container like the one that has it; None for a dict.
+        is_old: Whether the leaf is where it was: then its containers count before those of other leaves.
+    """
+
+    path: TreePath
+    kinds: tuple[Tree | None, ...]
+    is_old: bool
+
+
+def kept_place(tree: Places, path: TreePath) -> Place:
+    """Return the place of a leaf that stays where it was.
+
+    Examples:
+        >>> kept_place(places({"h": [torch.ones(2)]}), ("h", 0)).path
+        ('h', 0)
+    """
+    return Place(path, tuple(tree.containers[path[:depth]] for depth in range(len(path))), is_old=True)
+
+
+def moved_place(tree: Places, path: TreePath, name: str) -> Place:
+    """Return the place of a leaf under a new name, in containers like those around its old one.
+
+    Args:
+        tree: The old tree.
+        path: The leaf's path in it.
+        name: The new name: entries joined by dots.
+
+    Examples:
+        >>> tree = places({"h": [{"w": torch.ones(2)}, {"w": torch.ones(2)}]})
+        >>> moved_place(tree, ("h", 1, "w"), "h.0.w").path, moved_place(tree, ("h", 1, "w"), "h.w").path
+        (('h', 0, 'w'), ('h', 'w'))
+    """
+    if tree.is_flat and len(path) == 1:
+        return Place((name,), (tree.containers[()],), is_old=False)
+    front, behind, between = _differing(path, name)
+    around = [tree.containers[path[:depth]] for depth in range(len(path))]
+    at, after = around[:front], around[len(path) - behind :]
+    old = around[front : len(path) - behind]
+    if len(old) == len(between):
+        inner: list[Tree | None] = [*old]
+    else:
+        # New entries are in the container that had the old ones. Where nothing was, as with a layer's number that is
+        # put in front of its entries, only a dict can take them; around a class's fields there is a new dict.
+        host = tree.containers.get(path[:front])
+        inner = [host if old or is_dict(host) else None, *[None] * (len(between) - 1)][: len(between)]
+    return Place((*path[:front], *between, *path[len(path) - behind :]), (*at, *inner, *after), is_old=False)
+
+
+def _differing(path: TreePath, name: str) -> tuple[int, int, TreePath]:
+    """Return the numbers of leading and trailing entries of a path that stay, and the new entries between them."""
+    rest, front, behind = f".{name}", 0, 0
+    # From the end first: behind a layer's number there may be another one, which stays.
+    while behind < len(path) and rest.endswith(end := f".{path[-1 - behind]}"):
+        rest, behind = rest.removesuffix(end), behind + 1
+    while front < len(path) - behind and f"{rest}.".startswith(start := f".{path[front]}."):
+        rest, front = rest.removeprefix(start[:-1]), front + 1
+    old = path[front : len(path) - behind]
+    if not rest:
+        return front, behind, ()
+    if len(old) == 1 and "." in str(old[0]):
+        return front, behind, (rest[1:],)
+    parts = rest[1:].split(".")
+    if len(parts) != len(old):
+        return front, behind, tuple(parts)
+    # What was a position or a number stays one.
+    pairs = zip(parts, old, strict=True)
+    return (
+        front,
+        behind,
+        tuple(int(part) if isinstance(entry, int) and part.isdecimal() else part for part, entry in pairs),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    kind: Tree | None = None
+    is_old: bool = False
+    children: dict[Any, Any] = field(default_factory=dict)
+
+
+@refusing_depth
+def planted(doing: str, tree: Tree, leaves: Iterable[tuple[Place, Any]]) -> Tree:
+    """Return the tree that leaves at places make; containers whose leaves are all gone aren't in it.
+
+    A list or tuple is as long as its last entry says. Its gaps are holes, and so are the fields of a class or named
+    tuple for which nothing is left, as in `select`. Every container is new, as those of `map_shards` are.
+
+    Args:
+        doing: The transform, for errors.
+        tree: The tree that the leaves are from; where none is left, an empty one of its kind is returned.
+        leaves: The leaves with their places.
+
+    Raises:
+        TreeError: two leaves have one place, one lies under another, or a container can't have such an entry.
+
+    Examples:
+        >>> tree = {"layers": [1, 2], "step": 3}
+        >>> planted("keep", tree, [(Place(("layers", 0), (tree, tree["layers"]), is_old=False), 2)])
+        {'layers': [2]}
+    """
+    root = _Node(tree)
+    for place, leaf in leaves:
+        _plant(doing, root, place, leaf)
+    return _built(doing, root, ())
+
+
+def _plant(doing: str, root: _Node, place: Place, leaf: Any) -> None:
+    node, last = root, len(place.path) - 1
+    for depth, (entry, kind) in enumerate(zip(place.path, place.kinds, strict=True)):
+        if node is not root and (not node.children or (place.is_old and not node.is_old)):
+            node.kind, node.is_old = kind, place.is_old
+        child = node.children.get(entry)
+        is_taken = entry in node.children and (depth == last or not isinstance(child, _Node))
+        if is_taken:
+            what = f"{doing}: two values at one place, or one under another"
+            fix = "Give the shards the keys of their places, or pass a flat dict by key."
+            raise TreeError(error_text(what, found=render_path(place.path[: depth + 1]), fix=fix))
+        if depth == last:
+            node.children[entry] = leaf
+        else:
+            node = node.children.setdefault(entry, _Node())
+
+
+def _built(doing: str, node: _Node, path: TreePath) -> Tree:
+    children = {
+        entry: _built(doing, child, (*path, entry)) if isinstance(child, _Node) else child
+        for entry, child in node.children.items()
+    }
+    kind = node.kind
+    if kind is None:
+        return children
+    old = entries(kind) or {}
+    if len(old) == len(children) and all(entry in old and old[entry] is child for entry, child in children.items()):
+        new = like(kind, {entry: children[entry] for entry in old})
+        return new if type(new) is type(kind) else kind  # a Counter, say, is a value to other tree maps
+    if is_dict(kind):
+        return like(kind, children)
+    wanted: Iterable[Any] = old
+    if is_sequence(kind) and not fields_of(type(kind)):
+        wanted = range(1 + max((entry for entry in children if isinstance(entry, int)), default=-1))
+    if others := [entry for entry in children if entry not in wanted]:
+        what = f"{doing}: a {type(kind).__name__} has no such entries"
+        fix = "Make dicts of it first: `st.trees.nested(st.trees.flat(tree))`."
+        raise TreeError(error_text(what, offenders=[render_path((*path, entry)) for entry in others], fix=fix))
+    return like(kind, {entry: children.get(entry, HOLE) for entry in wanted})

@@ -1,0 +1,124 @@
+"""`register_dataclass`: instances of a dataclass as nodes of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import optree
+
+from ...errors import MetadataError, error_text
+from ._key_patterns import near_names, with_guesses
+from ._nodes import NAMESPACE
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
+    """Return a dataclass, registered so that tree maps, saves and loads enter its instances.
+
+    A path names its fields, as in ``state.params.w``. Its new instances are made without `__init__` or `__post_init__`:
+    a map's values needn't be what these accept. Attributes that aren't fields aren't kept. A file stores an instance as
+    a dict of its fields, and a load makes an instance where its target has one.
+
+    Classes of Flax and Equinox are dataclasses: ``register_dataclass(flax.training.train_state.TrainState)``. What
+    these libraries mark as no part of the tree, by ``flax.struct.field(pytree_node=False)`` or
+    ``eqx.field(static=True)``, is static here too. A class made by
+    ``optree.dataclasses.dataclass(namespace="shardtree")`` is registered already.
+
+    Args:
+        cls: A dataclass. Its subclasses are registered one by one.
+        static: Names of further fields that aren't part of the tree, such as functions. They are neither mapped nor
+            stored, and nodes that are mapped together must have equal ones.
+
+    Raises:
+        MetadataError: it isn't a dataclass, lacks a field of that name, or is registered in another way.
+
+    Examples:
+        >>> import torch
+        >>> from dataclasses import dataclass
+        >>> from shardtree.mapping import ShardedTensor
+        >>> from shardtree.trees import prefix, register_dataclass
+        >>> @register_dataclass
+        ... @dataclass(frozen=True)
+        ... class TrainState:
+        ...     params: dict
+        ...     step: int = 0
+        >>> state = TrainState({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))})
+        >>> prefix(state, "model.").params["w"].key
+        'model.w'
+
+    References:
+        jax.tree_util.register_dataclass.
+    """
+    if not (isinstance(cls, type) and is_dataclass(cls)):
+        fix = "Register another class by `optree.register_pytree_node`."
+        raise MetadataError(
+            error_text("register_dataclass: not a dataclass", found=repr(cls)[:200], expected="a class", fix=fix)
+        )
+    names = [field.name for field in fields(cls)]
+    if unknown := [name for name in static if name not in names]:
+        what, lines = "register_dataclass: static: not a field", with_guesses(unknown, near_names(unknown, names))
+        raise MetadataError(error_text(f"{what} of {cls.__name__}", offenders=lines))
+    if issubclass(cls, (dict, list, tuple)):
+        what, fix = f"register_dataclass: {cls.__name__} is a container itself", "Hold the container in a field."
+        raise MetadataError(error_text(what, fix=fix))
+    fixed = tuple(field.name for field in fields(cls) if field.name in static or _is_static(field))
+    node = _Node(cls, tuple(name for name in names if name not in fixed), fixed)
+    register: Any = optree.register_pytree_node
+    known = register.get(cls, namespace=NAMESPACE)
+    if known is None or known.type is not cls:
+        register(cls, node.flatten, node.unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+    elif getattr(known.flatten_func, "__self__", None) != node:
+        what, fix = f"register_dataclass: {cls.__name__} is registered in another way", "Register it once."
+        raise MetadataError(error_text(what, fix=fix))
+    return cls
+
+
+def node_data(node: Any) -> Any:
+    """Return the static data of a registered class's instance: all beside its children, which are `entries`.
+
+    Examples:
+        >>> @dataclass
+        ... class Layer:
+        ...     w: int
+        ...     name: str = "up"
+        >>> node_data(register_dataclass(Layer, static=["name"])(3))
+        {'name': 'up'}
+    """
+    return optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)[1]
+
+
+def _is_static(field: Field[Any]) -> bool:
+    return bool(field.metadata.get("static")) or not field.metadata.get("pytree_node", True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """How a dataclass is taken apart and made again.
+
+    Attributes:
+        cls: The class.
+        children: Names of the fields that are part of the tree.
+        static: Names of the others.
+    """
+
+    cls: type
+    children: tuple[str, ...]
+    static: tuple[str, ...]
+
+    def flatten(self, value: Any) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
+        """Return an instance's children, its static fields, and the children's names."""
+        if unset := [name for name in (*self.static, *self.children) if not hasattr(value, name)]:
+            what = f"an instance of {self.cls.__name__} has no value for fields of it"
+            raise MetadataError(error_text(what, offenders=unset, fix="Set them, or give them a default."))
+        static = {name: getattr(value, name) for name in self.static}
+        return [getattr(value, name) for name in self.children], static, self.children
+
+    def unflatten(self, static: dict[str, Any], children: Any) -> Any:
+        """Return a new instance with these fields."""
+        value: Any = object.__new__(self.cls)
+        for name, child in (*zip(self.children, children, strict=True), *static.items()):
+            object.__setattr__(value, name, child)  # the class's own would refuse it where the class is frozen
+        return value

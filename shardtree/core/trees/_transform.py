@@ -1,0 +1,83 @@
+"""Targets whose tensors are made of others: what a load is asked for through a transform, such as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...errors import MetadataError
+from ..geometry import refuse
+
+
+class Transform(Protocol):
+    """What makes a target's tensors of stored ones, as a trace does: what `load`, `explain` and `redistribute` ask."""
+
+    def stored_target(self, target: Any, /, *, cast: bool, plain: Sequence[str]) -> Any:
+        """Return the target to load in place of the given one: it asks for stored tensors, and its factories merge.
+
+        Args:
+            target: Shards, and plain tensors, which are whole and have the keys of their paths.
+            cast: Whether the target's dtypes may differ from what is made.
+            plain: Patterns of keys of values that need no scales.
+
+        Raises:
+            TreeError: The target isn't a tree, or too deep.
+        """
+
+
+def target_through(target: Any, transform: Transform, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
+    """Return the target of stored tensors by which a transform makes the given one.
+
+    Args:
+        target: Tree of shards and plain tensors.
+        transform: A trace, or any value with its method `stored_target`.
+        cast: Whether the target's dtypes may differ from what the transform makes.
+        plain: Patterns of keys of values that need no scales.
+
+    Raises:
+        MetadataError: The transform has no such method.
+
+    Examples:
+        >>> class Renamed:
+        ...     def stored_target(self, target, *, cast, plain):
+        ...         return {f"old_{name}": value for name, value in target.items()}
+        >>> target_through({"w": 1}, Renamed())
+        {'old_w': 1}
+    """
+    stored_target = getattr(transform, "stored_target", None)
+    if not callable(stored_target):
+        fix = "Pass what shardtree.trace gives."
+        refuse("transform", "trace", type(transform).__name__, "a Trace", fix, error=MetadataError)
+    return stored_target(target, cast=cast, plain=plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets(Sequence[Any]):
+    """Ranks' targets, each seen through its transform when it is asked for: those of all may fill the memory."""
+
+    trees: Sequence[Any]
+    transforms: Sequence[Transform]
+    cast: bool
+    plain: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return target_through(self.trees[rank], self.transforms[rank], cast=self.cast, plain=self.plain)
+
+
+def targets_through(
+    trees: Sequence[Any], transforms: Transform | Sequence[Transform], *, cast: bool = False, plain: Sequence[str] = ()
+) -> Sequence[Any]:
+    """Return the targets of all ranks, each through its own transform, or through one for all.
+
+    Raises:
+        MetadataError: There aren't as many transforms as targets.
+    """
+    each = transforms if isinstance(transforms, Sequence) else [transforms] * len(trees)
+    if len(each) != len(trees):
+        expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or each rank's."
+        refuse("transform", "traces", len(each), expected, fix, error=MetadataError)
+    return _Targets(trees, each, cast, plain)

@@ -1,0 +1,178 @@
+"""Wrapper subclasses: a shard whose tensor is made of other tensors is stored as these, under keys of their own.
+
+A class that torch can take apart (``__tensor_flatten__``) doesn't say how its inner tensors follow a cut of the whole.
+A table says it of known classes; their shards load in any layout that the class itself allows. Inner tensors of other
+classes are stored by the shard's place in its grid, and load in the same layout alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from operator import floordiv
+from typing import Any, Final
+
+import torch
+
+from ...errors import TreePath
+from ..mapping import ShardedTensor, ShardedTensorFactory
+from ._maps import map_sharing
+from ._nodes import Tree
+
+_Rule = Callable[[str, torch.Tensor, ShardedTensor], ShardedTensor | None]
+"""From the key of an inner tensor, the tensor, and the shard that holds it, to the inner tensor's shard; None where the
+cut isn't one of the inner tensor."""
+
+
+def unwrap(tree: Tree) -> Tree:
+    """Return the tree with each shard of a wrapper subclass as a factory of shards of its inner tensors.
+
+    An inner tensor is stored under the shard's key, a dot, and its name in the class. `save`, `load` and `redistribute`
+    do this themselves. What is loaded is of the target's class; everything but the inner tensors (block sizes, say) is
+    the target's too.
+
+    Examples:
+        >>> tree = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+        >>> unwrap(tree) is tree
+        True
+    """
+    return map_sharing(lambda leaf: factory_of(leaf) or leaf, tree)
+
+
+def has_factories(leaves: list[tuple[TreePath, Any]]) -> bool:
+    """Return whether a factory, or a shard that `unwrap` makes one, is among leaves with their paths.
+
+    Examples:
+        >>> has_factories([(("w",), ShardedTensor.from_rank_offsets("w", torch.zeros(2)))])
+        False
+    """
+    kinds = {type(leaf) for _, leaf in leaves}
+    if any(issubclass(kind, ShardedTensorFactory) for kind in kinds):
+        return True
+    return any(map(_can_be_taken_apart, {type(leaf.data) for _, leaf in leaves if type(leaf) is ShardedTensor}))
+
+
+def factory_of(leaf: Any) -> ShardedTensorFactory | None:
+    """Return a factory itself, and the factory of a wrapper subclass's inner tensors for its shard; None for others.
+
+    Examples:
+        >>> factory_of(ShardedTensor.from_rank_offsets("w", torch.zeros(2))) is None
+        True
+    """
+    if isinstance(leaf, ShardedTensorFactory):
+        return leaf
+    # A flat range of a wrapper isn't one of its inner tensors.
+    if type(leaf) is not ShardedTensor or leaf.flattened_range or not _can_be_taken_apart(type(leaf.data)):
+        return None
+    shards = _inner_shards(leaf)
+    if shards is None:
+        return None
+    whole: Any = leaf.data
+    _, context = whole.__tensor_flatten__()
+
+    def merge(parts: Mapping[str, Any]) -> Any:
+        if all(parts[name] is shard.data for name, shard in shards.items()):
+            return whole  # its inner tensors were donated, and are filled
+        return type(whole).__tensor_unflatten__(dict(parts), context, whole.shape, whole.stride())
+
+    return ShardedTensorFactory(leaf.key, whole, lambda *_: unwrap(shards), merge, leaf.replica_id)
+
+
+def _can_be_taken_apart(kind: type) -> bool:
+    # DTensors have shards of their own, and the result of a collective may not be there yet.
+    is_known = hasattr(kind, "placements") or hasattr(kind, "trigger_wait")
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") and not is_known
+
+
+def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
+    """Return the shard of each inner tensor by name; None if the class isn't known and the grid isn't regular."""
+    kind, (names, _) = type(shard.data), shard.data.__tensor_flatten__()
+    rules = _RULES.get(kind.__name__, {}) if kind.__module__.startswith("torchao.") else {}
+    shards = {}
+    for name in names:
+        key, inner = f"{shard.key}.{name}", getattr(shard.data, name)
+        made = rules[name](key, inner, shard) if name in rules else None
+        made = made or _by_place(key, inner, shard)
+        if made is None:
+            return None
+        shards[name] = made
+    return shards
+
+
+def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
+    """Return the shard of an inner tensor that is stored by the place in the grid of the shard that it is part of."""
+    grid = shard.axis_fragmentations
+    if grid is None:
+        return None
+    place = shard.local_chunk_offset_in_global() if prod(shard.local_shape) else (0,) * len(grid)
+    offsets = [(axis, index, count) for axis, (index, count) in enumerate(zip(place, grid, strict=True))]
+    return ShardedTensor.from_rank_offsets(
+        key, inner, *offsets, replica_id=shard.replica_id, prepend_axis_num=len(grid)
+    )
+
+
+def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
+    """Return the shard of an inner tensor that has an element for each block of the whole, along each axis."""
+    front = shard.prepend_axis_num
+    shape, offset = shard.global_shape[front:], shard.global_offset[front:]
+    if inner.ndim != len(shape):
+        return None
+    sizes = zip(shard.local_shape, inner.shape, strict=True)
+    blocks = [own // size if size and own % size == 0 else 1 for own, size in sizes]
+    if any(start % block or whole % block for start, whole, block in zip(offset, shape, blocks, strict=True)):
+        return None
+    return replace(
+        shard,
+        key=key,
+        data=inner,
+        dtype=inner.dtype,
+        local_shape=tuple(inner.shape),
+        global_shape=(*shard.global_shape[:front], *map(floordiv, shape, blocks)),
+        global_offset=(*shard.global_offset[:front], *map(floordiv, offset, blocks)),
+        # Of scales, a rank must never keep its own beside values that were loaded.
+        allow_shape_mismatch=shard.allow_shape_mismatch and all(block == 1 for block in blocks),
+    )
+
+
+def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
+    """Return the shard of an inner tensor that has an element for each group of the flattened whole's elements."""
+    front, count = shard.prepend_axis_num, inner.numel()
+    (first, *rest), (start, *_) = (shard.global_shape[front:] or (1,)), (shard.global_offset[front:] or (0,))
+    own = prod(shard.local_shape)
+    # Cut along another axis than the first, a rank's elements don't lie together in the whole.
+    if inner.ndim != 1 or not count or own % count or list(shard.local_shape[1:]) != rest:
+        return None
+    group, row = own // count, prod(rest)
+    if (first * row) % group or (start * row) % group:
+        return None
+    grid = shard.axis_fragmentations
+    return ShardedTensor(
+        key,
+        inner,
+        inner.dtype,
+        (count,),
+        (*shard.global_shape[:front], first * row // group),
+        (*shard.global_offset[:front], start * row // group),
+        None if grid is None else grid[: front + 1],
+        shard.replica_id,
+        front,
+    )
+
+
+def _alike(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
+    """Return the shard of an inner tensor that all parts of the whole have alike: each is a replica of it."""
+    replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
+    return ShardedTensor.from_rank_offsets(key, inner, replica_id=(*shard.global_offset, *replica))
+
+
+_QUANTISED: Final[Mapping[str, _Rule]] = {"qdata": _in_blocks, "scale": _in_blocks, "zero_point": _in_blocks}
+_RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
+    "OptimState8bit": {"codes": _in_blocks, "scale": _row_major, "qmap": _alike},
+    "OptimState4bit": {"codes": _row_major, "scale": _row_major, "qmap": _alike},
+    "OptimStateFp8": {"codes": _in_blocks, "scale": _row_major},
+    "Int8Tensor": _QUANTISED,
+    "Float8Tensor": _QUANTISED,
+}
+"""How inner tensors of torchao's classes follow a cut, by class and by name: the states of AdamW8bit, AdamW4bit and
+AdamWFp8, and weights of Int8 and FP8."""

@@ -1,0 +1,181 @@
+"""Guesses at what a folder or file is that holds no checkpoint: by the names in it, or a file's first bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ..shell.table import is_save_folder
+
+Clue = tuple[str, str]
+"""What a place seems to be, and what to do about it."""
+
+_PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
+_AS_TENSORS = "; then save what it has as tensors."
+_SAFER = (
+    "Of weights, save_pretrained(..., safe_serialization=True) makes safetensors; whatever you trust, torch.load reads,"
+    " and `save` stores all of it."
+)
+_PICKLED = ("pickled weights or states, which can run code when they are loaded and aren't read", _SAFER)
+
+_ORBAX = (
+    r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",
+    "a checkpoint of Orbax (JAX), or a part of one",
+    "orbax.checkpoint.StandardCheckpointer().restore(folder), of the folder with _METADATA, returns its arrays, and"
+    " torch.from_dlpack makes tensors of them, which `save` stores.",
+)
+_TENSORFLOW = (
+    r".*\.data-\d{5}-of-\d{5}|saved_model\.pb",
+    "a checkpoint or model of TensorFlow's",
+    f"tf.train.load_checkpoint reads its variables{_AS_TENSORS}",
+)
+_CLUES = (
+    (
+        r"latest_checkpointed_iteration\.txt",
+        "a run of Megatron-LM's or verl's, and no step in it that can be opened",
+        "Name the folder of a step, such as iter_0000042: the error says what it lacks.",
+    ),
+    (
+        r"mp_rank_\d+(_\d+)*",
+        "a checkpoint of Megatron-LM from before torch_dist: a pickle for each rank",
+        "Convert it to torch_dist with Megatron-LM.",
+    ),
+    (
+        r"__\d+\.metadata",
+        "a checkpoint of torch.distributed.checkpoint, saved with use_collectives=False: an index for each rank only",
+        "Load it with as many ranks there, and save it with collectives.",
+    ),
+    (
+        r".*\.distcp",
+        "data files of torch.distributed.checkpoint or Megatron-Core; their save wasn't finished, or a file got lost",
+        "Load another checkpoint; .metadata and, of Megatron-Core's, metadata.json have to be there.",
+    ),
+    (
+        r"common\.pt",
+        "a save of Megatron-Core's that wasn't finished: its common state is there, and its tensors aren't",
+        "Load another checkpoint, such as the step before.",
+    ),
+    (
+        r"shard-\d+-.*\.safetensors",
+        "the ranks' parts of a model, as torch.distributed.checkpoint's HuggingFaceStorageWriter saves them",
+        "Save with enable_consolidation=True, or consolidate them with torch.",
+    ),
+    (
+        r".*\.safetensors",
+        "several safetensors files, and no index that says which make up the model",
+        "Name one of the files, or fetch the index too.",
+    ),
+    (r"\.zarray|zarr\.json", "a zarr array, or a save of shardtree's that wasn't finished", "Name the array's group."),
+    (_PICKLES, *_PICKLED),
+)
+_GGUF = (
+    "a model in llama.cpp's GGUF",
+    "Of many architectures, transformers' from_pretrained(folder, gguf_file=name) reads it, and save_pretrained then"
+    " makes safetensors.",
+)
+_NPZ = (
+    "arrays of NumPy's",
+    'safetensors.numpy.save_file(dict(numpy.load(file)), "model.safetensors") makes a file that can be opened.',
+)
+_NPY = ("an array of NumPy's", f"numpy.load reads it{_AS_TENSORS}")
+_HDF5 = ("arrays in HDF5, as Keras saves weights", f"h5py reads them{_AS_TENSORS}")
+_TAR = ("a tar archive", "Unpack it, and open the folder or file of weights in it.")
+_OTHERS = (
+    (r".*\.gguf", *_GGUF),
+    (r".*\.npz", *_NPZ),
+    (r".*\.npy", *_NPY),
+    (
+        r".*\.nemo",
+        "a model of NeMo's, as a tar archive",
+        "Unpack it: a folder model_weights in it can be opened; NeMo's restore_from reads a model_weights.ckpt.",
+    ),
+    (r".*\.msgpack", "weights of Flax", f"flax.serialization.msgpack_restore reads the file's bytes{_AS_TENSORS}"),
+    (r".*\.(h5|hdf5)", *_HDF5),
+    (r".*\.keras", "a model of Keras", f"keras.saving.load_model reads it{_AS_TENSORS}"),
+    (
+        r".*\.onnx",
+        "a model in ONNX",
+        f"onnx.load reads it, and onnx.numpy_helper.to_array each of its graph.initializer{_AS_TENSORS}",
+    ),
+)
+"""Files that other programs write, in no format that is read here."""
+
+_CONVERSION = re.compile(r"\.convert-[0-9a-f]+")
+_UNFINISHED = (
+    "a conversion that was interrupted, or is still running",
+    "Run the same conversion again: it goes on from what is there.",
+)
+_SAVE = ("a save that was interrupted, or is still running", "Load another checkpoint, or wait until it is finished.")
+
+
+def is_conversion(name: str) -> bool:
+    """Return whether a name is that of an unfinished conversion's folder.
+
+    Examples:
+        >>> is_conversion(".convert-0123"), is_conversion("convert")
+        (True, False)
+    """
+    return _CONVERSION.fullmatch(name) is not None
+
+
+def clue(names: Iterable[str]) -> Clue | None:
+    """Return the likely kind of a folder and the remedy, or None if no name in it is known.
+
+    Args:
+        names: Names in the folder, or the name of the file.
+
+    Examples:
+        >>> clue(["config.json", "pytorch_model.bin"])[0]
+        "pickled weights or states, which can run code when they are loaded and aren't read"
+        >>> clue(["notes.txt"]) is None
+        True
+    """
+    names = list(names)
+    if any(map(is_conversion, names)):
+        return _UNFINISHED
+    if any(map(is_save_folder, names)):
+        return _SAVE
+    return _first((_ORBAX, *_CLUES, _TENSORFLOW, *_OTHERS), names)
+
+
+def others_clue(names: Iterable[str]) -> Clue | None:
+    """Return the clue to another program's checkpoint that a folder as a whole is, None if no name in it says so.
+
+    Examples:
+        >>> others_clue(["d", "manifest.ocdbt"])[0], others_clue(["losses.npy"])
+        ('a checkpoint of Orbax (JAX), or a part of one', None)
+    """
+    return _first((_ORBAX, _TENSORFLOW), list(names))
+
+
+def _first(rows: Iterable[tuple[str, str, str]], names: list[str]) -> Clue | None:
+    for pattern, state, fix in rows:
+        if any(re.fullmatch(pattern, name, re.DOTALL) for name in names):
+            return state, fix
+    return None
+
+
+# A file whose name says nothing, such as one in a cache, by its first bytes
+
+HEAD_BYTES = 512
+"""The most bytes that `clue_of_bytes` looks at."""
+
+_HEADS = (
+    (rb"GGUF", _GGUF),
+    (rb"\x93NUMPY", _NPY),
+    (rb"\x89HDF\r\n\x1a\n", _HDF5),
+    (rb"PK\x03\x04.{26}[^/]*/data\.pkl|\x80[\x02-\x05]", _PICKLED),
+    (rb"PK\x03\x04.{26}.{0,300}\.npy", _NPZ),
+    (rb".{257}ustar", _TAR),
+    (rb".{5}\0\0\0\{", ("a safetensors file of another name", "Give it a name that ends in .safetensors.")),
+)
+
+
+def clue_of_bytes(head: bytes) -> Clue | None:
+    """Return the likely kind of a file, by its first bytes, and the remedy, or None if the bytes aren't known.
+
+    Examples:
+        >>> clue_of_bytes(b"GGUF and more")[0], clue_of_bytes(b"notes")
+        ("a model in llama.cpp's GGUF", None)
+    """
+    return next((hint for pattern, hint in _HEADS if re.match(pattern, head, re.DOTALL)), None)

@@ -1,0 +1,203 @@
+"""How two tensors differ, bit for bit, read piece by piece in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.codec import row_major_bits
+from ..core.geometry import Box, box_shape, slices, tiles
+from ..core.lazy import LazyTensor
+from ..errors import ShapeError, error_text
+
+# Cutting a tensor into boxes that follow each other in row-major order
+
+_MOST_BOXES = 2**20  # of a tensor: guards against a file whose tensor of 2**57 elements would be read without end
+
+
+def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) -> Iterator[Box]:
+    """Return what `tiles` yields, if that isn't too much.
+
+    Args:
+        shape: the tensor's.
+        cell: a box's, at least 1 along each axis that has elements.
+        doing: what they are for, for the error.
+        most: how many boxes there may be.
+
+    Raises:
+        ShapeError: there are more.
+
+    Examples:
+        >>> list(boxes((3, 4), (2, 4), "compare: 'w'", 100))
+        [((0, 0), (2, 4)), ((2, 0), (1, 4))]
+    """
+    count = prod(-(-size // step) for size, step in zip(shape, cell, strict=True)) if prod(shape) else 0
+    if count > most:
+        what, fix = f"{doing} of shape {shape} is too large for its pieces", "Give it more bytes in flight."
+        raise ShapeError(error_text(what, found=f"{count} pieces", expected=f"at most {most}", fix=fix))
+    return tiles(shape, cell)
+
+
+def boxes_within(shape: tuple[int, ...], most: int, doing: str) -> Iterator[Box]:
+    """Yield boxes of at most so many elements, each a run of the row-major tensor, in order; raises as `boxes` does.
+
+    Examples:
+        >>> [offset for offset, _ in boxes_within((2, 3), 2, "compare: 'w'")]
+        [(0, 0), (0, 2), (1, 0), (1, 2)]
+    """
+    return boxes(shape, box_shape(shape, most), doing, _MOST_BOXES)
+
+
+Number = bool | int | float | complex | str
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BYTES_PER_ELEMENT = 64  # two elements of any size, their bits, and their values as the widest numbers
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """How the elements of a tensor differ.
+
+    Attributes:
+        key: the tensor's.
+        count: how many elements differ in a bit.
+        elements: how many there are.
+        first: index of the first one that differs, in row-major order.
+        left: the left one's element there; its bits in hexadecimal if torch can't convert them to a number.
+        right: the right one's.
+        largest: the largest absolute difference of two numbers; None if there is none, as for NaNs.
+        ulps: the most floating-point numbers that lie between two, and one; None if there are none.
+    """
+
+    key: str
+    count: int
+    elements: int
+    first: tuple[int, ...]
+    left: Number
+    right: Number
+    largest: float | int | None
+    ulps: int | None = None
+
+    def __str__(self) -> str:
+        largest = "" if self.largest is None else f", by at most {self.largest}"
+        place = f"the first at {self.first}: {self.left} and {self.right}"
+        return f"{self.key!r}: {self.count} of {self.elements} elements differ{largest}; {place}"
+
+
+def value_difference(
+    key: str,
+    left: torch.Tensor | LazyTensor,
+    right: torch.Tensor | LazyTensor,
+    most_bytes: int,
+    progress: Callable[[int], None],
+) -> ValueDifference | None:
+    """Return how two tensors of one dtype and shape differ, None if they are equal bit for bit.
+
+    Args:
+        key: the tensor's.
+        left: read piece by piece where it is lazy.
+        right: likewise.
+        most_bytes: how much memory that may take, but at least enough for an element.
+        progress: called with the bytes of each that were compared since the last call.
+
+    Raises:
+        ShapeError: they are too large to be compared in so little memory.
+
+    Examples:
+        >>> left, right = torch.tensor([1.0, float("nan")]), torch.tensor([1.5, float("nan")])
+        >>> print(value_difference("w", left, right, 2**20, lambda nbytes: None))
+        'w': 1 of 2 elements differ, by at most 0.5; the first at (0,): 1.0 and 1.5
+    """
+    shape, difference = tuple(left.shape), None
+    for offset, size in boxes_within(shape, max(1, most_bytes // _BYTES_PER_ELEMENT), f"compare: {key!r}"):
+        part = _part_difference(key, shape, offset, _box(left, offset, size), _box(right, offset, size))
+        difference = part if difference is None else joint_difference(difference, part)
+        progress(int(np.prod(size, dtype=np.int64)) * left.dtype.itemsize)
+    return difference
+
+
+def _box(tensor: torch.Tensor | LazyTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    if isinstance(tensor, LazyTensor):
+        return tensor.read_box(offset, shape)
+    return tensor[slices(offset, shape)]
+
+
+def _part_difference(
+    key: str, shape: tuple[int, ...], offset: tuple[int, ...], left: torch.Tensor, right: torch.Tensor
+) -> ValueDifference | None:
+    mine, theirs = _words(left), _words(right)
+    wrong = (mine != theirs).any(axis=1)
+    count = int(np.count_nonzero(wrong))
+    if not count:
+        return None
+    # A piece is a run of whole rows, or part of one: its first index plus that in the piece is the tensor's.
+    inside = np.unravel_index(int(wrong.argmax()), tuple(left.shape)) if left.ndim else ()
+    first = tuple(int(start + index) for start, index in zip(offset, inside, strict=True))
+    lefts, rights = (_numbers(words[wrong], left.dtype) for words in (mine, theirs))
+    elements = int(np.prod(shape, dtype=np.int64))
+    # Not of texts: torch can't convert floats of 4 bits, which it has in pairs.
+    is_float = left.is_floating_point() and lefts.dtype.kind == "f"
+    ulps = _ulps(mine[wrong], theirs[wrong], np.isnan(lefts) | np.isnan(rights)) if is_float else None
+    largest = _largest(lefts, rights)
+    return ValueDifference(key, count, elements, first, lefts[0].item(), rights[0].item(), largest, ulps)
+
+
+def _ulps(left: Any, right: Any, nan: Any) -> int | None:
+    """Return how far apart floating-point numbers are at most, in numbers of their dtype, given their bits."""
+    top = np.uint64(1 << 8 * left.itemsize - 1)
+    bits = [words[~nan, 0].astype(np.uint64) for words in (left, right)]
+    low, high = np.minimum(*(each & ~top for each in bits)), np.maximum(*(each & ~top for each in bits))
+    apart = np.where((bits[0] ^ bits[1]) & top, high + low, high - low)
+    return int(apart.max()) if apart.size else None
+
+
+def joint_difference(first: ValueDifference, later: ValueDifference | None) -> ValueDifference:
+    """Return a difference with that of later elements added."""
+    if later is None:
+        return first
+    largest = max((each.largest for each in (first, later) if each.largest is not None), default=None)
+    ulps = max((each.ulps for each in (first, later) if each.ulps is not None), default=None)
+    return replace(first, count=first.count + later.count, largest=largest, ulps=ulps)
+
+
+def _words(tensor: torch.Tensor) -> Any:
+    """Return the bits of a tensor's elements as integers, a row each: (elements, words)."""
+    # As integers: as floats, NaN wouldn't equal itself, and 0.0 would equal -0.0.
+    word = _WORDS.get(tensor.dtype.itemsize, np.uint64)
+    return row_major_bits(tensor).numpy().view(word).reshape(tensor.numel(), -1)
+
+
+def _numbers(words: Any, dtype: torch.dtype) -> Any:
+    """Return elements, given their bits, as the widest numbers of their kind; as texts if torch can't convert them."""
+    raw = torch.from_numpy(words.view(np.uint8).reshape(-1).copy()).view(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else None
+    try:
+        return raw.numpy() if wide is None else raw.to(wide).numpy()
+    except (RuntimeError, TypeError, NotImplementedError):
+        texts = [f"0x{row.tobytes()[::-1].hex()}" for row in words[:1]]
+        return np.array(texts)
+
+
+def _largest(left: Any, right: Any) -> float | int | None:
+    if left.dtype.kind == "U":
+        return None
+    if left.dtype.kind in "iu":
+        return _largest_of_integers(left, right)
+    if left.dtype.kind == "b":
+        return 1
+    with np.errstate(all="ignore"):
+        apart = np.abs(left - right)
+    numbers = apart[~np.isnan(apart)]
+    return float(numbers.max()) if numbers.size else None
+
+
+def _largest_of_integers(left: Any, right: Any) -> int:
+    # The difference of two int64 may overflow; the larger minus the smaller, as unsigned integers, always fits.
+    wide = np.uint64 if left.dtype.kind == "u" else np.int64
+    high, low = np.maximum(left, right).astype(wide), np.minimum(left, right).astype(wide)
+    return int((high.view(np.uint64) - low.view(np.uint64)).max())

@@ -1,0 +1,49 @@
+"""What an explanation finds out of one rank after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ..core import plans
+from ..errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
+from ..shell.checkpoint.loading import Omissions
+
+
+@dataclass(slots=True, eq=False)
+class Findings:
+    """Findings about all ranks, each once: ranks mostly have the same problems.
+
+    Attributes:
+        failures: on which ranks checks fail, by class and text of the error.
+        problems: why what they ask for can't be loaded.
+        unexpected: what isn't stored, where a strict mode looks for that beforehand.
+        omissions: what isn't returned of what is stored, and not filled of the targets.
+        uncompared: keys of states that aren't compared with weights.
+        undecided: what may fail when values are read.
+        reads: what each rank that has a target would read.
+    """
+
+    failures: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)
+    problems: dict[tuple[object, ...], plans.Misfit] = field(default_factory=dict)
+    unexpected: dict[str, plans.Unexpected] = field(default_factory=dict)
+    omissions: Omissions = field(default_factory=Omissions)
+    uncompared: set[str] = field(default_factory=set)
+    undecided: dict[plans.Undecided, None] = field(default_factory=dict)
+    reads: list[plans.RankReads] = field(default_factory=list)
+
+    @contextmanager
+    def record(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:
+        """Record an error of the check inside instead of raising it; with the ranks bound, this is a `Run`."""
+        try:
+            yield
+        except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
+            raise  # what is stored is at fault, not the target: nothing can be explained
+        except Exception as error:  # any class: a factory's build function may raise what it likes, and fails the load
+            text = "\n".join([str(error), *getattr(error, "__notes__", ()), *([note] if note else [])])
+            self.failures.setdefault((type(error), text), set()).update(ranks)
+
+    def add_problems(self, problems: Iterable[plans.Misfit]) -> None:
+        for problem in problems:
+            self.problems.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)

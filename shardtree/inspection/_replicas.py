@@ -1,0 +1,288 @@
+"""check_replicas: whether all that hold a part of a tensor hold the same elements, and how those that don't differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from os import PathLike
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ..core.ambient import shielded
+from ..core.codec import row_major_bits
+from ..core.fingerprints import bytes_total, piece_total, shard_totals, unlike_replicas
+from ..core.geometry import box_slices, slices
+from ..core.layouts import ShardColumns, join_columns, place_text, shard_columns, tensor_shards
+from ..core.mapping import ShardedTensor
+from ..core.plans import held_places
+from ..errors import TreeError, error_text, rank_text, shorten
+from ..shell.checkpoint import given_options, open_at, sharded_backend, sharded_metadata
+from ..shell.storage import Directory, Storage, in_threads
+from ..shell.table import Copies, LoadOptions, Resolution, Strategies, StrategyAction, find_strategy
+from ..shell.world import World, agree, current_world, gather, on_rank_zero, one_process, share
+from ._differences import ValueDifference, joint_difference, value_difference
+
+T = TypeVar("T")
+Holders = tuple[int, ...] | tuple[str, ...]
+_PIECE = 32 * 1024 * 1024  # bytes that a rank sends another at once
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDifference:
+    """Copies of a part of a tensor that are alike, and other than the main one.
+
+    Attributes:
+        key: the tensor's.
+        holders: the ranks that hold them, or the files.
+        than: those that hold what the main replica does, or the first file.
+        box: the part, as text.
+        values: how the elements differ, the main replica's on the left; `first` is an index in the tensor. None where
+            they aren't of one dtype and shape, or others have none.
+    """
+
+    key: str
+    holders: Holders
+    than: Holders
+    box: str
+    values: ValueDifference | None
+
+    def __str__(self) -> str:
+        what, values = _unlike(self.key, self.holders, self.than), self.values
+        if values is None:
+            return f"{what}: none, or of another dtype or shape"
+        ulps = "" if values.ulps is None else f" ({values.ulps} ulp)"
+        largest = "" if values.largest is None else f", by at most {values.largest}{ulps}"
+        amount = f"{values.count} of {values.elements} in {self.box}{largest}"
+        return f"{what}: {amount}; the first at {values.first}: {values.right} and {values.left}"
+
+
+def unlike_text(columns: ShardColumns, rows: Sequence[int], main: Sequence[int]) -> str:
+    """Return which ranks hold other elements than which, given the rows of their shards."""
+    return _unlike(columns.keys[int(columns.key[rows[0]])], _ranks(columns, rows), _ranks(columns, main))
+
+
+def _ranks(columns: ShardColumns, rows: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(columns.rank[rows].tolist()))
+
+
+def _unlike(key: str, holders: Holders, than: Holders) -> str:
+    if holders == than:
+        return f"{key!r}: {_holders(holders)} holds it twice, with different elements"
+    verb = "holds" if len(holders) == 1 else "hold"
+    return f"{key!r}: {_holders(holders)} {verb} other elements than {_holders(than)}"
+
+
+def _holders(holders: Holders) -> str:
+    numbers = [each for each in holders if isinstance(each, int)]
+    return rank_text(numbers) if numbers else ", ".join(shorten(map(repr, holders)))
+
+
+def tree_shards(doing: str, tree: Any) -> list[ShardedTensor]:
+    """Return a tree's shards.
+
+    Raises:
+        TreeError: it is no tree.
+    """
+    if not isinstance(tree, (dict, list, tuple)):
+        expected = "a dict, list or tuple of shards, or where a checkpoint is"
+        what = f"{doing}: neither a tree nor a place"
+        raise TreeError(error_text(what, found=type(tree).__name__, expected=expected))
+    return tensor_shards(tree)
+
+
+@shielded
+def check_replicas(
+    tree: Any | Directory,
+    *,
+    world: Any = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
+) -> tuple[ReplicaDifference, ...]:
+    """Return which replicas of a tree's tensors differ, bit for bit, and how; every rank of the world calls it.
+
+    Ranks sum what they share, and send a number a shard. Only where numbers differ, one rank of each group that agrees
+    gets the main replica's elements, piece by piece. `SaveOptions(check_replicas=True)` is this, before a save.
+
+    Args:
+        tree: dicts, lists and tuples of shards, factories and plain values, each rank's own: shards of one box, as
+            data-parallel ranks have, or layer norms on tensor-parallel ones. Or a path, URL or `Storage` of a
+            checkpoint, of whose format ranks have files with copies of their own; rank 0 reads those.
+        world: the ranks that take part; torch.distributed's default group, or else this process alone.
+        strategies: the dispatch table, for a checkpoint.
+        options: how a checkpoint is read: `parameter_names` and `types` count here.
+
+    Returns:
+        A difference for each group of ranks that holds something else than the main replica, the same on all ranks;
+        nothing where all are equal. Its text says who, how many elements, by how much, and where first.
+
+    Raises:
+        TreeError: what is given is neither a tree nor a place.
+        IntegrityError: ranks disagree about a tensor's dtype or shape.
+        NotACheckpoint: there is no checkpoint at the place.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> def drifted(world):
+        ...     norm = torch.ones(4)
+        ...     norm[2] += 2**-23 * (world.rank == 1)
+        ...     shard = st.ShardedTensor.from_rank_offsets("norm", norm, replica_id=world.rank)
+        ...     return check_replicas([shard], world=world)
+        >>> (one,) = st.simulate(3, drifted)[0]
+        >>> one.key, one.holders, one.than, one.values.count, one.values.first, one.values.ulps
+        ('norm', (1,), (0, 2), 1, (2,), 1)
+    """
+    ranks = current_world(world)
+    if isinstance(tree, (str, PathLike, Storage)):
+        return on_rank_zero(ranks, "check_replicas: read", partial(_differing_copies, tree, strategies, options))
+    shards = agree(ranks, "check_replicas: find the shards", partial(tree_shards, "check_replicas", tree))
+    parts = gather(ranks, "check_replicas: describe shards", partial(shard_columns, shards, ranks.rank))
+    return differing_replicas(ranks, lambda: (join_columns(parts), shards))
+
+
+Join = Callable[[], tuple[ShardColumns, Sequence[ShardedTensor]]]
+
+
+def differing_replicas(world: World, join: Join) -> tuple[ReplicaDifference, ...]:
+    """Return which replicas differ; one all-gather where none do.
+
+    Args:
+        world: the ranks that take part.
+        join: returns all ranks' shards by rank, and this rank's own in that order.
+    """
+
+    def sum_shards() -> tuple[ShardColumns, Sequence[ShardedTensor], Any]:
+        columns, shards = join()
+        own = np.flatnonzero(columns.rank == world.rank)
+        place, places = held_places(columns)
+        # A shard that no other rank holds has nothing to be compared with: no pass over its memory.
+        shared = np.flatnonzero(np.bincount(place, minlength=places)[place[own]] > 1)
+        sums = np.zeros(own.size, dtype=np.uint64)
+        sums[shared] = shard_totals([shards[number] for number in shared.tolist()], partial(in_threads, piece_total))
+        return columns, shards, sums
+
+    (columns, shards, _), sums = share(world, "check_replicas: sum", sum_shards, itemgetter(2))
+    unlike = unlike_replicas(columns, np.concatenate(sums))
+    pairs = [(groups[0], group) for groups in unlike for group in groups[1:]]
+    if not pairs:
+        return ()
+    own = dict(zip(np.flatnonzero(columns.rank == world.rank).tolist(), shards, strict=True))
+    values, failures = _pair_differences(world, columns, own, pairs)
+    by_rank = gather(world, "check_replicas: compare", partial(_unless, failures, values))
+    differences = {number: value for each in by_rank for number, value in each.items()}
+    return tuple(_replica_difference(columns, pair, differences[number]) for number, pair in enumerate(pairs))
+
+
+Pair = tuple[list[int], list[int]]
+
+
+def _unless(failures: Sequence[Exception], values: T) -> T:
+    if failures:
+        raise failures[0]
+    return values
+
+
+def _pair_differences(
+    world: World, columns: ShardColumns, own: Mapping[int, ShardedTensor], pairs: Sequence[Pair]
+) -> tuple[dict[int, ValueDifference], list[Exception]]:
+    """Return how those pairs differ of which this rank holds the second, and what failed here; collective."""
+    differences: dict[int, ValueDifference] = {}
+    failures: list[Exception] = []
+    for number, (main, others) in enumerate(pairs):
+        giver, taker = main[0], others[0]
+        sender, receiver = columns.rank[[giver, taker]].tolist()
+        nbytes = int(columns.elements[giver] * columns.item_size[columns.key[giver]])
+        for begin in range(0, nbytes, _PIECE):
+            size = min(_PIECE, nbytes - begin)
+            bits = {
+                row: _attempt(failures, partial(_bits, own[row], begin, size)) for row in (giver, taker) if row in own
+            }
+            # A rank that failed sends something all the same: the other one waits for it.
+            bits_by_receiver = {receiver: bits.get(giver)} if giver in own and sender != receiver else {}
+            outgoing = {
+                to: torch.zeros(size, dtype=torch.uint8, device="cpu") if one is None else one
+                for to, one in bits_by_receiver.items()
+            }
+            is_told = taker in own and sender != receiver
+            incoming = {sender: torch.empty(size, dtype=torch.uint8, device="cpu")} if is_told else {}
+            world.exchange(outgoing, incoming)
+            if taker in own and not failures:
+                ends = incoming.get(sender, bits.get(giver)), bits[taker]
+                part = _attempt(failures, partial(_difference, own[taker], *ends, begin // own[taker].dtype.itemsize))
+                if part is not None:
+                    before = differences.get(number)
+                    differences[number] = part if before is None else joint_difference(before, part)
+    return differences, failures
+
+
+def _attempt(failures: list[Exception], fn: Callable[[], T]) -> T | None:
+    try:
+        return fn()
+    except Exception as error:
+        failures.append(error)
+        return None
+
+
+def _bits(shard: ShardedTensor, begin: int, size: int) -> torch.Tensor:
+    return row_major_bits(shard.data)[begin : begin + size]
+
+
+def _difference(shard: ShardedTensor, main: Any, other: Any, begin: int) -> ValueDifference | None:
+    difference = value_difference(shard.key, main.view(shard.dtype), other.view(shard.dtype), _PIECE, _ignore)
+    return None if difference is None else replace(difference, first=(begin + difference.first[0],))
+
+
+def _ignore(nbytes: int) -> None:
+    pass
+
+
+def _replica_difference(columns: ShardColumns, pair: Pair, values: ValueDifference) -> ReplicaDifference:
+    row = pair[0][0]
+    key, start, stop = (int(column[row]) for column in (columns.key, columns.start, columns.stop))
+    axes = len(columns.kinds[key].global_shape)
+    box = box_slices(columns.offset[row], columns.shape[row], axes)
+    inside = (
+        np.unravel_index(values.first[0] + max(start, 0), tuple(span.stop - span.start for span in box)) if axes else ()
+    )
+    first = tuple(int(span.start + index) for span, index in zip(box, inside, strict=True))
+    values = replace(values, first=first, elements=int(columns.elements[row]))
+    than, holders = (_ranks(columns, rows) for rows in pair)
+    place = place_text(box, slice(start, stop) if start >= 0 else None)
+    return ReplicaDifference(columns.keys[key], holders, than, place, values)
+
+
+def _differing_copies(
+    directory: Directory, strategies: Strategies | None, options: LoadOptions | None
+) -> tuple[ReplicaDifference, ...]:
+    """Return which copies differ that a checkpoint's files have of one part, a part at a time."""
+    checkpoint = open_at(directory, one_process(), given_options("open", options, LoadOptions), strategies)
+    row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
+    # The metadata isn't listed: of states in buckets that would raise where copies differ.
+    keys = sharded_metadata(checkpoint, None, None, strategies).keys() if row is not None else ()
+    resolution: Resolution | None = None if row is None else row(checkpoint, keys, True)
+    if resolution is None or resolution.copies is None:
+        return ()
+    return tuple(difference for copies in resolution.copies() for difference in _unlike_copies(copies))
+
+
+def _unlike_copies(copies: Copies) -> Iterator[ReplicaDifference]:
+    groups: dict[Any, tuple[list[str], ValueDifference | None]] = {}
+    first = copies.held[0][1]()
+    for name, read in copies.held:
+        data = read()
+        kind = None if data is None else (data.dtype, tuple(data.shape), bytes_total(row_major_bits(data)))
+        if kind not in groups:
+            is_like = kind is not None and kind[:2] == (first.dtype, tuple(first.shape))
+            how = value_difference(copies.key, first, data, _PIECE, _ignore) if is_like else None
+            if how is not None:
+                at = tuple(low + index for low, index in zip(copies.offset, how.first, strict=True))
+                how = replace(how, first=at, elements=first.numel())
+            groups[kind] = [], how
+        groups[kind][0].append(name)
+    than, *others = groups.values()
+    box = place_text(slices(copies.offset, first.shape))
+    for names, how in others:
+        yield ReplicaDifference(copies.key, tuple(names), tuple(than[0]), box, how)

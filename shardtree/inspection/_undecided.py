@@ -1,0 +1,66 @@
+"""What only values decide: why a load may fail when it reads, though all is stored as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from ..core.mapping import ShardedTensor, given_tensor
+from ..core.mapping.memory import tied
+from ..core.plans import Undecided, is_integer, stored_elements
+from ..shell.checkpoint.loading import Kinds, LoadRequest, ObjectsFit, Target
+from ..transforms import drop_objects
+
+
+def find_undecided(
+    request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds, *, is_known: bool
+) -> Iterator[Undecided]:
+    """Yield what may fail when a rank's values are read, though all is stored as it should be.
+
+    Args:
+        request: how it is loaded.
+        target: what the rank loads.
+        objects: how its objects fit.
+        kinds: what is stored of its tensors.
+        is_known: whether the format says if tensors are stored whole.
+    """
+    # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
+    if callable(request.choices[0]):
+        yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
+    elif not is_known:
+        for key in sorted({shard.key for shard in target.tensors}):
+            yield Undecided(key, "the format doesn't say whether it is stored whole")
+    for shard in target.tensors:
+        kind = kinds.get(shard.key) if request.cast else None
+        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _elements_to_load(shard, kind.global_shape):
+            yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
+    for first, *others in tied([(shard, given_tensor(shard)) for shard in target.tensors if target.donate]):
+        why = f"whether it is stored with the values of {target.tensors[first].key!r}, whose memory it shares"
+        yield from (Undecided(target.tensors[other].key, why) for other in others)
+    for item in target.objects:
+        if not objects.changes(item):
+            yield Undecided(item.key, "whether the object can be decoded")
+        elif objects.rules.get(item.key) is not drop_objects:
+            yield Undecided(item.key, "whether the rule can handle the objects")
+
+
+def _elements_to_load(shard: ShardedTensor, stored_shape: tuple[int, ...]) -> int:
+    """Return how many elements of a shard are loaded."""
+    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored_shape):
+        return stored_elements(shard, stored_shape)
+    return prod(shard.data_shape)
+
+
+def may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
+
+    Examples:
+        >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)
+        (True, False)
+    """
+    if source == target or not (is_integer(source) and is_integer(target)):
+        return False
+    own, other = torch.iinfo(source), torch.iinfo(target)
+    return own.min < other.min or own.max > other.max

@@ -1,0 +1,180 @@
+"""verify: whether every byte of a checkpoint is what was saved, and where it isn't."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ..core.ambient import shielded
+from ..core.geometry import as_int
+from ..errors import CorruptCheckpoint, StorageError, UnsafeFile, UnsupportedValue, error_text, plural
+from ..formats.manifest import manifest_findings
+from ..shell.checkpoint import are_objects_beside, common_backend, given_options, open_at, sharded_backend, strategy_of
+from ..shell.storage import Directory, in_turn
+from ..shell.table import (
+    METADATA_FILE,
+    Checked,
+    Checkpoint,
+    Damage,
+    Finding,
+    LoadOptions,
+    Strategies,
+    StrategyAction,
+    Unchecked,
+    VerifyReport,
+    by_reason,
+    find_strategy,
+    is_damaged,
+    is_of_others,
+    refuse_replaced,
+    refused_findings,
+    unless_replaced,
+)
+from ..shell.world import one_process
+
+logger = logging.getLogger("shardtree")
+
+
+@shielded
+def verify(
+    checkpoint_dir: Directory,
+    *,
+    report: Callable[[VerifyReport], None] | None = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
+) -> tuple[Damage, ...]:
+    """Return what is damaged in a checkpoint, by file, bytes, key and region; nothing where all is as it was saved.
+
+    Every file is read whole, headers and padding included. Not collective. Formats other than our own have checksums
+    for a part of their bytes, or none: bytes without a checksum go to `report`, and without that to the log.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        report: called once, with the verdict: its `sound` is True where every byte was checked, and None where nothing
+            is damaged but some bytes have no checksum.
+        strategies: the dispatch table; None for the process's.
+        options: `threads`, `progress`, and what decides which values a load takes: `types` and `allow_pickle`. Values
+            that a load with these options refuses are in the report, by name; they aren't damage.
+
+    Raises:
+        NotACheckpoint: there is none.
+        CheckpointReplaced: another save took its place meanwhile, and what was read looks damaged.
+        StrategyError: the format carries nothing to check.
+        StorageError: `threads` isn't a number of threads.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> folder = st.storage.MemoryStorage()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, folder)
+        >>> st.verify(folder)
+        ()
+    """
+    options = given_options("verify", options, LoadOptions)
+    threads = as_int(options.threads)
+    if options.threads is not None and (threads is None or threads < 1):
+        what, expected = "verify: not a number of threads", "an int, 1 at least"
+        raise StorageError(error_text(what, found=repr(options.threads)[:200], expected=expected))
+    nbytes = [0]
+
+    def count(size: int) -> None:
+        nbytes[0] += size
+        options.progress(size)
+
+    # No check in the reads themselves: a strategy returns all findings, where a load's check raises at the first one.
+    counting = replace(options, verify=None, progress=in_turn(count), threads=threads)
+    findings = _findings(checkpoint_dir, counting, strategies)
+    damage = tuple(one for one in findings if isinstance(one, Damage))
+    unchecked = tuple(one for one in findings if isinstance(one, Unchecked))
+    if report is not None:
+        report(VerifyReport(nbytes[0], unchecked, _bytes_checked(findings), damage))
+    elif unchecked:
+        for why, ones in by_reason(unchecked).items():
+            amount = f"{sum(one.nbytes for one in ones)} bytes in {plural(len(ones), 'file')}"
+            logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, ones[0].file, why)
+    return damage
+
+
+def _bytes_checked(findings: Iterable[Finding]) -> int:
+    by_file: dict[str, int] = {}
+    for one in findings:
+        if isinstance(one, Checked):  # of two kinds of checksums, the one for more of the file
+            by_file[one.file] = max(by_file.get(one.file, 0), one.nbytes)
+    return sum(by_file.values())
+
+
+def _findings(directory: Directory, options: LoadOptions, strategies: Strategies | None) -> tuple[Finding, ...]:
+    try:
+        checkpoint = open_at(directory, one_process(), options, strategies)
+    except CorruptCheckpoint as error:
+        # Damage, not an error of the call: finding it is what was asked for.
+        return (Damage(METADATA_FILE, str(error)),)
+    sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
+    rows = [partial(strategy_of(StrategyAction.VERIFY, None, sharded, strategies), checkpoint)]
+    verify_common = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
+    if verify_common is None:
+        rows.append(partial(_unverified_common, checkpoint, strategies))
+    elif common != sharded:
+        beside = checkpoint
+        if are_objects_beside(sharded, common, strategies):
+            # The objects are that format's shards: it checks them as those of a checkpoint that is all its own.
+            names = {"sharded_backend": common[0], "sharded_backend_version": common[1]}
+            beside = replace(checkpoint, fields={**checkpoint.fields, **names})
+        rows.append(partial(verify_common, beside))
+    # A file whose hash is in the manifest was checked whole, whatever its own format can't check of it.
+    with unless_replaced(checkpoint):
+        by_manifest, whole = manifest_findings(checkpoint)
+        findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row()))
+        findings += _passed_over(checkpoint, findings, strategies)
+        if not is_damaged(findings):  # damaged bytes can't be loaded in any case
+            findings += tuple(_common_findings(checkpoint, strategies))
+    if is_damaged(findings):
+        refuse_replaced(checkpoint)
+    return tuple(one for one in findings if not (isinstance(one, Unchecked) and one.file in whole))
+
+
+def _passed_over(
+    checkpoint: Checkpoint, findings: Sequence[Finding], strategies: Strategies | None
+) -> tuple[Unchecked, ...]:
+    """Return the files of shards that no finding is about: a format's row that says nothing hasn't checked them."""
+    backend = sharded_backend(checkpoint.fields)
+    list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
+    names = {*list_files(checkpoint)} if list_files and not is_damaged(findings) else set()
+    lengths = {name: checkpoint.storage.length(name) for name in names - {one.file for one in findings}}
+    why = f"the format {backend[0]} {backend[1]} says nothing of it"
+    return tuple(Unchecked(name, why, length) for name, length in sorted(lengths.items()) if length)
+
+
+def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator[Finding]:
+    """Yield what keeps the common state from being loaded, whose bytes are as they were saved."""
+    backend, version = common_backend(checkpoint.fields)
+    load = find_strategy(StrategyAction.LOAD_COMMON, backend, version, strategies=strategies)
+    if load is None:
+        return
+    try:
+        load(checkpoint)
+    except (UnsafeFile, UnsupportedValue) as error:
+        yield from refused_findings({"the common state": str(error)})
+    except CorruptCheckpoint as error:
+        yield Damage("", str(error))
+
+
+def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Unchecked, ...]:
+    """Return the files of a common state whose format has nothing to check them by; where it lists none, all files."""
+    backend = common_backend(checkpoint.fields)
+    list_files, storage = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies), checkpoint.storage
+    lengths = {name: storage.length(name) for name in (list_files(checkpoint) if list_files else storage.names())}
+    why = f"nothing checks a common state in the format {backend[0]} {backend[1]}"
+    return tuple(Unchecked(name, why, length) for name, length in lengths.items() if length)
+
+
+def _metadata(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return metadata.json where it has no hash; one that has a hash was checked when it was opened."""
+    length = checkpoint.storage.length(METADATA_FILE)
+    if length is None or is_of_others(checkpoint.storage.read(METADATA_FILE)):
+        return ()
+    checkpoint.options.progress(length)
+    if "digest" in checkpoint.fields:
+        return (Checked(METADATA_FILE, length),)
+    return (Unchecked(METADATA_FILE, "metadata.json has no hash in this format", length),)

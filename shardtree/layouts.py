@@ -1,0 +1,81 @@
+"""Layouts of global tensors over ranks: shards as columns, and whether they tile their tensors."""
+
+from __future__ import annotations
+
+import typing
+
+from .core.deferred import face
+
+__all__ = [
+    "AxisSplit",
+    "Coverage",
+    "Mesh",
+    "ObjectColumns",
+    "P",
+    "PartitionSpec",
+    "Problem",
+    "RankShard",
+    "ShardColumns",
+    "SpecFunction",
+    "Specs",
+    "StoredLayout",
+    "TensorKind",
+    "abstract",
+    "abstract_at",
+    "check_access",
+    "coverage",
+    "from_local",
+    "join_columns",
+    "layout_of",
+    "mesh_columns",
+    "mesh_shards",
+    "object_columns",
+    "shard",
+    "shard_at",
+    "shard_columns",
+    "sharding_problems",
+    "specs_by_pattern",
+    "unshard",
+]
+
+if typing.TYPE_CHECKING:
+    from .core.layouts import (
+        AxisSplit,
+        Coverage,
+        Mesh,
+        ObjectColumns,
+        P,
+        PartitionSpec,
+        Problem,
+        RankShard,
+        ShardColumns,
+        SpecFunction,
+        Specs,
+        StoredLayout,
+        TensorKind,
+        abstract,
+        abstract_at,
+        check_access,
+        coverage,
+        from_local,
+        join_columns,
+        layout_of,
+        mesh_columns,
+        mesh_shards,
+        object_columns,
+        shard,
+        shard_at,
+        shard_columns,
+        sharding_problems,
+        specs_by_pattern,
+    )
+    from .live.resharding import unshard
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..core.layouts",
+        {
+            "unshard": "..live.resharding",
+        },
+    )

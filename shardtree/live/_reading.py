@@ -1,0 +1,286 @@
+"""Ranks that read for each other: which part each reads, how the others get it, and what `explain` foretells of that.
+
+The groups of a load are planned from what all ranks want: what one reads for several has to be in the same group of
+each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..core.geometry import Column
+from ..core.layouts import ShardColumns, join_columns, select_rows, shard_columns
+from ..core.mapping import ShardedTensor
+from ..core.plans import read_rounds
+from ..shell.checkpoint import (
+    AlikeColumns,
+    Choice,
+    PackedColumns,
+    pack_columns,
+    send_tables,
+    unpack_columns,
+    without_long_table,
+)
+from ..shell.checkpoint.loading import (
+    CPU,
+    ExchangeChoice,
+    Kinds,
+    Place,
+    Reading,
+    Shards,
+    as_stored,
+    by_dtype,
+    bytes_wanted_twice,
+    convert_all,
+    exchange_choice,
+    groups_of,
+    new_memory,
+    read_shards,
+    stored_shard,
+    traits_of_load,
+)
+from ..shell.storage import ReadReport, crosses_network
+from ..shell.table import Checkpoint, Strategies
+from ..shell.world import agree, share
+from ._memory import make_buffers
+from ._move import Route, long_pieces_apart, move
+from .resharding._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
+
+BYTES_IN_FLIGHT = 64 * 1024 * 1024
+"""What a rank sends and gets in one step. Long parts go from and to where they lie: large steps take little memory."""
+
+
+def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill shards, each byte read by one rank for all, and return how much this rank read, sent and received.
+
+    Collective.
+
+    Args:
+        reading: how.
+        shards: this rank's, with memory.
+    """
+    world, kinds, layout = reading.checkpoint.world, reading.kinds, reading.layout
+    choices = (reading.sharded_strategy, None, reading.strategies)
+
+    def terms(group: Sequence[ShardedTensor]) -> tuple[bool, bool]:
+        # Whether what the caller said that all ranks ask for is what they share: none has left out or converts any.
+        is_known = layout is not None and len(by_sharing(group)[1]) == layout.order.size
+        return cuts_shards(reading.checkpoint, choices), is_known
+
+    # Ranks may check differently, or have strategies of their own; the plan has to be the same on all.
+    alike, each = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], terms)
+    is_cut = all(cuts for cuts, _ in each)
+    if layout is not None and all(is_known for _, is_known in each):
+        return _read_once(reading, [alike[number] for number in layout.order.tolist()], layout.columns, is_cut)
+    groups, columns_by_group = _common_groups(reading, shards)
+    report = _read_once(reading, groups[0], columns_by_group[0], is_cut)
+    for part, columns in zip(groups[1:], columns_by_group[1:], strict=True):
+        staging = agree(world, "load: make room", partial(as_stored, part, kinds))
+        report += _read_once(reading, staging, columns, is_cut)
+        agree(world, "load: convert", partial(convert_all, part, staging, kinds))
+    return report
+
+
+def _common_groups(
+    reading: Reading, shards: Sequence[ShardedTensor]
+) -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
+    """Return what this rank reads at once, and what all ranks share of each such group; collective."""
+    world, kinds = reading.checkpoint.world, reading.kinds
+
+    def describe() -> list[PackedColumns]:
+        return [pack_columns(columns, world.rank) for columns in shared_columns(shards, kinds, world.rank)]
+
+    def brief(own: Sequence[PackedColumns]) -> list[PackedColumns]:
+        return [without_long_table(columns, world.size) for columns in own]
+
+    own, each = share(world, "load: describe reads", describe, brief)
+    parts = [send_tables(world, mine, theirs) for mine, theirs in zip(own, zip(*each, strict=True), strict=True)]
+
+    def plan() -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
+        alike, others = (join_columns(unpack_columns(part)) for part in parts)
+        rounds, columns = common_groups(alike, others)
+        return groups_of(shards, kinds, rounds[others.rank == world.rank], len(columns) - 1), columns
+
+    return agree(world, "load: plan reads", plan)
+
+
+def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: ShardColumns, is_cut: bool) -> ReadReport:
+    """Read this rank's share of what several ranks want, and send it to the others; collective.
+
+    Args:
+        reading: how.
+        shards: this rank's, with memory.
+        columns: what all ranks want of the shards that they share.
+        is_cut: whether these may be cut between ranks.
+    """
+    world = reading.checkpoint.world
+    own, shared = by_sharing(shards)
+    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
+    parts, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, shared))
+    report = agree(world, "load: read", partial(read_shards, reading, [*own, *parts]))
+    failure = move(route, world.exchange)
+    return report + agree(world, "load: pass on", partial(bytes_moved, failure, plan, world.rank))
+
+
+def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
+    """Return whether shards that ranks read for each other may be cut between them."""
+    cuts = traits_of_load(checkpoint, choices[0], choices[2]).cuts_chunks
+    # A checksum of a whole chunk couldn't be compared by ranks that each read a part, or each would read all of it.
+    return cuts == "always" or (cuts == "unchecked" and checkpoint.options.verify is None)
+
+
+def parts_to_read(
+    shared: SharedReads, rank: int, shards: Sequence[ShardedTensor], element: Column | None = None
+) -> list[ShardedTensor]:
+    """Return what a rank reads itself, in the order of its reads.
+
+    Args:
+        shared: who reads what.
+        rank: which.
+        shards: the rank's, as they are wanted, with contiguous data or none.
+        element: the element of its shard that each read begins at; what is at -1, such as some columns of a matrix,
+            gets new memory; None for parts without data.
+    """
+    mine = np.flatnonzero(shared.reads.rank == rank)
+    reads = select_rows(shared.reads, mine)
+    at = reads.key * 0 if element is None else element[mine]
+    columns = (shared.row[mine] - shared.first[rank], shared.is_whole[mine], at, reads.start, reads.stop)
+    rows = zip(reads.offset.tolist(), reads.shape.tolist(), *(column.tolist() for column in columns), strict=True)
+    return [
+        shards[own] if is_whole else _part(shards[own], offset, shape, slice(start, stop), begin, element is not None)
+        for offset, shape, own, is_whole, begin, start, stop in rows
+    ]
+
+
+def _part(shard: ShardedTensor, offset: Any, shape: Any, flat: slice, begin: int, has_data: bool) -> ShardedTensor:
+    """Return a box in a shard, or a flat range of one, as a shard: in its memory from an element on, or in new one."""
+    axes = len(shard.global_shape)
+    box = tuple(shape[len(shape) - axes + shard.prepend_axis_num :])
+    size, data = box if flat.start < 0 else (flat.stop - flat.start,), None
+    if has_data and begin < 0:
+        data = new_memory(shard.key, size, shard.dtype)
+    elif has_data:
+        data = shard.data.view(-1)[begin : begin + prod(size)].view(size)
+    first = len(offset) - axes
+    place: dict[str, Any] = {"local_shape": box, "global_offset": tuple(offset[first:]), "axis_fragmentations": None}
+    return replace(shard, data=data, flattened_range=None if flat.start < 0 else flat, **place)
+
+
+def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], Route]:
+    """Return what a rank reads itself, and how it takes part when ranks pass on what they have read.
+
+    Args:
+        plan: of all ranks.
+        rank: which.
+        shards: the rank's, as they are wanted, with contiguous memory on the CPU.
+    """
+    parts = parts_to_read(plan.shared, rank, shards, plan.element)
+    mine = np.flatnonzero(plan.shared.reads.rank == rank).tolist()
+    sources = dict(zip(mine, (part.data for part in parts), strict=True))
+    targets = dict(enumerate((shard.data for shard in shards), int(plan.shared.first[rank])))
+    schedule = long_pieces_apart(plan.passed_on.schedule(max_bytes_in_flight=BYTES_IN_FLIGHT))
+    buffers = make_buffers(schedule, rank, CPU, doing="load")
+    return parts, Route(plan.passed_on, schedule, rank, sources, targets, buffers, is_direct=True, doing="load")
+
+
+def bytes_moved(failure: Exception | None, plan: ExchangePlan, rank: int) -> ReadReport:
+    """Return how much a rank sent and received, or raise the failure of that."""
+    if failure is not None:
+        raise failure
+    return ReadReport(
+        bytes_sent=int(plan.shared.bytes_sent[rank]), bytes_received=int(plan.shared.bytes_received[rank])
+    )
+
+
+def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
+    """Return the shards that each rank reads itself, and those that ranks read for each other."""
+    # Where a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
+    own = [shard for shard in shards if shard.allow_shape_mismatch]
+    return own, [shard for shard in shards if not shard.allow_shape_mismatch]
+
+
+def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumns, ShardColumns]:
+    """Return what ranks that read for each other have to know of a rank's shards, in the dtypes that are stored.
+
+    That is what is stored in its own dtype, without what each rank reads itself; and all that is converted, where the
+    column of main replicas, which no plan of reads asks for, says instead what ranks share.
+    """
+    alike, others = by_dtype(shards, kinds)
+    other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)
+    is_shared = np.array([not shard.allow_shape_mismatch for shard in others], dtype=np.bool_)
+    return shard_columns(by_sharing(alike)[1], rank), replace(other_columns, main=is_shared)
+
+
+def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, list[ShardColumns]]:
+    """Return the round of each shard that is converted, and what ranks share of each group: of `alike`, of each round.
+
+    Args:
+        alike: all ranks' first `shared_columns`.
+        others: the second ones.
+    """
+    rounds = read_rounds(others)
+    count = int(rounds.max(initial=-1)) + 1
+    parts = (select_rows(others, np.flatnonzero((rounds == each) & others.main)) for each in range(count))
+    return rounds, [alike, *parts]
+
+
+# The same for all ranks in one process, in the memory of few.
+
+
+def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[ShardColumns] | None) -> ExchangeChoice:
+    """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
+    remote = crosses_network(checkpoint.storage)
+    places = [Place(str(rank), remote) for rank in range(ranks)]
+    saved_bytes = None if columns is None else partial(bytes_wanted_twice, columns)
+    choice = exchange_choice(checkpoint.options.exchange, places, saved_bytes)
+    others = " On one machine, each would read by itself."
+    return replace(choice, why=choice.why + others) if choice.together and choice.why else choice
+
+
+def foretold_groups(
+    targets: Callable[[], Iterable[Shards]], kinds: Kinds, *, is_cut: bool
+) -> tuple[Callable[[int, Shards], list[Shards]], list[SharedReads]]:
+    """Return what each rank reads itself at once, where ranks read for each other, and the plan of each such group.
+
+    Only what is passed on to whom isn't planned: with the replicas of a large model that would be most of the memory.
+
+    Args:
+        targets: yields each rank's shards; they are asked for anew, and not kept.
+        kinds: what is stored.
+        is_cut: whether shards may be cut between ranks.
+
+    Returns:
+        A function from a rank and its shards to its groups, and the plans.
+    """
+    alike, others, ranks = AlikeColumns(), AlikeColumns(), 0
+    for rank, shards in enumerate(targets()):
+        own_alike, own_others = shared_columns(shards, kinds, rank)
+        # Replicas differ in which of them is the main one, and are alike else.
+        alike.add(replace(own_alike, main=np.zeros_like(own_alike.main)), rank)
+        others.add(own_others, rank)
+        ranks += 1
+    other_columns = others.join()
+    rounds, parts = common_groups(alike.join(), other_columns)
+    sources = [alike, *[others] * (len(parts) - 1)]
+    plans = [plan_reads(part, ranks, is_cut=is_cut, alike=of.alike) for part, of in zip(parts, sources, strict=True)]
+    number_of = {rank: number for number, members in enumerate(others.alike) for rank in members.tolist()}
+
+    def groups(rank: int, shards: Shards) -> list[Shards]:
+        # Without memory: a target's own may be a view, of which no flat range can be taken.
+        bare = [one if one.data is None else replace(one, data=None) for one in shards]
+        own_groups = groups_of(bare, kinds, rounds[other_columns.rank == number_of[rank]], len(parts) - 1)
+        return [_share(group, plan, rank) for group, plan in zip(own_groups, plans, strict=True)]
+
+    return groups, plans
+
+
+def _share(shards: Shards, plan: SharedReads, rank: int) -> Shards:
+    """Return what a rank reads of shards itself."""
+    own, shared = by_sharing(shards)
+    return [*own, *parts_to_read(plan, rank, shared)]

@@ -1,0 +1,261 @@
+"""Whether transfers fill the target: each element of each target shard is written once, with the right element.
+
+Written without the planner's functions, from the two layouts alone, so that a planner's mistake isn't repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import numpy as np
+
+from ...core.geometry import (
+    Column,
+    Mask,
+    box_slices,
+    group_sums,
+    intersect,
+    overlapping_pairs,
+    shared_groups,
+    volumes,
+)
+from ...core.layouts import (
+    Problem,
+    ShardColumns,
+    TensorKind,
+    integrity_error,
+    place_text,
+    select_rows,
+    write_problems,
+)
+from ...core.plans import convertible
+from ...core.trees import near_names, refuse_scaled, scaled_values, those_of, with_guesses
+from ...errors import KeyMismatch, ShapeError, error_text, plural
+from ._pieces import NOWHERE, Pieces
+from ._transfers import Transfers, sending_shards, shard_memory
+
+_SHOWN_PROBLEMS = 20
+
+
+def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> tuple[Problem, ...]:
+    """Return all that is wrong with transfers between two layouts; nothing where each element is written once.
+
+    Args:
+        source: the shards of all ranks before, of as many axes as the target.
+        target: the shards of all ranks after.
+        transfers: what goes where.
+    """
+    rows = np.where(transfers.hop > 0, len(target), len(source))
+    # First of all: every other check indexes columns with these rows.
+    strays = (transfers.hop < 0) | (transfers.source < 0) | (transfers.source >= rows)
+    strays |= (transfers.target < 0) | (transfers.target >= len(target))
+    if strays.any():
+        count = plural(int(strays.sum()), "transfer")
+        return (Problem("transfers", (), f"{count} of shards that don't exist"),)
+    problems = [*_wrong_kinds(source, target), *_wrong_transfers(source, target, transfers)]
+    return (*problems, *_wrong_counts(target, transfers), *_too_early(target, transfers))
+
+
+def _wrong_kinds(source: ShardColumns, target: ShardColumns) -> Iterator[Problem]:
+    kinds = dict(zip(source.keys, source.kinds, strict=True))
+    for key, kind in zip(target.keys, target.kinds, strict=True):
+        before = kinds.get(key, kind)
+        if before.global_shape != kind.global_shape or not convertible(before.dtype, kind.dtype):
+            yield Problem(key, (), f"is {before} in the source and {kind} in the target")
+
+
+def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
+    """Yield what is wrong with single transfers: their tensors, ranks, bytes and boxes."""
+    before = sending_shards(source, target, transfers.hop, transfers.source)
+    after = select_rows(target, transfers.target)
+    wrong = {
+        "has no elements": (transfers.shape <= 0).any(axis=1),
+        "comes from a shard of another tensor": before.key != after.key,
+        "is stated to be of another tensor": transfers.key != after.key,
+        "comes from another rank than stated": before.rank != transfers.from_rank,
+        "goes to another rank than stated": after.rank != transfers.to_rank,
+        "has another number of bytes than stated": (
+            volumes(transfers.shape) * target.item_size[after.key] != transfers.nbytes
+        ),
+    }
+    at_source = (transfers.source_element, transfers.source_stride)
+    wrong |= _wrong_places(before, transfers, at_source, "that it comes from")
+    at_target = (transfers.target_element, transfers.target_stride)
+    wrong |= _wrong_places(after, transfers, at_target, "that it goes to")
+    for what, is_wrong in wrong.items():
+        yield from _first_problems(target, transfers, np.flatnonzero(is_wrong), what)
+
+
+def _wrong_places(
+    shard: ShardColumns, transfers: Transfers, memory: tuple[Column, Column], which: str
+) -> dict[str, Mask]:
+    """Return which boxes aren't in the shards given for them, and which aren't where their memory is stated to be."""
+    last = transfers.offset + transfers.shape
+    outside = ((transfers.offset < shard.offset) | (last > shard.offset + shard.shape)).any(axis=1)
+    first_element, stride = shard_memory(shard, transfers.offset)
+    last_element, _ = shard_memory(shard, last - 1)
+    # In row-major order an inner box's first corner comes first and its last corner last: these two decide for a range.
+    outside |= (shard.start >= 0) & ((first_element < 0) | (last_element >= shard.stop - shard.start))
+    element, strides = memory
+    elsewhere = (element != first_element) | ((strides != stride) & (transfers.shape > 1)).any(axis=1)
+    return {f"isn't in the shard {which}": outside, f"lies elsewhere in the shard {which}": elsewhere & ~outside}
+
+
+def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
+    """Yield a problem for each of the first transfers, and one that counts the others."""
+    for row in rows[:_SHOWN_PROBLEMS].tolist():
+        key = int(target.key[transfers.target[row]])
+        box = box_slices(transfers.offset[row], transfers.shape[row], len(target.kinds[key].global_shape))
+        ranks = tuple(sorted({int(transfers.from_rank[row]), int(transfers.to_rank[row])}))
+        yield Problem(target.keys[key], ranks, f"transfer {row}, {place_text(box)}, {what}", box)
+    if rows.size > _SHOWN_PROBLEMS:
+        yield Problem("transfers", (), f"and {rows.size - _SHOWN_PROBLEMS} more {what}")
+
+
+def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
+    """Yield the shards that aren't written once: as many elements as they have, and none of them twice."""
+    counts = group_sums(transfers.target, volumes(np.maximum(transfers.shape, 0)), len(target))
+    # As many elements as the shard has isn't enough: one written twice would hide another that is missing.
+    is_repeated = np.zeros(len(target), dtype=np.bool_)
+    is_repeated[shared_groups(transfers.target, transfers.offset, transfers.shape)] = True
+    wrong = np.flatnonzero(is_repeated | (counts != target.elements))
+    for row in wrong[:_SHOWN_PROBLEMS].tolist():
+        key = int(target.key[row])
+        box = box_slices(target.offset[row], target.shape[row], len(target.kinds[key].global_shape))
+        flat = slice(int(target.start[row]), int(target.stop[row])) if target.start[row] >= 0 else None
+        count = f"{counts[row]} elements are written, of {target.elements[row]}"
+        what = f"shard {row}, {place_text(box, flat)}: {count}" + (", some of them twice" if is_repeated[row] else "")
+        yield Problem(target.keys[key], (int(target.rank[row]),), what, box, flat)
+    if wrong.size > _SHOWN_PROBLEMS:
+        yield Problem("transfers", (), f"and {wrong.size - _SHOWN_PROBLEMS} more shards aren't written once")
+
+
+def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
+    """Yield what comes from a target shard that doesn't have all of it from earlier hops."""
+    later = np.flatnonzero(transfers.hop > 0)
+    offset, shape = transfers.offset, transfers.shape
+    left, right = overlapping_pairs(
+        transfers.source[later], offset[later], shape[later], transfers.target, offset, shape
+    )
+    earlier = transfers.hop[right] < transfers.hop[later[left]]
+    left, right = left[earlier], right[earlier]
+    _, common = intersect(offset[later[left]], shape[later[left]], offset[right], shape[right])
+    lacks = group_sums(left, volumes(common), later.size) < volumes(shape[later])
+    yield from _first_problems(target, transfers, later[lacks], "comes from a shard that doesn't have it yet")
+
+
+# Layouts between which nothing can be planned.
+
+_ALL = "Give the plan the shards of all ranks."
+_MOST = 2.0**62
+"""Bytes: a sum of a few such numbers fits an int64."""
+
+
+def check_kinds(
+    source: ShardColumns, target: ShardColumns, *, cast: bool, is_plain: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Raise unless every tensor that is wanted is in the source, of the same global shape and of a dtype that fits.
+
+    Args:
+        source: the shards before.
+        target: the shards after.
+        cast: whether another dtype fits too, where `load` converts it.
+        is_plain: whether a key's values need no scales.
+
+    Raises:
+        KeyMismatch: a tensor isn't there.
+        ShapeError: one has another global shape, or a dtype that doesn't fit, or would be cast without its scales.
+    """
+    source_kinds = dict(zip(source.keys, source.kinds, strict=True))
+    kinds = dict(zip(target.keys, target.kinds, strict=True))
+    absent = [key for key in target.keys if key not in source_kinds]
+    if absent:
+        near = near_names(absent, [key for key in source.keys if key not in kinds])
+        fix = "Ask for tensors that the source has, or rename one side."
+        raise KeyMismatch(error_text("plan_reshard: not in the source", offenders=with_guesses(absent, near), fix=fix))
+    pairs = {key: (source_kinds[key], kind) for key, kind in kinds.items()}
+    wrong = {key: pair for key, pair in pairs.items() if not _fits(*pair, cast=cast)}
+    if wrong:
+        lines = (f"{key!r}: source has {before}, target asks for {after}" for key, (before, after) in wrong.items())
+        fix = "\n  ".join(_fixes(wrong.values()))
+        raise ShapeError(error_text("plan_reshard: global shapes or dtypes differ", offenders=lines, fix=fix))
+    # Among all that the source has, whoever asks for it: so all ranks find the same.
+    dtypes = {key: kind.dtype for key, kind in source_kinds.items()}
+    changed = {key: dtypes[key] for key, kind in kinds.items() if kind.dtype != dtypes[key] and not is_plain(key)}
+    refuse_scaled("plan_reshard", changed, scaled_values(changed, those_of(dtypes)))
+
+
+def _fits(before: TensorKind, after: TensorKind, *, cast: bool) -> bool:
+    same_dtype = before.dtype == after.dtype or (cast and convertible(before.dtype, after.dtype))
+    return same_dtype and before.global_shape == after.global_shape
+
+
+def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
+    """Yield what to do about tensors that don't fit, each once."""
+    dtypes = {(before.dtype, after.dtype) for before, after in pairs if before.dtype != after.dtype}
+    if any(convertible(*pair) for pair in dtypes):
+        yield "Pass cast=True to convert the source's dtype."
+    if not all(convertible(*pair) for pair in dtypes):
+        yield "Ask for the source's dtype, where values can't be converted without a loss."
+    if any(before.global_shape != after.global_shape for before, after in pairs):
+        yield "Resharding keeps global shapes: save and load handle what is padded."
+
+
+def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
+    """Raise if a side has more bytes than can be counted, on all ranks together.
+
+    Raises:
+        ShapeError: names the largest tensors.
+    """
+    for side, columns in (("source", source), ("target", target)):
+        # In floats, which don't overflow: an int64 product would wrap around and pass the check.
+        item, box = columns.item_size[columns.key], columns.shape.astype(np.float64).prod(axis=1)
+        nbytes = np.where(columns.start < 0, box, columns.stop - columns.start) * item
+        if max((box * item).max(initial=0), nbytes.sum()) < _MOST:
+            continue
+        total = np.bincount(columns.key, weights=nbytes, minlength=len(columns.keys))
+        largest = np.argsort(-total, kind="stable").tolist()
+        lines = (f"{columns.keys[key]!r} {columns.kinds[key]}: {total[key]:.3g} bytes" for key in largest)
+        what = f"plan_reshard: the {side}'s shards are too large, together"
+        raise ShapeError(error_text(what, offenders=lines, fix="Plan parts of them that have less than 2**62 bytes."))
+
+
+def check_mains(source: ShardColumns, target: ShardColumns) -> None:
+    """Raise if main replicas of what is wanted overlap, so that none is known to be right, or leave their tensor.
+
+    Raises:
+        IntegrityError: names keys, ranks and boxes.
+    """
+    keys = set(target.keys)
+    # Faults of tensors that no target asks for don't matter: they aren't moved.
+    is_wanted = np.array([key in keys for key in source.keys], dtype=np.bool_)[source.key]
+    problems = write_problems(select_rows(source, np.flatnonzero(source.main & is_wanted)))
+    _raise("plan_reshard: main replicas of the source don't tile their tensors", problems)
+
+
+def check_gaps(target: ShardColumns, pieces: Pieces) -> None:
+    """Raise if a rank wants elements that no rank holds.
+
+    Raises:
+        IntegrityError: names keys, ranks and boxes.
+    """
+    rows = np.flatnonzero(pieces.place == NOWHERE)
+    _raise("plan_reshard: the source doesn't hold all that the target asks for", _gaps(target, pieces, rows.tolist()))
+
+
+def _gaps(target: ShardColumns, pieces: Pieces, rows: Iterable[int]) -> Iterator[Problem]:
+    for row in rows:
+        shard = int(pieces.target[row])
+        key = int(target.key[shard])
+        box = box_slices(pieces.offset[row], pieces.shape[row], len(target.kinds[key].global_shape))
+        count = plural(int(volumes(pieces.shape[row][None])[0]), "element")
+        what = f"{place_text(box)} is held by no rank of the source ({count})"
+        yield Problem(
+            target.keys[key], (int(target.rank[shard]),), what, box, fix="Give the plan the shards of all ranks."
+        )
+
+
+def _raise(what: str, problems: Iterable[Problem]) -> None:
+    problems = sorted(problems, key=lambda problem: str(problem.key))
+    if problems:
+        raise integrity_error(what, problems)

@@ -1,0 +1,299 @@
+"""Which rank reads what for others, so that each byte is read once; how it gets to them is a reshard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...core.geometry import (
+    Column,
+    Mask,
+    aligned_boxes,
+    distinct,
+    first_rows,
+    grid_cells,
+    group_sums,
+    rows_of,
+    shared_groups,
+    span_numbers,
+)
+from ...core.layouts import ShardColumns, select_rows, shard_boxes
+from ...core.plans import Holders, Line, Parts, deal_out, find_holders, held_places, holder_sets
+from ...errors import size_text, table_lines
+from . import ReshardPlan, plan_reshard
+
+# Wanted shards cut into cells, of which any two of a tensor are equal or apart: one rank can read each for all.
+
+MOST_CELLS = 16
+"""The most cells that the boxes of a tensor are cut into, on average; where they would be more, they stay whole."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """What ranks want, in parts that each shard wants whole or not at all.
+
+    Attributes:
+        targets: the shards, as given; one that stays whole though it overlaps others is of a tensor of its own.
+        shards: the cells, each as one of the shards that want it would hold it alone.
+        row: who wants a cell: a row of `targets`, int64 (wants,).
+        cell: which cell that is, int64 (wants,).
+    """
+
+    targets: ShardColumns
+    shards: ShardColumns
+    row: Column
+    cell: Column
+
+
+def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST_CELLS) -> Cells:
+    """Return the cells of shards: equal shards are one, and those that overlap are cut along each other's edges.
+
+    Args:
+        columns: the shards that all ranks want; those without elements have no cell.
+        is_cut: whether shards are cut; if not, cells are shards.
+        most: cells that each box of a tensor is cut into, on average; if they would be more, its shards stay whole.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> rows = [st.ShardedTensor("w", None, torch.int8, (2,), (3,), (at,), None) for at in (0, 1)]
+        >>> cells = wanted_cells(st.layouts.shard_columns(rows))
+        >>> cells.shards.offset.tolist(), cells.shards.shape.tolist(), cells.row.tolist(), cells.cell.tolist()
+        ([[0], [1], [2]], [[1], [1], [1]], [0, 0, 1, 1], [0, 1, 1, 2])
+    """
+    place, places = held_places(columns)
+    one = first_rows(place, places)  # equal shards are cut alike: one of each place stands for the others
+    shards = select_rows(columns, one)
+    boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
+    overlapping = shared_groups(shards.key[boxes.shard], boxes.offset, boxes.shape)
+    overlaps = np.flatnonzero(np.isin(shards.key, overlapping)[boxes.shard] & (boxes.shape > 0).all(axis=1))
+    key, offset, shape = shards.key[boxes.shard[overlaps]], boxes.offset[overlaps], boxes.shape[overlaps]
+    many = np.bincount(key, grid_cells(key, offset, shape), len(columns.keys)) > most * np.bincount(
+        key, minlength=len(columns.keys)
+    )
+    whole = many[key] if is_cut else np.ones(key.size, dtype=np.bool_)
+    targets = _as_own_tensors(columns, place, distinct(boxes.shard[overlaps[whole]]))
+    cut = overlaps[~whole]
+    parts = aligned_boxes(key[~whole], offset[~whole], shape[~whole])
+    is_whole = np.ones(places, dtype=np.bool_)
+    is_whole[boxes.shard[cut]] = False
+    rest = np.flatnonzero(is_whole & (shards.elements > 0))
+    first = first_rows(parts.number, int(parts.number.max(initial=-1)) + 1)
+    cells = select_rows(targets, one[np.concatenate([rest, boxes.shard[cut[parts.row[first]]]])])
+    cells.offset[rest.size :], cells.shape[rest.size :] = parts.offset[first], parts.shape[first]
+    cells.start[rest.size :], cells.stop[rest.size :] = -1, -1
+    # From the cells of places to those of all shards.
+    of = np.concatenate([rest, boxes.shard[cut[parts.row]]])
+    order = np.argsort(of, kind="stable")
+    number = np.concatenate([np.arange(rest.size), rest.size + parts.number])[order]
+    first, count = np.searchsorted(of[order], place), np.bincount(of, minlength=places)[place]
+    row, at = span_numbers(first, count)
+    return Cells(targets, cells, row, number[at])
+
+
+def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:
+    """Return shards of which those at some places are of tensors of their own: none shares elements with others."""
+    if not alone.size:
+        return columns
+    key = columns.key.copy()
+    at = np.minimum(np.searchsorted(alone, place), alone.size - 1)
+    mine = alone[at] == place
+    key[mine] = len(columns.keys) + at[mine]
+    of = np.zeros(alone.size, dtype=np.int64)
+    of[at[mine]] = columns.key[mine]
+    names = [*columns.keys, *(columns.keys[each] for each in of.tolist())]
+    # Numbered, all of them: a key with a number behind it might be another tensor's.
+    keys = tuple(f"{number}: {name}" for number, name in enumerate(names))
+    return replace(columns, keys=keys, kinds=(*columns.kinds, *(columns.kinds[each] for each in of.tolist())), key=key)
+
+
+# Who reads which part of them.
+
+STRIPE_BYTES = 1024 * 1024
+"""Shards are cut between readers at multiples of this: whole requests, and few hashed blocks that two ranks read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SharedReads:
+    """Which rank reads which bytes of what several ranks want. Its text is a table.
+
+    Attributes:
+        ranks: how many there are.
+        targets: the shards that ranks want; of those that overlap and aren't cut, each is of a tensor of its own.
+        reads: what ranks read, as shards of the same tensors, by tensor and place.
+        row: the shard of its reader that each read is of, the first that wants it, a row of `targets`, int64 (reads,).
+        first: the first row of each rank in `targets`, int64 (ranks,).
+        is_whole: whether a read is all of its shard, bool (reads,).
+        bytes_sent: how many bytes each rank sends to others, int64 (ranks,).
+        bytes_received: how many bytes each rank is sent by others, int64 (ranks,).
+    """
+
+    ranks: int
+    targets: ShardColumns
+    reads: ShardColumns
+    row: Column
+    first: Column
+    is_whole: Mask
+    bytes_sent: Column
+    bytes_received: Column
+
+    @property
+    def bytes_read(self) -> Column:
+        """How many bytes each rank reads, int64 (ranks,)."""
+        return group_sums(self.reads.rank, self.reads.nbytes, self.ranks)
+
+    def __repr__(self) -> str:
+        columns = (self.bytes_read.tolist(), self.bytes_sent.tolist(), self.bytes_received.tolist())
+        rows = [(str(rank), *map(size_text, row)) for rank, row in enumerate(zip(*columns, strict=True))]
+        return "\n".join(table_lines([("rank", "reads", "sends", "receives"), *rows]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangePlan:
+    """Which rank reads which bytes, and how they get to all others that want them.
+
+    Attributes:
+        shared: who reads what.
+        passed_on: from the reads to the wanted shards, without what is read into its place.
+        element: the element of its shard that each read begins at; -1 if it isn't consecutive there, int64 (reads,).
+    """
+
+    shared: SharedReads
+    passed_on: ReshardPlan
+    element: Column
+
+
+def plan_exchange(
+    columns: ShardColumns,
+    ranks: int,
+    *,
+    stripe_bytes: int = STRIPE_BYTES,
+    most_cells: int = MOST_CELLS,
+    is_cut: bool = True,
+) -> ExchangePlan:
+    """Return the plan by which ranks that want the same elements read them once between them, and pass them on.
+
+    Args:
+        columns: as in `plan_reads`, which says who reads what.
+        ranks: likewise.
+        stripe_bytes: likewise.
+        most_cells: likewise.
+        is_cut: likewise.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> tree = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(1024))]
+        >>> plan = plan_exchange(st.layouts.tree_columns([tree, tree]), 2, stripe_bytes=1024)
+        >>> plan.shared.reads.rank.tolist(), plan.shared.reads.start.tolist(), plan.passed_on.links
+        ([0, 1], [0, 512], {(0, 1): 2048, (1, 0): 2048})
+    """
+    shared = plan_reads(columns, ranks, stripe_bytes=stripe_bytes, most_cells=most_cells, is_cut=is_cut)
+    plan = plan_reshard(shared.reads, shared.targets)
+    transfers = plan.transfers
+    # To its own shard, which is the first of its rank that wants it; others get copies.
+    own = np.flatnonzero((transfers.from_rank == transfers.to_rank) & (transfers.hop == 0))
+    own = own[transfers.target[own] == shared.row[transfers.source[own]]]
+    source, shift = transfers.source[own], (transfers.target_element - transfers.source_element)[own]
+    element = np.full(len(shared.reads), -1)
+    element[source] = shift
+    alike = ((transfers.source_stride == transfers.target_stride) | (transfers.shape == 1)).all(axis=1)
+    element[source[~alike[own] | (shift != element[source])]] = -1
+    rest = np.delete(np.arange(len(transfers)), own[element[source] >= 0])
+    return ExchangePlan(shared, replace(plan, transfers=rows_of(transfers, rest)), element)
+
+
+def plan_reads(
+    columns: ShardColumns,
+    ranks: int,
+    *,
+    stripe_bytes: int = STRIPE_BYTES,
+    most_cells: int = MOST_CELLS,
+    is_cut: bool = True,
+    alike: Sequence[Column] | None = None,
+) -> SharedReads:
+    """Return what each rank reads so that ranks that want the same elements read them once between them.
+
+    Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
+    end and cut into one range a rank, so that each rank reads as much as the others, whatever it reads alone or with
+    other sets. Cuts lie between cells or at whole stripes: a rank is at most a stripe away from its part. Ranks that
+    want the same are described once: what this takes doesn't grow with the replicas.
+
+    Args:
+        columns: the shards that all ranks want, each rank's rows together.
+        ranks: how many ranks there are.
+        stripe_bytes: cells are cut at multiples of so many bytes.
+        most_cells: that the boxes of a tensor are cut into, on average; if they would be more, its shards stay whole,
+            and what they share is read more than once.
+        is_cut: whether shards and cells are cut; if not, equal shards are read whole by one rank, others by each.
+        alike: the ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(1024))
+        >>> plan_reads(st.layouts.shard_columns([shard]), 4, stripe_bytes=1024, alike=[np.arange(4)])
+        rank   reads   sends  receives
+           0  1.0 kB  3.1 kB    3.1 kB
+           1  1.0 kB  3.1 kB    3.1 kB
+           2  1.0 kB  3.1 kB    3.1 kB
+           3  1.0 kB  3.1 kB    3.1 kB
+    """
+    alike = list(np.arange(ranks)[:, None]) if alike is None else alike
+    number = np.zeros(ranks, dtype=np.int64)
+    for each, members in enumerate(alike):
+        number[members] = each
+    cells = wanted_cells(columns, is_cut=is_cut, most=most_cells)
+    item_size = cells.shards.item_size[cells.shards.key]
+    size, holder = cells.shards.elements * item_size, columns.rank[cells.row]
+    holders = find_holders(cells.cell, holder, size > 0)
+    parts = _deal(holders, alike, size, -(-stripe_bytes // item_size) * item_size * is_cut, ranks)
+    reads = _as_reads(cells.shards, parts, item_size, size)
+    # Each rank once, however many of its shards want a cell: what it gets once it copies to the others.
+    of, who = np.repeat(holders.place, holders.count), holders.rank
+    wanting = group_sums(of, np.array([each.size for each in alike], dtype=np.int64)[who], size.size)
+    length = parts.end - parts.begin
+    bytes_sent = group_sums(parts.sender, length * (wanting[parts.item] - 1), ranks)
+    bytes_received = group_sums(who, size[of], len(alike))[number] - group_sums(parts.sender, length, ranks)
+    pair, part_pair = cells.cell * len(alike) + holder, parts.item * len(alike) + number[parts.sender]
+    order = np.argsort(pair, kind="stable")
+    row = cells.row[order[np.searchsorted(pair[order], part_pair)]]
+    shard = select_rows(cells.targets, row)
+    whole = (reads.offset == shard.offset).all(axis=1) & (reads.shape == shard.shape).all(axis=1)
+    whole &= (reads.start == shard.start) & (reads.stop == shard.stop)
+    first = np.searchsorted(columns.rank, number)
+    return SharedReads(ranks, cells.targets, reads, row, first, whole, bytes_sent, bytes_received)
+
+
+def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column) -> ShardColumns:
+    """Return parts of cells as shards of those that read them: flat ranges, but for whole cells."""
+    reads, item = select_rows(cells, parts.item), item_size[parts.item]
+    cut = (parts.begin > 0) | (parts.end < size[parts.item])
+    base = np.maximum(reads.start, 0)
+    start = np.where(cut, base + parts.begin // item, reads.start)
+    stop = np.where(cut, base + parts.end // item, reads.stop)
+    return replace(reads, start=start, stop=stop, rank=parts.sender, main=np.ones_like(cut))
+
+
+def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
+    """Return who reads which bytes of which cell, by cell and byte; cells of no bytes are left out."""
+    # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
+    of_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
+    only = holders.rank[holders.first]
+    alone = (holders.count == 1) & of_one[only]
+    reader = np.array([each[0] for each in alike], dtype=np.int64)[only[alone]]
+    lone = holders.place[alone]
+    lines = [Line(places, size[places], row[places], members) for places, members in _rank_sets(holders, alike)]
+    parts = deal_out(Parts(lone, np.zeros_like(lone), size[lone], reader), lines, np.zeros(ranks, dtype=np.int64), 1)
+    return rows_of(parts, np.lexsort((parts.begin, parts.item)))
+
+
+def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
+    """Return the places that each set of several ranks holds, and those ranks, ascending; smaller sets first."""
+    sets = [*holder_sets(holders)]
+    if all(each.size == 1 for each in alike):
+        return [(places, np.concatenate([alike[each] for each in members])) for places, members in sets]
+    of_one = np.where(holders.count == 1, holders.rank[holders.first], -1)
+    sets += [(holders.place[of_one == each], np.array([each])) for each in distinct(of_one[of_one >= 0])]
+    ranks = [(places, np.sort(np.concatenate([alike[each] for each in members]))) for places, members in sets]
+    # In the order of the sets of ranks, whatever stands for them: one plan, however ranks are described.
+    return sorted((one for one in ranks if one[1].size > 1), key=lambda one: (one[1].size, one[1].tolist()))

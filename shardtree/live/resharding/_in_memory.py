@@ -1,0 +1,367 @@
+"""reshard: trees of all ranks from one layout into another, in one process's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.ambient import shielded
+from ...core.layouts import (
+    ObjectRule,
+    RankTrees,
+    ShardColumns,
+    common_problems,
+    own_copy,
+    reshard_objects,
+    tree_columns,
+    trees_by_rank,
+)
+from ...core.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, given_tensor
+from ...core.mapping.memory import check_unchanged
+from ...core.trees import (
+    HOLE,
+    MergeOne,
+    apply_factories,
+    build_factories,
+    check_is_tree,
+    common_with_holes,
+    comparable,
+    factory_of,
+    flatten_with_paths,
+    is_plain_tensor,
+    join,
+    leaves_with_paths,
+    map_shards,
+    merge_anew,
+    merge_into_held,
+    refuse_hidden,
+    refuse_too_deep,
+    refuse_without_elements,
+    unfilled,
+    unwrap,
+    with_data,
+)
+from ...errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
+from . import ReshardPlan, copy_transfers, plan_reshard
+
+# The trees at a reshard's two ends: flattened into shards and plain values, and rebuilt.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceTree:
+    """A rank's source tree, flattened.
+
+    Attributes:
+        tensors: its shards, factories applied, in the order of the tree's leaves.
+        objects: its sharded objects, likewise.
+        common: everything else, with holes where shards and nonpersistent objects were.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+    common: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetTree:
+    """A rank's target tree, flattened, with the functions that rebuild it.
+
+    Attributes:
+        leaves: of the tree with factories applied.
+        inner: for each, whether a factory built it.
+        rebuild: from new leaves to a tree of the same structure.
+        merge: from the joined tree to one with factories that hold their merged tensors.
+        plain: path and leaf of the plain tensors among the leaves.
+    """
+
+    leaves: tuple[Any, ...]
+    inner: tuple[bool, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    merge: Callable[[Any], Any]
+    plain: tuple[tuple[TreePath, Any], ...]
+
+    @property
+    def tensors(self) -> tuple[ShardedTensor, ...]:
+        """The tensor shards, in the order of the leaves."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, ShardedTensor))
+
+    @property
+    def objects(self) -> tuple[ShardedObject, ...]:
+        """The sharded objects, in the order of the leaves."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, ShardedObject))
+
+
+def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
+    """Return a rank's source tree, flattened.
+
+    Args:
+        tree: of shards with tensors.
+        doing: for messages.
+
+    Raises:
+        TreeError: it isn't a tree, or too deep.
+        CheckpointingException: a shard has no tensor.
+        ShapeError: a shard's tensor was changed since the shard was built.
+        UnsupportedValue: a shard is hidden in a value that tree maps don't enter.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> take_source({"w": shard, "step": 3}).common
+        {'w': HOLE, 'step': 3}
+    """
+    check_is_tree(doing, tree)
+    with refuse_too_deep(doing):
+        tree = apply_factories(unwrap(tree))
+        pairs = leaves_with_paths(tree)
+    refuse_hidden(doing, pairs)
+    shards = [(path, leaf) for path, leaf in pairs if isinstance(leaf, ShardedTensor)]
+    refuse_without_elements(doing, [(path, leaf) for path, leaf in pairs if not isinstance(leaf, ShardedTensor)])
+    _check_tensors(shards, doing)
+    objects = tuple(leaf for _, leaf in pairs if isinstance(leaf, ShardedObject))
+    return SourceTree(tuple(shard for _, shard in shards), objects, common_with_holes(tree))
+
+
+def _check_tensors(shards: Sequence[tuple[TreePath, ShardedTensor]], doing: str) -> None:
+    empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in shards if given_tensor(shard) is None]
+    if empty:
+        what, fix = f"{doing}: source shards without a tensor", "Give each its tensor; read a lazy one first."
+        raise CheckpointingException(error_text(what, offenders=empty, fix=fix))
+    for _, shard in shards:
+        check_unchanged(doing, shard, shard.data)
+
+
+def agreed_common(commons: Mapping[int, Any], doing: str = "reshard") -> Any:
+    """Return the plain values that all ranks share, with holes where the first one's shards were.
+
+    Args:
+        commons: each rank's common tree, by rank; a hole for one with an empty tree.
+        doing: for the message.
+
+    Returns:
+        A common tree; a hole if all ranks' trees are empty.
+
+    Raises:
+        IntegrityError: names every path at which they differ, the ranks and all values.
+
+    Examples:
+        >>> agreed_common({4: {"w": HOLE, "step": 3}, 5: {"step": 3}, 6: HOLE})
+        {'w': HOLE, 'step': 3}
+    """
+    commons = {rank: common for rank, common in sorted(commons.items()) if common is not HOLE}
+    # Compared as a format would store them: two ranks may hold equal values in containers that differ.
+    problems = common_problems({rank: comparable(common) for rank, common in commons.items()})
+    if problems:
+        fix = "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject."
+        what = f"{doing}: the ranks' plain values differ"
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+    return next(iter(commons.values()), HOLE)
+
+
+def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> TargetTree:
+    """Return a rank's target tree, flattened.
+
+    Args:
+        tree: of shards, with tensors or without.
+        doing: for messages.
+        donate: whether its tensors are given away, those that factories hold too.
+
+    Raises:
+        TreeError: it isn't a tree, or too deep.
+        UnsupportedValue: a shard is hidden in a value that tree maps don't enter.
+        ShapeError: what a donated factory holds shares memory with others, or can't be written.
+
+    Examples:
+        >>> [shard.key for shard in take_target({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}).tensors]
+        ['w']
+    """
+    check_is_tree(doing, tree)
+    with refuse_too_deep(doing):
+        factories = {path for path, leaf in leaves_with_paths(tree) if factory_of(leaf) is not None}
+        merge_one = merge_into_held(doing, tree) if donate and factories else merge_anew
+        tree, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree), is_target=True)
+        pairs, rebuild = flatten_with_paths(tree)
+    refuse_hidden(doing, pairs)
+    inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
+    plain = tuple((path, leaf) for path, leaf in pairs if is_plain_tensor(leaf))
+    return TargetTree(tuple(leaf for _, leaf in pairs), inner, rebuild, merge, plain)
+
+
+def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
+    """Return a factory that merges to itself with the merged tensor as its data; another leaf as it is."""
+    if (factory := factory_of(leaf)) is None:
+        return leaf
+    return replace(factory, merge_fn=lambda data: replace(leaf, data=merge_one(factory, data)))
+
+
+def complete(
+    target: TargetTree,
+    common: Any,
+    tensors: Sequence[torch.Tensor],
+    objects: Sequence[ShardedObject],
+    doing: str = "reshard",
+) -> Any:
+    """Return the tree that a rank gets: its target with data, joined with copies of the plain values.
+
+    Args:
+        target: what it wants.
+        common: the plain values that all source ranks have; a hole if there are none.
+        tensors: for each of `target.tensors`.
+        objects: for each of `target.objects`, the object with data.
+        doing: for messages.
+
+    Raises:
+        TreeError: the target doesn't fit the common state.
+        UnsupportedValue: a plain value can't be copied.
+
+    Examples:
+        >>> target = take_target({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))})
+        >>> tree = complete(target, {"w": HOLE, "step": 3}, [torch.ones(2)], [])
+        >>> tree["w"].data, tree["step"]
+        (tensor([1., 1.]), 3)
+    """
+    data, items = iter(tensors), iter(objects)
+    pairs = zip(target.leaves, target.inner, strict=True)
+    tree = target.rebuild([_leaf_with_data(leaf, data, items, inner=inner) for leaf, inner in pairs])
+    own = HOLE if common is HOLE else own_copy(common, f"{doing}: a plain value")
+    with refuse_too_deep(doing):
+        return target.merge(join_filled(own, tree, target.plain, doing))
+
+
+def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], doing: str) -> Any:
+    """Return a target joined with the plain values of the sources, after checking that its plain tensors get one.
+
+    Args:
+        common: the plain values; a hole if there are none.
+        tree: the target, with holes for its plain values.
+        plain: path and leaf of its plain tensors.
+        doing: for messages.
+
+    Raises:
+        TreeError: the target doesn't fit the common state, or a plain tensor isn't in it: it would be lost.
+    """
+    tree = join(common, tree)
+    lacking = [render_path(path) for path in unfilled(tree, plain)]
+    if lacking:
+        what = f"{doing}: plain tensors of the target that no source has as a plain value"
+        fix = "Make each a shard, as `shard_at` does, or put what is the rank's own into a LocalNonpersistentObject."
+        raise TreeError(error_text(what, offenders=lacking, fix=fix))
+    return tree
+
+
+def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], items: Iterator[ShardedObject], *, inner: bool) -> Any:
+    """Return what replaces a leaf: below a factory bare data, which it merges as in `load`; else the leaf with data."""
+    if isinstance(leaf, ShardedTensor):
+        return next(data) if inner else with_data(leaf, next(data))
+    if isinstance(leaf, ShardedObject):
+        return LocalNonpersistentObject(next(items).data) if inner else next(items)
+    if isinstance(leaf, LocalNonpersistentObject):
+        return leaf if inner else LocalNonpersistentObject(leaf)  # joining unwraps once
+    return HOLE
+
+
+@shielded
+def reshard(
+    trees: RankTrees,
+    targets: RankTrees,
+    *,
+    rules: Mapping[str, ObjectRule] | None = None,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+    cast: bool = False,
+    plain: Sequence[str] = (),
+) -> Any:
+    """Return the targets filled from the trees of all ranks: what saving those and loading these would give.
+
+    Each byte is copied once, directly from the source's tensor into new memory. Nothing that is given is changed, and
+    nothing that can change is shared.
+
+    Args:
+        trees: each rank's tree, by rank: a mapping, or a list that begins with rank 0. Tensors may be strided in any
+            way, on any device. Plain values must be the same on all ranks, but those whose tree is empty.
+        targets: likewise the trees that are wanted, on as many ranks as there are then. Shards say what they want;
+            their data may be a tensor, whose device the new one gets, or None or a meta tensor: then it gets the
+            device of a shard that it comes from. Plain tensors must be plain values of the sources; other plain values
+            are ignored.
+        rules: what becomes of arrays of objects that change their shape, by patterns of keys; see `reshard_objects`.
+        empty: makes a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`: pinned, or shared
+            between processes, if it says so.
+        cast: whether tensors get the targets' dtypes, as `load` converts them.
+        plain: patterns of keys of values that need no scales, as for `load`.
+
+    Returns:
+        A tree for each rank of the targets, in a container like theirs: the target's structure, shards and factories
+        with their data, nonpersistent objects as they are, joined with the plain values.
+
+    Raises:
+        TreeError: there is no tree, or a target doesn't fit the plain values, or no source has its plain tensor.
+        IntegrityError: source ranks disagree, targets ask for more than is there, or objects need a rule.
+        KeyMismatch: a target asks for a key that isn't there; or a pattern fits nothing.
+        ShapeError: a tensor's global shape differs, or its dtype, and it isn't or can't be cast, or only with its
+            scales; or a shard's tensor was changed.
+        UnsupportedValue: a tensor isn't dense, or quantised, or a plain value or object can't be copied.
+        CheckpointingException: a source shard has no tensor.
+
+    Examples:
+        >>> whole = torch.arange(12.0).view(4, 3)
+        >>> def cut(axis, parts):
+        ...     pieces = enumerate(whole.chunk(parts, axis))
+        ...     return [{"w": ShardedTensor.from_rank_offsets("w", piece, (axis, n, parts))} for n, piece in pieces]
+        >>> columns = reshard(cut(0, 4), cut(1, 3))
+        >>> [tree["w"].data.flatten().tolist() for tree in columns]
+        [[0.0, 3.0, 6.0, 9.0], [1.0, 4.0, 7.0, 10.0], [2.0, 5.0, 8.0, 11.0]]
+    """
+    source_trees = {rank: take_source(tree) for rank, tree in trees_by_rank(trees, "reshard").items()}
+    target_trees = {rank: take_target(tree) for rank, tree in trees_by_rank(targets, "reshard").items()}
+    # A rank with an empty tree has nothing to agree on: engines without state beside trainers, say.
+    common = agreed_common({rank: one.common or HOLE for rank, one in source_trees.items()})
+    plan = plan_reshard(_columns(source_trees), _columns(target_trees), cast=cast, plain=plain)
+    tensors = iter(_copy_into_new(plan, _tensors(source_trees.values()), _tensors(target_trees.values()), empty))
+    items = [item for one in target_trees.values() for item in one.objects]
+    objects = iter(reshard_objects((item for one in source_trees.values() for item in one.objects), items, rules))
+    results = {
+        rank: complete(one, common, list(islice(tensors, len(one.tensors))), list(islice(objects, len(one.objects))))
+        for rank, one in target_trees.items()
+    }
+    return {rank: results[rank] for rank in targets} if isinstance(targets, Mapping) else list(results.values())
+
+
+def _columns(trees: Mapping[int, SourceTree | TargetTree]) -> ShardColumns:
+    return tree_columns({rank: list(one.tensors) for rank, one in trees.items()})
+
+
+def _tensors(trees: Iterable[SourceTree | TargetTree]) -> list[ShardedTensor]:
+    return [shard for one in trees for shard in one.tensors]
+
+
+def _copy_into_new(
+    plan: ReshardPlan,
+    sources: Sequence[ShardedTensor],
+    targets: Sequence[ShardedTensor],
+    empty: Callable[..., torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return new tensors for the targets, with what the plan moves from the sources."""
+    first = first_sources(plan)
+    new = []
+    for row, shard in enumerate(targets):
+        own = given_tensor(shard)
+        # A target without a tensor gets the device of its first source: what is on an accelerator stays there.
+        model = own if own is not None else sources[first[row]].data if row in first else None
+        device = torch.device("cpu") if model is None else model.device
+        new.append(empty(shard.data_shape, dtype=shard.dtype, device=device))
+    before, after = dict(enumerate(shard.data for shard in sources)), dict(enumerate(new))
+    transfers = plan.transfers
+    # All copies out of one shard in a row, while it is in the processor's cache: a fourth faster from rows to columns.
+    copy_transfers(plan, np.lexsort((transfers.target, transfers.source, transfers.key)), before, after)
+    return new
+
+
+def first_sources(plan: ReshardPlan) -> dict[int, int]:
+    """Return, for each target shard that something comes to from a source shard, the row of the first of these."""
+    # Reversed, so that of several sources the first one stays in the dict.
+    rows = np.flatnonzero(plan.transfers.hop == 0)[::-1]
+    return dict(zip(plan.transfers.target[rows].tolist(), plan.transfers.source[rows].tolist(), strict=True))

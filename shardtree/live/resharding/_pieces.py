@@ -1,0 +1,339 @@
+"""What each rank wants, cut along what is held, by the rank itself or by others, and which of these send it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...core.geometry import (
+    Column,
+    Mask,
+    carve_boxes,
+    group_sums,
+    intersect,
+    joined_rows,
+    overlapping_pairs,
+    rows_of,
+    volumes,
+    widen,
+)
+from ...core.layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
+from ...core.plans import Line, Parts, deal_out, find_holders, held_places, holder_sets
+from ._transfers import Routes, renumber_keys
+
+# Places before resharding: each box once, with all ranks that hold a replica.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Boxes, or flat ranges of them, that ranks hold, each once, however many replicas there are.
+
+    Attributes:
+        shards: one shard of each place, keys numbered as in the target.
+        main: whether a main replica lies there, bool (places,).
+        first: where a place's holders begin in the columns below, int64 (places + 1,).
+        holder: ranks, ascending within a place, int64 (holders,).
+        row: the holder's shard in the plan's `source`, int64 (holders,).
+    """
+
+    shards: ShardColumns
+    main: Mask
+    first: Column
+    holder: Column
+    row: Column
+
+    @property
+    def holders(self) -> Column:
+        """How many ranks hold each place, int64 (places,)."""
+        return np.diff(self.first)
+
+    def row_at(self, place: Column, rank: Column) -> Column:
+        """Return the source row of the shard that a rank has at a place, -1 where it has none."""
+        ranks = int(max(self.holder.max(initial=0), rank.max(initial=0))) + 1
+        # Holders are ascending by place, then rank: as one number, the pair is found by binary search.
+        pairs = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
+        pair = place * ranks + rank
+        at = np.minimum(np.searchsorted(pairs, pair), max(pairs.size - 1, 0))
+        return np.where(pairs[at] == pair, self.row[at], -1) if pairs.size else np.full(place.size, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """Boxes that places consist of, once for each rank that holds the place.
+
+    Attributes:
+        boxes: the boxes; their `shard` is the number of a place's holder, as in `Places.holder` and `Places.row`.
+        key: the tensor of each box, int64 (boxes,).
+        rank: who holds it, int64 (boxes,).
+    """
+
+    boxes: BoxColumns
+    key: Column
+    rank: Column
+
+
+def find_holdings(places: Places, mask: Mask) -> Holdings:
+    """Return what ranks hold at the chosen places."""
+    place = np.repeat(np.arange(len(mask)), places.holders)
+    numbers = np.flatnonzero(mask[place])
+    boxes = place_boxes(select_rows(places.shards, place[numbers]))
+    number = numbers[boxes.shard]
+    return Holdings(replace(boxes, shard=number), places.shards.key[place[number]], places.holder[number])
+
+
+def find_places(source: ShardColumns, target: ShardColumns) -> Places:
+    """Return the places of the tensors that the target wants, those without elements left out.
+
+    Args:
+        source: the shards of all ranks.
+        target: what is wanted; all its keys are the source's too.
+    """
+    source = renumber_keys(source, target)
+    rows = np.flatnonzero((source.key >= 0) & (source.elements > 0))
+    shards = select_rows(source, rows)
+    place, places = held_places(shards)
+    order = np.lexsort((shards.rank, place))
+    new = np.ones(order.size, dtype=np.bool_)
+    new[1:] = (place[order[1:]] != place[order[:-1]]) | (shards.rank[order[1:]] != shards.rank[order[:-1]])
+    order = order[new]
+    first = np.searchsorted(place[order], np.arange(places + 1))
+    main = np.bincount(place[shards.main], minlength=places) > 0
+    return Places(select_rows(shards, order[first[:-1]]), main, first, shards.rank[order], rows[order])
+
+
+def place_boxes(shards: ShardColumns) -> BoxColumns:
+    """Return the boxes that shards consist of."""
+    return shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
+
+
+def with_equal_axes(source: ShardColumns, target: ShardColumns) -> tuple[ShardColumns, ShardColumns]:
+    """Return both with as many axes as the one that has more."""
+    axes = max(source.offset.shape[1], target.offset.shape[1])
+    one, other = (
+        replace(columns, offset=widen(columns.offset, axes, 0), shape=widen(columns.shape, axes, 1))
+        for columns in (source, target)
+    )
+    return one, other
+
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Boxes that target shards want.
+
+    Attributes:
+        target: the row of the shard that wants it, int64 (pieces,).
+        place: that holds it, or -1, int64 (pieces,).
+        offset: int64 (pieces, axes).
+        shape: int64 (pieces, axes).
+    """
+
+    target: Column
+    place: Column
+    offset: Column
+    shape: Column
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+
+def cut_pieces(places: Places, target: ShardColumns) -> Pieces:
+    """Return what the target's shards want, cut along the main replicas' places; what lies in none is at place -1.
+
+    Args:
+        places: where the source's shards lie.
+        target: the shards of all ranks after.
+    """
+    boxes = place_boxes(target)
+    tiles = np.flatnonzero(places.main)
+    main_boxes = place_boxes(select_rows(places.shards, tiles))
+    key, main_key = target.key[boxes.shard], places.shards.key[tiles][main_boxes.shard]
+    left, right = overlapping_pairs(key, boxes.offset, boxes.shape, main_key, main_boxes.offset, main_boxes.shape)
+    offset, shape = intersect(boxes.offset[left], boxes.shape[left], main_boxes.offset[right], main_boxes.shape[right])
+    pieces = Pieces(boxes.shard[left], tiles[main_boxes.shard[right]], offset, shape)
+    short = np.flatnonzero(group_sums(left, volumes(shape), len(key)) < volumes(boxes.shape))
+    nowhere = np.full(short.size, NOWHERE)
+    lacking = Pieces(boxes.shard[short], nowhere, boxes.offset[short], boxes.shape[short])
+    return joined_rows([pieces, carved_pieces(lacking, key[short], main_boxes, main_key)[2]])
+
+
+def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
+    """Return what ranks hold themselves of what they want, and the pieces that they don't hold.
+
+    Args:
+        places: where the source's shards lie.
+        target: the shards of all ranks after.
+        pieces: what is wanted.
+    """
+    row = places.row_at(pieces.place, target.rank[pieces.target])
+    own, others = np.flatnonzero(row >= 0), np.flatnonzero(row < 0)
+    routes = as_routes(rows_of(pieces, own), row[own])
+    pieces = rows_of(pieces, others)
+    if places.main.all() or not len(pieces):
+        return routes, pieces
+    # Replicas may be cut otherwise than the main ones. Pieces follow the main ones, so a rank may hold a piece in part.
+    holdings = find_holdings(places, ~places.main)
+    parts, box, rest = carved_pieces(
+        pieces, wanted_by(target, pieces), holdings.boxes, rank_groups(holdings.key, holdings.rank)
+    )
+    return joined_rows([routes, as_routes(parts, places.row[holdings.boxes.shard[box]])]), rest
+
+
+def located_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Pieces:
+    """Return pieces of which those at place -1 are cut along the other replicas' places that hold them.
+
+    Args:
+        places: where the source's shards lie.
+        target: the shards of all ranks after.
+        pieces: that their ranks don't hold; place -1 remains where no rank holds one.
+    """
+    nowhere = np.flatnonzero(pieces.place == NOWHERE)
+    others = np.flatnonzero(~places.main)
+    # The usual case: main replicas hold everything.
+    if not nowhere.size or not others.size:
+        return pieces
+    boxes = place_boxes(select_rows(places.shards, others))
+    place = others[boxes.shard]
+    lacking = rows_of(pieces, nowhere)
+    parts, box, rest = carved_pieces(lacking, target.key[lacking.target], boxes, places.shards.key[place])
+    main_pieces = rows_of(pieces, np.flatnonzero(pieces.place != NOWHERE))
+    return joined_rows([main_pieces, replace(parts, place=place[box]), rest])
+
+
+def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
+    """Return what ranks want a second time, in another of their shards, as routes of hop 1; and the remaining pieces.
+
+    Args:
+        target: the shards of all ranks after.
+        pieces: that their ranks don't hold.
+    """
+    group = wanted_by(target, pieces)
+    order = np.lexsort((pieces.target, *pieces.shape.T[::-1], *pieces.offset.T[::-1], group))
+    several = _in_mixed_groups(group[order], pieces.target[order])
+    order = order[several]
+    if not order.size:
+        return as_routes(rows_of(pieces, order), order), pieces
+    some, group = rows_of(pieces, order), group[order]
+    # In this order, of several shards the same one receives the elements on every rank that plans.
+    left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
+    later = (right < left) & (some.target[left] != some.target[right])
+    left, right = left[later], right[later]
+    cuts = carve_boxes(some.offset, some.shape, left, some.offset[right], some.shape[right])
+    parts = Pieces(some.target[left[cuts.pair]], some.place[left[cuts.pair]], cuts.offset, cuts.shape)
+    rest = Pieces(some.target[cuts.row], some.place[cuts.row], cuts.rest_offset, cuts.rest_shape)
+    single = np.delete(np.arange(len(pieces)), order)
+    routes = as_routes(parts, some.target[right[cuts.pair]], hop=1)
+    return routes, joined_rows([rows_of(pieces, single), rest])
+
+
+def _in_mixed_groups(group: Column, target: Column) -> Column:
+    """Return the rows of groups, which are sorted, that have more than one target."""
+    first = np.searchsorted(group, group)
+    differs = target != target[first]
+    return np.flatnonzero(np.isin(group, group[differs]))
+
+
+def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: Column) -> tuple[Pieces, Column, Pieces]:
+    """Return what boxes cover of pieces of their group, each by the first that does; by which box; and the rest."""
+    left, right = overlapping_pairs(group, pieces.offset, pieces.shape, box_group, boxes.offset, boxes.shape)
+    cuts = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
+    row = left[cuts.pair]
+    parts = Pieces(pieces.target[row], pieces.place[row], cuts.offset, cuts.shape)
+    rest = Pieces(pieces.target[cuts.row], pieces.place[cuts.row], cuts.rest_offset, cuts.rest_shape)
+    return parts, right[cuts.pair], rest
+
+
+def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
+    """Return a number for the key and rank of each piece together."""
+    return rank_groups(target.key[pieces.target], target.rank[pieces.target])
+
+
+def rank_groups(key: Column, rank: Column) -> Column:
+    """Return a number for each key and rank together; keys have 32 bits of it."""
+    return rank << 32 | key
+
+
+def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
+    """Return pieces as routes from the given rows."""
+    return Routes(np.full(len(pieces), hop), source, pieces.target, pieces.offset, pieces.shape)
+
+
+# The lower bound of bytes to move between two layouts.
+
+
+def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
+    """Return the bytes of all elements that a rank holds after and not before, each counted once for each such rank.
+
+    Args:
+        source: the shards of all ranks before, of as many axes as the target.
+        target: the shards of all ranks after; all its keys are the source's too.
+    """
+    boxes = place_boxes(target)
+    pieces = Pieces(boxes.shard, np.full(boxes.shard.size, NOWHERE), boxes.offset, boxes.shape)
+    # A rank that wants an element in several shards receives it once, and copies it.
+    _, pieces = repeat_routes(target, pieces)
+    places = find_places(source, target)
+    holdings = find_holdings(places, np.ones(len(places.main), dtype=np.bool_))
+    _, _, lacking = carved_pieces(
+        pieces, wanted_by(target, pieces), holdings.boxes, rank_groups(holdings.key, holdings.rank)
+    )
+    return int((volumes(lacking.shape) * target.item_size[target.key[lacking.target]]).sum())
+
+
+def sent_routes(places: Places, target: ShardColumns, pieces: Pieces, shortest_cut: int) -> Routes:
+    """Return pieces as routes from the ranks that send them.
+
+    Args:
+        places: where the source's shards lie.
+        target: the shards of all ranks after.
+        pieces: that their ranks don't hold, each at a place.
+        shortest_cut: bytes; no part of a piece that is cut is shorter.
+    """
+    item_size = target.item_size[target.key[pieces.target]]
+    size = volumes(pieces.shape) * item_size
+    alone = np.flatnonzero(places.holders[pieces.place] == 1)
+    sender = places.holder[places.first[pieces.place[alone]]]
+    ranks = int(places.holder.max(initial=0)) + 1
+    row = np.where(size >= 2 * shortest_cut, size // pieces.shape.max(axis=1, initial=1), 0)
+    lines = [*_lines(places, target, pieces, size, row)]
+    parts = deal_out(Parts(alone, alone * 0, size[alone], sender), lines, np.zeros(ranks, dtype=np.int64), shortest_cut)
+    cut = _cut_pieces(pieces, parts.item, parts.begin, parts.end, size)
+    return as_routes(cut, places.row_at(cut.place, parts.sender))
+
+
+def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: Column) -> Pieces:
+    """Return the parts of pieces that lie between two bytes of each, cut across their longest axis."""
+    offset, shape = pieces.offset[item], pieces.shape[item]
+    axis, rows = shape.argmax(axis=1), np.arange(item.size)
+    row = size[item] // shape[rows, axis]
+    offset[rows, axis] += begin // row
+    shape[rows, axis] = (end - begin) // row
+    return Pieces(pieces.target[item], pieces.place[item], offset, shape)
+
+
+def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[Line]:
+    """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then receiver."""
+    is_used = np.zeros(len(places.main), dtype=np.bool_)
+    is_used[pieces.place] = True
+    holders = find_holders(np.repeat(np.arange(is_used.size), places.holders), places.holder, is_used)
+    sets, set_of = [*holder_sets(holders)], np.full(is_used.size, -1)
+    for number, (place, _) in enumerate(sets):
+        set_of[place] = number
+    own = np.flatnonzero(set_of[pieces.place] >= 0)
+    own = own[_canonical(rows_of(pieces, own), set_of[pieces.place[own]], target)]
+    ends = np.cumsum(np.bincount(set_of[pieces.place[own]], minlength=len(sets)))[:-1]
+    # Of no sets, `split` gives one empty part.
+    for (_, members), items in zip(sets, np.split(own, ends), strict=False):
+        yield Line(items, size[items], row[items], members)
+
+
+def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
+    """Return the order of pieces by group, place, box and rank: places are numbered by key, then box."""
+    boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
+    # Columns with one value decide nothing, and a sort by them takes as long as by any other.
+    vary = [column for column in boxes if (column != column[:1]).any()]
+    return np.lexsort((target.rank[pieces.target], *vary, pieces.place, group))

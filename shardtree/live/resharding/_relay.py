@@ -1,0 +1,219 @@
+"""Relays: what several ranks want leaves the sources once, and the receivers pass it on among themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...core.geometry import (
+    Column,
+    aligned_boxes,
+    check_type,
+    first_rows,
+    group_sums,
+    integer,
+    joined_rows,
+    row_numbers,
+    rows_of,
+    volumes,
+)
+from ...core.plans import snap
+from ._plan import SHORTEST_CUT, ReshardPlan
+from ._transfers import Routes, Transfers, as_transfers
+
+# Which receiver gets which part from the sources.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Parts of boxes, cut across their longest axes, that tile them.
+
+    Attributes:
+        box: which one, int64 (parts,).
+        axis: that it is cut across, int64 (parts,).
+        begin: the first index of the part along that axis, counted within the box, int64 (parts,).
+        size: how many indices, int64 (parts,).
+        member: which of those that want the box gets the part, int64 (parts,).
+    """
+
+    box: Column
+    axis: Column
+    begin: Column
+    size: Column
+    member: Column
+
+
+def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, shortest_cut: int) -> Parts:
+    """Return boxes that several ranks want, in parts, each for one of these ranks.
+
+    Boxes that the same ranks want and would get from the same senders are laid one behind the other, and that line is
+    divided into one equal interval for each of these ranks. So few boxes are cut, and a sender that would send a box to
+    n of k ranks sends n / k of it. Where intervals can't be quite equal, those that have least get the longest.
+
+    Args:
+        shape: int64 (boxes, axes), without zeros.
+        item: bytes of an element, int64 (boxes,).
+        ranks: who wants each box, int64 (boxes, members).
+        senders: from whom each of them would get it, int64 (boxes, members).
+        shortest_cut: bytes; no box is cut into parts that are shorter.
+
+    Examples:
+        >>> ones = np.ones((1, 2), dtype=np.int64)
+        >>> parts = relay_parts(np.array([[8, 3]]), np.array([4]), ones * [1, 2], ones * 0, 1)
+        >>> parts.begin.tolist(), parts.size.tolist(), parts.member.tolist()
+        ([0, 4], [4, 4], [0, 1])
+    """
+    members = ranks.shape[1]
+    group, groups = row_numbers((*ranks.T, *senders.T))
+    first = first_rows(group, groups)
+    line = np.argsort(group, kind="stable")
+    group, axis = group[line], shape[line].argmax(axis=1)
+    size = (volumes(shape) * item)[line]
+    row = size // shape[line, axis]
+    end = np.cumsum(size)
+    begin = end - size
+    # Whole boxes go to one receiver where they are too short to cut: a row of 0 bytes marks them.
+    cuts = _cuts(group, begin, end, np.where(size >= 2 * shortest_cut, row, 0), members, shortest_cut)
+    edges = np.sort(np.concatenate([begin, cuts]), kind="stable")  # union1d is much slower
+    edges = edges[(np.diff(edges, prepend=-1) > 0) & (edges < end[-1])]
+    place = np.searchsorted(begin, edges, side="right") - 1
+    length = np.append(edges[1:], end[-1]) - edges
+    interval = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
+    intervals = group_sums((group[place], interval), length, (groups, members))
+    member = _assign(intervals, ranks[first])[group[place], interval]
+    return Parts(line[place], axis[place], (edges - begin[place]) // row[place], length // row[place], member)
+
+
+def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, shortest_cut: int) -> Column:
+    """Return where the lines of groups, one behind the other, are cut into intervals, ascending."""
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    last = np.append(first[1:], group.size) - 1
+    total = end[last] - begin[first]
+    bounds = (begin[first][:, None] + total[:, None] * np.arange(1, members) // members).ravel()
+    inside = np.searchsorted(begin, bounds, side="right") - 1
+    return snap(bounds, begin[inside], (end - begin)[inside], row[inside], shortest_cut)
+
+
+def _assign(intervals: Column, ranks: Column) -> Column:
+    """Return which member gets each interval: of all groups of the same ranks, each about as much.
+
+    The longest interval goes to the rank with least: so ranks never get further apart than the intervals of one group.
+
+    Args:
+        intervals: bytes, int64 (groups, members).
+        ranks: int64 (groups, members).
+    """
+    number, sets = row_numbers(ranks.T)
+    load, member = np.zeros((sets, ranks.shape[1]), dtype=np.int64), np.empty_like(intervals)
+    for group, (lengths, together) in enumerate(zip(intervals, number.tolist(), strict=True)):
+        longest, least = np.argsort(-lengths, kind="stable"), np.argsort(load[together], kind="stable")
+        member[group, longest] = least
+        load[together, least] += lengths[longest]
+    return member
+
+
+def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPlan:
+    """Return the plan in which what several ranks want and don't have leaves the ranks that have it only once.
+
+    What k ranks get from elsewhere is divided among these k: each gets its part from the sources (hop 0), and passes
+    it on to the others (hop 1). So each gets as many bytes as before, a k-th of them from the sources, and sends k - 1
+    times that k-th; a rank that sent a box to n of them sends n / k of it; and in total no more bytes move. What one
+    rank wants moves as before. Boxes that overlap and are different are cut, so that what they have in common is a box
+    of its own. Parts are equal up to an index of an axis, or to `shortest_cut`.
+
+    Args:
+        plan: what moves without relays.
+        shortest_cut: bytes; no box is cut among those that want it into parts that are shorter.
+
+    Raises:
+        MetadataError: `plan` isn't a plan, or `shortest_cut` no integer.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> def whole(rank): return {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2**20), replica_id=rank)}
+        >>> plan = st.plan_reshard({0: whole(0)}, {rank: whole(rank) for rank in range(1, 5)})
+        >>> once = with_relays(plan)
+        >>> plan.leaving([0]), once.leaving([0]), once.bytes_moved
+        (16777216, 4194304, 16777216)
+    """
+    check_type("with_relays", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
+    shortest = max(1, integer("with_relays", "shortest_cut", shortest_cut))
+    # Made from any plan, and not by the planner: whether relays pay depends on links that a plan doesn't know of, and
+    # the result can be printed, checked and scheduled like the plan itself.
+    every = plan.transfers
+    # Later hops and copies within a rank cross no link from the sources.
+    moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))
+    boxes = aligned_boxes(every.key[moving], every.offset[moving], every.shape[moving])
+    row = moving[boxes.row]
+    several = _wanted_by_several(boxes.number, every.to_rank[row])
+    shared, cut = np.zeros(row.size, dtype=np.bool_), np.zeros(len(every), dtype=np.bool_)
+    shared[several], cut[row[several]] = True, True
+    stays, rest = np.flatnonzero(~cut), np.flatnonzero(cut[row] & ~shared)
+    pieces = Routes(every.hop[row], every.source[row], every.target[row], boxes.offset, boxes.shape)
+    wholes = Routes(every.hop, every.source, every.target, every.offset, every.shape)
+    others = [rows_of(wholes, stays), rows_of(pieces, rest)]
+    relays = _relay_routes(plan, rows_of(pieces, several), boxes.number[several], shortest)
+    routes = joined_rows([*others, *relays])
+    return replace(plan, transfers=_order_local_copies(as_transfers(plan.source, plan.target, routes)))
+
+
+def _wanted_by_several(number: Column, to_rank: Column) -> Column:
+    """Return which boxes other ranks want too, ordered by number, then rank; of equal ones of a rank, the first."""
+    order = np.lexsort((to_rank, number))
+    first = order[np.any(np.diff(np.stack([number, to_rank])[:, order], prepend=-1) != 0, axis=0)]
+    ranks = np.bincount(number[first])
+    return np.asarray(first[ranks[number[first]] > 1])
+
+
+def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: int) -> list[Routes]:
+    """Return the routes of both hops by which equal pieces reach all who want them.
+
+    Args:
+        plan: whose ranks they are.
+        pieces: ordered by number, then rank.
+        number: of the box, int64 (pieces,).
+        shortest_cut: bytes; no box is cut into parts that are shorter.
+    """
+    _, first, count = np.unique(number, return_index=True, return_counts=True)
+    routes: list[Routes] = []
+    for size in np.unique(count).tolist():
+        member = first[count == size][:, None] + np.arange(size)  # (boxes, members)
+        box = rows_of(pieces, member[:, 0])
+        item = plan.target.item_size[plan.target.key[box.target]]
+        ranks, senders = plan.target.rank[pieces.target[member]], plan.source.rank[pieces.source[member]]
+        parts = relay_parts(box.shape, item, ranks, senders, shortest_cut)
+        routes += _both_hops(pieces, member[parts.box], parts)
+    return routes
+
+
+def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
+    """Return the routes of each part to the rank that passes it on, and from there to the others.
+
+    Args:
+        pieces: of which the parts are made.
+        member: for each part the pieces that are equal, of all who want it, int64 (parts, members).
+        parts: of these pieces.
+    """
+    row = np.arange(len(member))
+    first = rows_of(pieces, member[row, parts.member])
+    offset, shape = first.offset.copy(), first.shape.copy()
+    offset[row, parts.axis] += parts.begin
+    shape[row, parts.axis] = parts.size
+    # Rotated, so that in each round of the second hop every rank sends to a different one.
+    others = [(parts.member + turn) % member.shape[1] for turn in range(1, member.shape[1])]
+    targets = [pieces.target[member[row, other]] for other in others]
+    onwards = [Routes(np.ones_like(first.hop), first.target, target, offset, shape) for target in targets]
+    return [Routes(first.hop, first.source, first.target, offset, shape), *onwards]
+
+
+def _order_local_copies(transfers: Transfers) -> Transfers:
+    """Return transfers of which copies within a rank, out of target shards, come after what those shards receive."""
+    own = (transfers.from_rank == transfers.to_rank) & (transfers.hop > 0)
+    if not own.any():
+        return transfers
+    late = np.isin(transfers.source, transfers.target[(transfers.hop == 1) & ~own])
+    # Such a copy had hop 1, when its source was filled at hop 0. Now parts of that source arrive at hop 1 as well.
+    later = replace(transfers, hop=np.where(own & late, 2, transfers.hop))
+    order = np.argsort(later.hop, kind="stable")
+    return rows_of(later, order)

@@ -1,0 +1,385 @@
+"""Schedule: a plan's transfers in steps, so that each rank's bytes in flight stay bounded; and how it is found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.deferred import notebook_html
+from ...core.geometry import Column, Mask, group_sums, integer, refuse, row_numbers, rows_of
+from ...errors import MetadataError, plural, size_text
+from ._summary import steps_table
+from ._transfers import Transfers
+
+# Priorities: what is passed on needn't wait for everything that its rank receives.
+
+_WAVES = 8
+"""What comes to a relaying rank is divided into so many parts; it begins to send when the first has arrived."""
+
+
+def priorities(transfers: Transfers) -> tuple[Column, Column]:
+    """Return each transfer's priority, and for which priorities of what comes to its sender it waits.
+
+    Args:
+        transfers: between ranks, ordered as in a plan.
+
+    Returns:
+        ``(priority, needs)``, int64 (transfers,): lower ones go first; and a transfer is ready when all that comes
+        to its sender at priorities up to `needs` has arrived; at once where that is -1.
+    """
+    first, later = (np.flatnonzero(transfers.hop == hop) for hop in (0, 1))
+    passes_on = np.concatenate([transfers.target[first], transfers.source[later]])
+    rows = np.concatenate([first, later])
+    number, boxes = row_numbers((passes_on, *transfers.offset[rows].T, *transfers.shape[rows].T))
+    arrival = np.full(boxes, -1)
+    arrival[number[: first.size]] = first
+    origin = arrival[number[first.size :]]
+    if rows.size < len(transfers) or (origin < 0).any():  # a user's plan may pass on other boxes than came
+        return transfers.hop, transfers.hop - 1
+    priority, needs = np.full(len(transfers), _WAVES), np.full(len(transfers), -1)
+    relays = first[np.isin(first, origin)]
+    priority[relays] = _waves(transfers.to_rank[relays], transfers.nbytes[relays])
+    priority[later], needs[later] = _WAVES + 1, priority[origin]
+    return priority, needs
+
+
+def _waves(rank: Column, nbytes: Column) -> Column:
+    """Return in which part of all that its rank gets each transfer is; ranks are ascending."""
+    end = np.cumsum(nbytes)
+    begins = np.flatnonzero(np.diff(rank, prepend=-1))
+    count = np.diff(begins, append=rank.size)
+    before = np.repeat((end - nbytes)[begins], count)
+    total = np.repeat(np.add.reduceat(nbytes, begins), count) if begins.size else end
+    return np.asarray((end - nbytes - before) * _WAVES // np.maximum(total, 1))
+
+
+BYTES_IN_FLIGHT = 256 * 1024 * 1024
+"""What a rank sends and gets in one step by default. A bound this high leaves a schedule few steps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Schedule:
+    """In which step which elements of which transfer move; transfers within a rank aren't in it.
+
+    A piece is the range [start, stop) of the elements of a transfer's box, in row-major order.
+
+    Attributes:
+        step: when, ascending, int64 (pieces,).
+        transfer: the row in the plan's transfers, int64 (pieces,).
+        start: first element, int64 (pieces,).
+        stop: one past the last, int64 (pieces,).
+        from_rank: int64 (pieces,).
+        to_rank: int64 (pieces,).
+        nbytes: int64 (pieces,).
+        max_bytes_in_flight: what a rank sends and gets in one step is together at most so much.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(5))}
+        >>> print(st.plan_reshard({0: whole}, {1: whole}).schedule(max_bytes_in_flight=12))
+        2 steps, 2 pieces: 20 B move, of a rank at most 12 B at once
+        step  moves  fullest rank
+           0   12 B  rank 0: 12 B
+           1    8 B   rank 0: 8 B
+    """
+
+    step: Column
+    transfer: Column
+    start: Column
+    stop: Column
+    from_rank: Column
+    to_rank: Column
+    nbytes: Column
+    max_bytes_in_flight: int
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are."""
+        return int(self.step[-1]) + 1 if self.step.size else 0
+
+    def __repr__(self) -> str:
+        return f"Schedule({plural(self.steps, 'step')}, {plural(len(self), 'piece')})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+    def __str__(self) -> str:
+        counts = f"{plural(self.steps, 'step')}, {plural(len(self), 'piece')}"
+        total, most = size_text(int(self.nbytes.sum())), size_text(self.max_bytes_in_flight)
+        table = steps_table(self.step, self.from_rank, self.to_rank, self.nbytes) if self.steps else []
+        return "\n".join([f"{counts}: {total} move, of a rank at most {most} at once", *table])
+
+
+def schedule_transfers(
+    transfers: Transfers, item_size: Column, *, max_bytes_in_flight: int = BYTES_IN_FLIGHT
+) -> Schedule:
+    """Return transfers in steps in which each rank sends and gets, together, at most so many bytes.
+
+    Transfers are cut, between elements, where that helps. Every rank computes the same schedule. What a rank passes on
+    leaves in later steps than it arrives in, and no two ranks that both have room left have data ready for each other.
+
+    From that follows a bound. Let L be the most that one rank sends and gets in all, and R what it can at least have
+    in a step that is full: `max_bytes_in_flight`, less one element, plus 1. Then there are at most ``1 + 2 L / R``
+    steps, or ``2 + 3 L / R`` where something is passed on, and no schedule has fewer than
+    ``L / max_bytes_in_flight``. On random plans this one has as many as that, rounded up, or one or two more.
+
+    Args:
+        transfers: those that stay on their rank are left out.
+        item_size: bytes that an element of each transfer takes, int64 (transfers,).
+        max_bytes_in_flight: at least the largest element.
+
+    Raises:
+        MetadataError: an element is larger than that.
+
+    Examples:
+        >>> from shardtree import plans
+        >>> at, ones = np.arange(2), np.ones((2, 1), dtype=np.int64)
+        >>> columns = [at * 0, at, at, at, at[::-1], at * 0, at[:, None] * 10, ones * 10, at * 0 + 40]
+        >>> swap = plans.Transfers(*columns, at * 0, ones, at * 0, ones)  # ten elements each way
+        >>> schedule = schedule_transfers(swap, np.array([4, 4]), max_bytes_in_flight=50)
+        >>> list(zip(*(c.tolist() for c in (schedule.step, schedule.from_rank, schedule.start, schedule.stop))))
+        [(0, 0, 0, 6), (0, 1, 0, 6), (1, 0, 6, 10), (1, 1, 6, 10)]
+    """
+    moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0))
+    most = _check_bound(max_bytes_in_flight, int(item_size[moving].max(initial=1)))
+    ranks, place = np.unique(np.stack([transfers.from_rank, transfers.to_rank])[:, moving], return_inverse=True)
+    (one, other), (priority, needs) = place.reshape(2, -1), priorities(rows_of(transfers, moving))
+    # Large elements first: a cut at a multiple of a pair's largest element then never falls inside a smaller one.
+    order = np.lexsort((-item_size[moving], other, one, needs, priority))
+    moving, columns = moving[order], np.stack([priority, needs, one, other])[:, order]
+    first = np.flatnonzero(np.any(np.diff(columns, prepend=-2) != 0, axis=0))
+    nbytes = np.add.reduceat(transfers.nbytes[moving], first) if first.size else first
+    priority, needs, one, other = columns[:, first]
+    pairs = Pairs(priority, needs, one, other, nbytes, item_size[moving][first], ranks.size)
+    step, pair, amount = pair_steps(pairs, most)
+    return _pieces(transfers, item_size, most, moving, pairs, step, pair, amount)
+
+
+def _check_bound(value: Any, largest: int) -> int:
+    """Return the bound, if an element fits."""
+    what, field = "schedule", "max_bytes_in_flight"
+    most = integer(what, field, value)
+    if most < largest:
+        expected = f"at least {plural(largest, 'byte')}, the largest element"
+        refuse(what, field, most, expected, "Give each step room for one element.", error=MetadataError)
+    return most
+
+
+def _pieces(
+    transfers: Transfers,
+    item_size: Column,
+    most: int,
+    moving: Column,
+    pairs: Pairs,
+    step: Column,
+    pair: Column,
+    amount: Column,
+) -> Schedule:
+    """Return transfers cut where they end, or a pair's bytes of one step do: both are laid one after the other."""
+    in_turn = np.lexsort((step, pair))
+    end, chunk_end = np.cumsum(transfers.nbytes[moving]), np.cumsum(amount[in_turn])
+    stop = np.sort(np.concatenate([end, chunk_end]), kind="stable")  # union1d is much slower: it hashes
+    # Ends of transfers and of a pair's bytes in a step often coincide, and an empty piece would be a message of no
+    # bytes.
+    stop = stop[np.flatnonzero(np.diff(stop, prepend=0))]
+    begin = np.concatenate([stop[:0], [0], stop[:-1]])[: stop.size]
+    row, chunk = np.searchsorted(end, begin, side="right"), np.searchsorted(chunk_end, begin, side="right")
+    transfer, chunk = moving[row], in_turn[chunk]
+    size, base = item_size[transfer], (end - transfers.nbytes[moving])[row]
+    order = np.lexsort((begin, pairs.one[pair[chunk]], pairs.distance[pair[chunk]], step[chunk]))
+    return Schedule(
+        step=step[chunk][order],
+        transfer=transfer[order],
+        start=((begin - base) // size)[order],
+        stop=((stop - base) // size)[order],
+        from_rank=transfers.from_rank[transfer][order],
+        to_rank=transfers.to_rank[transfer][order],
+        nbytes=(stop - begin)[order],
+        max_bytes_in_flight=most,
+    )
+
+
+# Which pair of ranks moves how many bytes in which step
+
+
+# Amounts that pass two places each, and places with limited room.
+
+
+def fill(amount: Column, one: Column, other: Column, room: Column, item: Column) -> Column:
+    """Return how much of each amount goes through: the first get all that fits, then the next, as in a loop over them.
+
+    Nothing that could go through is left: of what is left of an amount, not even one item fits at both of its places.
+    All amounts that surely fit, since with everything before them they do, are taken at once, and then those that are
+    the first at both of their places: so a few rounds do what a loop over the amounts would do.
+
+    Args:
+        amount: multiples of `item`, the most important first, int64 (amounts,).
+        one: a place that it passes, int64 (amounts,).
+        other: another place, int64 (amounts,).
+        room: of each place, int64 (places,).
+        item: what can't be divided, int64 (amounts,).
+
+    Returns:
+        int64 (amounts,), multiples of `item`.
+
+    Examples:
+        >>> two = np.array([2, 2, 2])
+        >>> fill(np.array([6, 6, 6]), np.array([0, 0, 1]), np.array([1, 2, 2]), np.array([9, 9, 9]), two).tolist()
+        [6, 2, 2]
+    """
+    flow, room = np.zeros_like(amount), room.copy()
+    live = np.flatnonzero(amount)
+    while live.size:
+        ends = np.stack([one[live], other[live]], axis=1)
+        fits = (_running_sums(ends, amount[live]) <= room[ends]).all(axis=1)
+        first = _first(ends, room.size) & ~fits
+        flow[live[fits]] = amount[live[fits]]
+        _use(room, ends[fits], amount[live[fits]])
+        rows = live[first]  # nothing precedes them, and what fitted after them has left them their room
+        least = room[ends[first]].min(axis=1)
+        flow[rows] = np.minimum(amount[rows], least // item[rows] * item[rows])
+        _use(room, ends[first], flow[rows])
+        keeps = ~fits & ~first & (room[ends].min(axis=1) >= item[live])
+        live = live[keeps]
+    return flow
+
+
+def _running_sums(ends: Column, amount: Column) -> Column:
+    """Return, for both places of each amount, the sum of all amounts there up to and with it, int64 (amounts, 2)."""
+    place = ends.ravel()
+    order = np.argsort(place, kind="stable")
+    total = np.cumsum(np.repeat(amount, 2)[order])
+    begins = np.flatnonzero(np.diff(place[order], prepend=-1))
+    before = np.repeat(total[begins] - np.repeat(amount, 2)[order][begins], np.diff(begins, append=place.size))
+    sums = np.empty_like(total)
+    sums[order] = total - before
+    return sums.reshape(ends.shape)
+
+
+def _first(ends: Column, places: int) -> Mask:
+    """Return which rows are the first at both of their places."""
+    number = np.arange(len(ends))
+    first = np.full(places, len(ends))
+    np.minimum.at(first, ends[:, 0], number)
+    np.minimum.at(first, ends[:, 1], number)
+    return np.asarray((first[ends] == number[:, None]).all(axis=1))
+
+
+def _use(room: Column, ends: Column, amount: Column) -> None:
+    np.subtract.at(room, ends[:, 0], amount)
+    np.subtract.at(room, ends[:, 1], amount)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """What ranks have for each other, a row for each priority, sender and receiver.
+
+    Attributes:
+        priority: the lower, the earlier, int64 (pairs,).
+        needs: ready when all that comes to the sender at priorities up to this has arrived, int64 (pairs,).
+        one: the sender, in [0, ranks), int64 (pairs,).
+        other: the receiver, in [0, ranks), int64 (pairs,).
+        nbytes: int64 (pairs,).
+        item: the largest element among them, in bytes, int64 (pairs,).
+        ranks: how many there are.
+    """
+
+    priority: Column
+    needs: Column
+    one: Column
+    other: Column
+    nbytes: Column
+    item: Column
+    ranks: int
+
+    @property
+    def distance(self) -> Column:
+        """How far the receiver is from the sender when both are numbered round a circle, int64 (pairs,).
+
+        Relaying pairs have circles of their own. So all pairs at one distance have different ranks, and where ranks
+        give to as many others, as trainers do to engines, each rank is in one of them.
+        """
+        distance = np.zeros_like(self.one)
+        for mask in (self.needs < 0, self.needs >= 0):
+            senders, one = np.unique(self.one[mask], return_inverse=True)
+            receivers, other = np.unique(self.other[mask], return_inverse=True)
+            distance[mask] = (other - one) % max(senders.size, receivers.size, 1)
+        return distance
+
+
+def pair_steps(pairs: Pairs, room: int) -> tuple[Column, Column, Column]:
+    """Return in which step how many bytes of which pair move, so that no rank sends and gets more than there is room.
+
+    Each step goes through the pairs that are ready and takes all that fits: by priority; at equal priority first those
+    whose ranks have most left to do, in whole steps; among equals by distance, so that in one step different senders
+    have different receivers. A rank that sends and receives divides its room between both, in proportion to what is
+    left of each, and in a second pass all that still fits is taken.
+
+    Args:
+        pairs: what there is to move.
+        room: bytes that a rank may send and get in a step, together; at least the largest item.
+
+    Returns:
+        ``(step, pair, nbytes)``, ordered by step, int64.
+
+    Examples:
+        >>> at = np.array([0, 1])
+        >>> step, pair, nbytes = pair_steps(Pairs(at * 0, at * 0 - 1, at, 1 - at, at * 8 + 8, at * 0 + 4, 2), 16)
+        >>> list(zip(step.tolist(), pair.tolist(), nbytes.tolist()))
+        [(0, 0, 8), (0, 1, 8), (1, 1, 8)]
+    """
+    left, distance = pairs.nbytes.copy(), pairs.distance
+    steps: list[tuple[Column, Column, Column]] = []
+    while left.any():
+        amount = _one_step(pairs, distance, left, room)
+        rows = np.flatnonzero(amount)
+        steps.append((np.full(rows.size, len(steps)), rows, amount[rows]))
+        left -= amount
+    columns = [np.concatenate(column) for column in zip(*steps, strict=True)] or [pairs.priority[:0]] * 3
+    return columns[0], columns[1], columns[2]
+
+
+def _one_step(pairs: Pairs, distance: Column, left: Column, room: int) -> Column:
+    """Return how much of each pair moves in the next step."""
+    rows = _ready(pairs, left)
+    one, other, item, amount = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
+    sends, gets = group_sums(one, amount, pairs.ranks), group_sums(other, amount, pairs.ranks)
+    flow = np.zeros_like(left)
+    # The last step, and the only one of small plans: nothing has to be chosen.
+    if (sends + gets).max() <= room:
+        flow[rows] = amount
+        return flow
+    order = _order(pairs, distance, left, room, rows)
+    rows, one, other, item, amount = (column[order] for column in (rows, one, other, item, amount))
+    for_sending = _share(room, sends, sends + gets)
+    halves = np.concatenate([for_sending, room - for_sending])
+    first = fill(amount, one, other + pairs.ranks, halves, item)
+    rest = room - group_sums(one, first, pairs.ranks) - group_sums(other, first, pairs.ranks)
+    flow[rows] = first + fill(amount - first, one, other, rest, item)
+    return flow
+
+
+def _share(room: int, part: Column, whole: Column) -> Column:
+    """Return about as much of the room as a part is of the whole: never more than it, however many bytes there are."""
+    # Both are shifted until room * part fits an int64.
+    shift = max(0, room.bit_length() + int(whole.max()).bit_length() - 63)
+    return np.asarray(room * (part >> shift) // np.maximum(whole >> shift, 1))
+
+
+def _ready(pairs: Pairs, left: Column) -> Column:
+    """Return the pairs that have bytes left of which the sender has all."""
+    comes = np.full(pairs.ranks, pairs.priority.max(initial=0))
+    np.minimum.at(comes, pairs.other[left > 0], pairs.priority[left > 0])
+    return np.flatnonzero((left > 0) & (pairs.needs < comes[pairs.one]))
+
+
+def _order(pairs: Pairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
+    """Return in which order pairs are gone through."""
+    load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
+    urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
+    return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))

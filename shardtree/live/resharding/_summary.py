@@ -1,0 +1,371 @@
+"""A plan as text: what each rank sends, gets and keeps, where each tensor's bytes come from; and as a document."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...core.geometry import Column, box_slices, group_sums
+from ...core.layouts import ShardColumns, TensorKind, place_text, problem_lines
+from ...core.mapping import ShardedTensor, ShardedTensorFactory
+from ...core.trees import leaves_with_paths, near_names, path_key
+from ...errors import KeyMismatch, MetadataError, error_text, plural, shorten, size_text, table_lines
+from ._check import check_sizes, transfer_problems
+from ._transfers import Transfers
+
+# Totals of ranks, links and steps.
+
+_SHOWN_RANKS = 32
+_SHOWN_LINKS = 5
+_SHOWN_STEPS = 32
+
+
+def totals_table(sends: Mapping[int, int], gets: Mapping[int, int], keeps: Mapping[int, int]) -> list[str]:
+    """Return a line for each rank, up to 32 of them, and one for all.
+
+    Args:
+        sends: bytes, by rank; the others have the same ranks.
+        gets: bytes, by rank.
+        keeps: bytes, by rank.
+
+    Examples:
+        >>> for line in totals_table({0: 8, 1: 0}, {0: 0, 1: 8}, {0: 0, 1: 0}):
+        ...     print(line)
+        rank  sends  gets  keeps
+           0    8 B   0 B    0 B
+           1    0 B   8 B    0 B
+         all    8 B   8 B    0 B
+    """
+    columns = (sends, gets, keeps)
+    rows: list[Sequence[str]] = [(str(rank), *(size_text(column[rank]) for column in columns)) for rank in sends]
+    every = ("all", *(size_text(sum(column.values())) for column in columns))
+    heading, *lines, last = table_lines([("rank", "sends", "gets", "keeps"), *rows, every])
+    return [heading, *shorten(lines, _SHOWN_RANKS), last]
+
+
+def link_lines(links: Mapping[tuple[int, int], int]) -> list[str]:
+    """Return the links that carry most, and how many more there are.
+
+    Args:
+        links: bytes, by (from, to).
+
+    Examples:
+        >>> link_lines({(0, 1): 8, (1, 0): 16})
+        ['2 links: 1 → 0 16 B, 0 → 1 8 B']
+    """
+    largest = sorted(links.items(), key=lambda link: (-link[1], link[0]))
+    texts = shorten((f"{one} → {other} {size_text(count)}" for (one, other), count in largest), _SHOWN_LINKS)
+    return [f"{plural(len(links), 'link')}: {', '.join(texts)}"] if links else []
+
+
+def cast_lines(casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
+    """Return which dtypes become which, and of how many tensors; no line where none are cast.
+
+    Args:
+        casts: before and after, for each tensor that is cast.
+
+    Examples:
+        >>> cast_lines([(torch.float32, torch.bfloat16)] * 2 + [(torch.int64, torch.int32)])
+        ['3 tensors are cast at the sender: float32 → bfloat16 (2), int64 → int32 (1)']
+    """
+    count = Counter(casts)
+    texts = shorten((f"{cast_text(*pair)} ({number})" for pair, number in count.most_common()), _SHOWN_LINKS)
+    total = count.total()
+    verb = "is" if total == 1 else "are"
+    return [f"{plural(total, 'tensor')} {verb} cast at the sender: {', '.join(texts)}"] if total else []
+
+
+def cast_text(before: torch.dtype, after: torch.dtype) -> str:
+    """Return how a dtype becomes another.
+
+    Examples:
+        >>> cast_text(torch.float32, torch.bfloat16)
+        'float32 → bfloat16'
+    """
+    return " → ".join(str(dtype).removeprefix("torch.") for dtype in (before, after))
+
+
+def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column) -> list[str]:
+    """Return a line for each step, up to 32 of them: what moves, and who sends and gets most.
+
+    Args:
+        step: when, ascending, int64 (pieces,).
+        from_rank: int64 (pieces,).
+        to_rank: int64 (pieces,).
+        nbytes: int64 (pieces,).
+
+    Examples:
+        >>> for line in steps_table(*map(np.array, ([0, 0, 1], [0, 1, 0], [1, 2, 2], [8, 4, 2]))):
+        ...     print(line)
+        step  moves  fullest rank
+           0   12 B  rank 1: 12 B
+           1    2 B   rank 0: 2 B
+    """
+    steps, first = np.unique(step, return_index=True)
+    rows = [("step", "moves", "fullest rank")]
+    for number, begin, end in zip(steps.tolist()[:_SHOWN_STEPS], first, [*first[1:], step.size], strict=False):
+        ranks, place = np.unique(np.stack([from_rank[begin:end], to_rank[begin:end]]), return_inverse=True)
+        load = group_sums(place.ravel(), np.tile(nbytes[begin:end], 2), ranks.size)
+        fullest = int(load.argmax())
+        most = f"rank {ranks[fullest]}: {size_text(int(load[fullest]))}"
+        rows.append((str(number), size_text(int(nbytes[begin:end].sum())), most))
+    more = steps.size - _SHOWN_STEPS
+    return [*table_lines(rows), *([f"and {more} more"] if more > 0 else [])]
+
+
+# The origin of each box of a tensor.
+
+_SHOWN_ORIGINS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A box of a tensor that a rank gets, and from whom.
+
+    Attributes:
+        rank: who gets it.
+        from_rank: who has it before; the same, where it stays.
+        box: in the global tensor, as slices.
+        nbytes: its bytes.
+        hop: 0 where it comes from a shard of the source, 1 or more where from a target shard that was filled before.
+        key: the tensor's.
+    """
+
+    rank: int
+    from_rank: int
+    box: tuple[slice, ...]
+    nbytes: int
+    hop: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where each box of a tensor comes from, on every rank. Its text is a table.
+
+    Attributes:
+        name: under which it was asked for: the tensor's key, or where the target's trees hold it.
+        kinds: dtype and global shape afterwards by key, of the tensor, or of all that a factory of that name builds.
+        origins: by key, rank, then box.
+        casts: the dtypes before and after, by key, where they differ.
+    """
+
+    name: str
+    kinds: Mapping[str, TensorKind]
+    origins: tuple[Origin, ...]
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+
+    @property
+    def bytes_moved(self) -> int:
+        """How many of its bytes go from one rank to another."""
+        return sum(one.nbytes for one in self.origins if one.rank != one.from_rank)
+
+    @property
+    def bytes_kept(self) -> int:
+        """How many of its bytes stay on their rank."""
+        return sum(one.nbytes for one in self.origins if one.rank == one.from_rank)
+
+    def __str__(self) -> str:
+        moves, stays = size_text(self.bytes_moved), size_text(self.bytes_kept)
+        kinds = ", ".join(f"{key!r} {kind}" for key, kind in self.kinds.items())
+        of = kinds if self.name in self.kinds else f"{self.name!r}, which is {kinds}"
+        rows = [("rank", "gets", "bytes", "from"), *map(_row, self.origins)]
+        if len(self.kinds) > 1:
+            rows = [(*row, key) for row, key in zip(rows, ["of", *(one.key for one in self.origins)], strict=True)]
+        heading, *lines = table_lines(rows)
+        casts = "".join(f", {text}" for text in dict.fromkeys(cast_text(*dtypes) for dtypes in self.casts.values()))
+        return "\n".join([f"{of}: {moves} move, {stays} stay{casts}", heading, *shorten(lines, _SHOWN_ORIGINS)])
+
+
+def _row(one: Origin) -> tuple[str, ...]:
+    whom = "itself" if one.rank == one.from_rank else f"rank {one.from_rank}"
+    return str(one.rank), place_text(one.box), size_text(one.nbytes), whom + (" (passed on)" if one.hop else "")
+
+
+def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the keys of tensors by the other names that trees have for them: their places, and factories' keys.
+
+    Args:
+        trees: each rank's tree, with what `apply_factories` gave of it.
+
+    Examples:
+        >>> import torch
+        >>> tree = {"model": {"up": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}}
+        >>> names_of_tensors([(tree, tree)])
+        {'model.up': ('w',)}
+    """
+    names: dict[str, dict[str, None]] = {}
+    for tree, after in trees:
+        pairs = leaves_with_paths(tree)
+        factories = {path: leaf.key for path, leaf in pairs if isinstance(leaf, ShardedTensorFactory)}
+        depths = sorted(set(map(len, factories)))
+        for path, leaf in leaves_with_paths(after):
+            if not isinstance(leaf, ShardedTensor):
+                continue
+            # Users know a factory's place and key, and not those of the shards that it builds.
+            place = next((path[:depth] for depth in depths if path[:depth] in factories), path)
+            for name in {path_key(place), factories.get(place, leaf.key)} - {leaf.key}:
+                names.setdefault(name, {})[leaf.key] = None
+    return {name: tuple(keys) for name, keys in names.items()}
+
+
+def tensor_origins(
+    target: ShardColumns,
+    transfers: Transfers,
+    name: str,
+    names: Mapping[str, tuple[str, ...]],
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]],
+) -> Provenance:
+    """Return where the bytes of one tensor come from, or of all that are stored for one name.
+
+    Args:
+        target: the shards of all ranks after.
+        transfers: what goes where.
+        name: the tensor's key, or else one of `names`.
+        names: keys by other names, as `names_of_tensors` gives them.
+        casts: the dtypes before and after, by key, of tensors that are cast.
+
+    Raises:
+        KeyMismatch: no shard of the target is of that tensor.
+    """
+    keys = (name,) if name in target.keys else names.get(name)
+    if keys is None:
+        near = near_names([name], [*target.keys, *names])
+        fix = f"Did you mean {near[name]!r}?" if near else "Ask for one of the keys of plan.target."
+        raise KeyMismatch(error_text(f"explain: no tensor {name!r} in the target", fix=fix))
+    kinds = {key: target.kinds[target.keys.index(key)] for key in keys}
+    origins = tuple(one for key in keys for one in _origins(target, transfers, key))
+    # Several keys share a name where a factory stores one tensor as several.
+    return Provenance(name, kinds, origins, {key: casts[key] for key in keys if key in casts})
+
+
+def _origins(target: ShardColumns, transfers: Transfers, key: str) -> Iterable[Origin]:
+    number = target.keys.index(key)
+    rows = np.flatnonzero(transfers.key == number)
+    rows = rows[np.lexsort((*transfers.offset[rows].T[::-1], transfers.to_rank[rows]))]
+    boxes = zip(transfers.offset[rows], transfers.shape[rows], strict=True)
+    columns = (getattr(transfers, name)[rows].tolist() for name in ("to_rank", "from_rank", "nbytes", "hop"))
+    axes = len(target.kinds[number].global_shape)
+    for (offset, shape), rank, sender, nbytes, hop in zip(boxes, *columns, strict=True):
+        yield Origin(rank, sender, box_slices(offset, shape, axes), nbytes, hop, key)
+
+
+# A plan as a JSON document, which another program can execute, and which reads back as the same plan.
+
+FORMAT, VERSION = "shardtree.ReshardPlan", 1
+
+_SHARD_COLUMNS = ("key", "rank", "offset", "shape", "start", "stop", "main")
+_BOXES = ("offset", "shape", "source_stride", "target_stride")  # columns of a number for each axis
+
+
+Parts = tuple[ShardColumns, ShardColumns, Transfers, Mapping[str, tuple[str, ...]]]
+"""What a plan consists of: source, target, transfers and names, the fields of `ReshardPlan`."""
+
+
+def plan_text(plan: Parts) -> str:
+    """Return a plan as JSON text; docs/resharding.md describes it."""
+    source, target, transfers, names = plan
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "axes": target.offset.shape[1],
+        "source": _layout_record(source),
+        "target": _layout_record(target),
+        "transfers": {one.name: getattr(transfers, one.name).tolist() for one in fields(Transfers)},
+        "names": {name: list(keys) for name, keys in names.items()},
+    }
+    return json.dumps(document)
+
+
+def _layout_record(columns: ShardColumns) -> dict[str, Any]:
+    return {
+        "tensors": [_kind_record(key, kind) for key, kind in zip(columns.keys, columns.kinds, strict=True)],
+        "shards": {name: getattr(columns, name).tolist() for name in _SHARD_COLUMNS},
+    }
+
+
+def _kind_record(key: str, kind: TensorKind) -> dict[str, Any]:
+    dtype = str(kind.dtype).removeprefix("torch.")
+    return {"key": key, "dtype": dtype, "shape": kind.global_shape, "prepend_axis_num": kind.prepend_axis_num}
+
+
+def plan_parts(text: str) -> Parts:
+    """Return what a plan consists of, from its JSON text.
+
+    Raises:
+        MetadataError: it isn't the text of a plan of this version, or the plan doesn't fill its target.
+        ShapeError: a side has 2**62 bytes or more.
+    """
+    try:
+        document = json.loads(text)
+        version = document.get("format"), document.get("version")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _refusal(str(error)[:200]) from None
+    if version != (FORMAT, VERSION):
+        raise _refusal(f"{version[0]!r} {version[1]!r}"[:200])
+    try:
+        parts = _parts(document)
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise _refusal(f"{type(error).__name__}: {error}"[:200]) from None
+    source, target, transfers, _ = parts
+    check_sizes(source, target)
+    problems = transfer_problems(source, target, transfers)
+    if problems:
+        what = "ReshardPlan.from_json: the plan doesn't fill its target"
+        raise MetadataError(error_text(what, offenders=problem_lines(problems), fix="Write it with `to_json` again."))
+    return parts
+
+
+def _refusal(problem: str) -> MetadataError:
+    what, fix = "ReshardPlan.from_json: not a plan that can be read", "Pass what `ReshardPlan.to_json` returns."
+    return MetadataError(error_text(what, found=problem, expected=f"{FORMAT!r} {VERSION}", fix=fix))
+
+
+def _parts(document: Mapping[str, Any]) -> Parts:
+    axes = int(document["axes"])
+    columns = {one.name: _column(document["transfers"], one.name, axes) for one in fields(Transfers)}
+    _check_lengths("transfers", columns)
+    names = {str(name): tuple(map(str, keys)) for name, keys in document["names"].items()}
+    source, target = _layout(document["source"], axes), _layout(document["target"], axes)
+    return source, target, Transfers(**columns), names
+
+
+def _layout(record: Mapping[str, Any], axes: int) -> ShardColumns:
+    kinds = {str(one["key"]): _kind(one) for one in record["tensors"]}
+    columns: dict[str, Any] = {name: _column(record["shards"], name, axes) for name in _SHARD_COLUMNS}
+    _check_lengths("shards", columns)
+    if list(kinds) != sorted(kinds) or len(kinds) != len(record["tensors"]):
+        raise ValueError("keys of tensors aren't sorted, or one occurs twice")
+    if np.any((columns["key"] < 0) | (columns["key"] >= len(kinds))):
+        raise ValueError("a shard of a tensor that isn't listed")
+    return ShardColumns(tuple(kinds), tuple(kinds.values()), **columns)
+
+
+def _kind(record: Mapping[str, Any]) -> TensorKind:
+    # Not getattr, which imports whole modules of torch for some names.
+    dtype = vars(torch).get(record["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {record['dtype']!r}")
+    shape: Sequence[int] = record["shape"]
+    return TensorKind(dtype, tuple(map(int, shape)), int(record["prepend_axis_num"]))
+
+
+def _column(record: Mapping[str, Any], name: str, axes: int) -> NDArray[Any]:
+    values = np.asarray(record[name] or np.zeros(0, dtype=np.int64))
+    # numpy would cut off fractions.
+    if values.dtype.kind != ("b" if name == "main" and values.size else "i"):
+        raise ValueError(f"column {name!r} has {values.dtype} values")
+    shape = (len(record[name]), axes) if name in _BOXES else (len(record[name]),)
+    return values.reshape(shape).astype(np.bool_ if name == "main" else np.int64)
+
+
+def _check_lengths(what: str, columns: Mapping[str, NDArray[Any]]) -> None:
+    if len({len(column) for column in columns.values()}) != 1:
+        raise ValueError(f"columns of {what} have different lengths")

@@ -1,0 +1,277 @@
+"""unshard: sharded trees of all ranks into the global tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.geometry import Column, rows_of
+from ...core.layouts import (
+    BoxColumns,
+    ObjectRule,
+    Problem,
+    RankTrees,
+    ShardColumns,
+    common_problems,
+    doubled_faults,
+    fault_problems,
+    held_arrays,
+    integrity_error,
+    join_columns,
+    reshard_objects,
+    select_rows,
+    shard_boxes,
+    shard_columns,
+    sharding_faults,
+    trees_by_rank,
+)
+from ...core.lazy import LazyTensor
+from ...core.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory, has_elements
+from ...core.trees import (
+    HOLE,
+    apply_factories,
+    as_integers,
+    common_with_holes,
+    comparable,
+    empty_data,
+    flatten_with_paths,
+    leaves_with_paths,
+    map_shards,
+    merge,
+    prune,
+    refuse_hidden,
+)
+from ...errors import IntegrityError, ShapeError, TreeError, TreePath, error_text, render_path
+
+# Global tensors assembled from shards.
+
+
+def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
+    """Return the global tensors, by key. One that a shard holds whole is that shard's tensor; others are new.
+
+    An element is its main replica's; where there is none, that of the copy on the lowest rank.
+
+    Args:
+        columns: all shards.
+        shards: the same, row by row.
+
+    Raises:
+        IntegrityError: no rank holds some element, or it has two main replicas.
+        ShapeError: a shard that is needed has no data.
+    """
+    check_covered(columns)
+    order = np.argsort(columns.key, kind="stable")
+    of_each = np.split(order, np.searchsorted(columns.key[order], np.arange(1, len(columns.keys))))
+    rows = [_rows_to_copy(columns, number, of_each[number]) for number in range(len(columns.keys))]
+    absent = [
+        f"{shards[row].key!r} on rank {columns.rank[row]}"
+        for tensor_rows in rows
+        for row in tensor_rows
+        if not _has_elements(shards[row].data)
+    ]
+    if absent:
+        fix = "Load the shards, or shard a tree that has its tensors."
+        raise ShapeError(error_text("unshard: shards without elements to assemble", offenders=absent, fix=fix))
+    return {key: _whole(columns, shards, number, rows[number]) for number, key in enumerate(columns.keys)}
+
+
+def check_covered(columns: ShardColumns) -> None:
+    """Raise IntegrityError where no rank holds an element, or more than one main replica does."""
+    mains = select_rows(columns, np.flatnonzero(columns.main))
+    overlaps = fault_problems(columns, doubled_faults(mains), "element")
+    # Where main replicas are missing a copy will do, so gaps are looked for among all shards.
+    all_main = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
+    faults = sharding_faults(all_main)
+    missing = fault_problems(all_main, rows_of(faults, np.flatnonzero(~faults.doubled)), "element")
+    problems: Sequence[Problem] = (*missing, *overlaps)
+    if problems:
+        raise integrity_error(
+            "unshard: each element needs a shard that holds it, and at most one main replica", problems
+        )
+
+
+def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:
+    """Return the rows that make up a tensor, in ascending precedence: later ones overwrite what they share."""
+    rows = rows[columns.elements[rows] > 0]
+    mains = rows[columns.main[rows]]
+    # Main replicas don't overlap here, so as many elements as the tensor has mean all of them.
+    are_all = columns.elements[mains].sum() == prod(columns.kinds[number].global_shape)
+    copies: list[int] = (mains if are_all else rows[np.lexsort((-columns.rank[rows], columns.main[rows]))]).tolist()
+    return copies
+
+
+def _has_elements(data: Any) -> bool:
+    return isinstance(data, LazyTensor) or (isinstance(data, torch.Tensor) and has_elements(data))
+
+
+def _whole(columns: ShardColumns, shards: Sequence[ShardedTensor], number: int, rows: Sequence[int]) -> Any:
+    kind = columns.kinds[number]
+    if len(rows) == 1:
+        data = shards[rows[0]].data
+        return data if tuple(data.shape) == kind.global_shape else _dense(data).reshape(kind.global_shape)
+    pieces = [_dense(shards[row].data) for row in rows]
+    whole = empty_data(kind.global_shape, kind.dtype, pieces[0].device if pieces else "cpu")
+    mine = select_rows(columns, np.array(rows, dtype=np.int64))
+    boxes = shard_boxes(mine.offset, mine.shape, mine.start, mine.stop)
+    # As integers: torch can't copy some packed dtypes.
+    _fill(as_integers(whole), list(map(as_integers, pieces)), boxes, (mine.start >= 0).tolist())
+    return whole
+
+
+def _dense(data: Any) -> torch.Tensor:
+    tensor: torch.Tensor = data.read() if isinstance(data, LazyTensor) else data
+    return tensor
+
+
+def _fill(whole: torch.Tensor, pieces: Sequence[torch.Tensor], boxes: BoxColumns, is_flat: Sequence[bool]) -> None:
+    """Copy each box of the pieces to its place, in order."""
+    axes = whole.dim()
+    rows = zip(boxes.shard.tolist(), boxes.offset.tolist(), boxes.shape.tolist(), boxes.position.tolist(), strict=True)
+    for shard, offset, shape, position in rows:
+        # Columns are widened on the left, so a tensor's own axes are the last ones; a scalar has none.
+        box = zip(offset[len(offset) - axes :], shape[len(shape) - axes :], strict=True)
+        place = whole[tuple(slice(first, first + size) for first, size in box)]
+        piece = pieces[shard]
+        if is_flat[shard]:
+            piece = piece[position : position + place.numel()]
+        place.copy_(piece.reshape(place.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of a global tensor or object in a tree, by its key."""
+
+    key: str
+    is_tensor: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankTree:
+    """A rank's tree, flattened: its shards and objects, and the tree with slots in their places."""
+
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+    slots: Any
+
+
+def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) -> Any:
+    """Return the global tree of ranks' sharded trees; undoes `shard`.
+
+    Where a shard stood there is the global tensor, as a checkpoint would hold it: a factory's place has what it builds,
+    and one tensor where that is all of one key. A tensor that a shard holds whole isn't copied. Where copies differ
+    the main replica counts, and where there is none the copy on the lowest rank.
+
+    Args:
+        trees: each rank's tree, by rank: a mapping, or a sequence that begins with rank 0. They are joined: dicts by
+            key, lists and tuples of equal length by position.
+        rules: by patterns of keys, what becomes of objects that there are several of, one on each rank say; see
+            `reshard_objects`. A single one needs no rule. What a rule drops is left out of the tree.
+
+    Returns:
+        The tree. Plain values, which must be the same on all ranks, are as they were; objects are copies of their data.
+
+    Raises:
+        IntegrityError: no rank holds some element, or it has two main replicas; plain values differ between ranks;
+            ranks disagree about a tensor; there are several objects and no rule.
+        ShapeError: a shard that is needed has no data.
+        TreeError: it isn't a tree for each rank, or they don't fit together.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.layouts import Mesh, PartitionSpec, shard
+        >>> trees = shard({"w": torch.arange(5), "step": 3}, Mesh(dp=2, tp=2), PartitionSpec("tp"))
+        >>> unshard(trees)
+        {'w': tensor([0, 1, 2, 3, 4]), 'step': 3}
+    """
+    by_rank = trees_by_rank(trees, "unshard")
+    # Before any tensor is assembled, which may take long and much memory.
+    for rank, tree in by_rank.items():
+        refuse_hidden(f"unshard: rank {rank}", leaves_with_paths(tree))
+    problems = common_problems({rank: comparable(common_with_holes(tree)) for rank, tree in by_rank.items()})
+    if problems:
+        what, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+    flat = {rank: _flatten(tree) for rank, tree in by_rank.items()}
+    columns = join_columns([shard_columns(own.tensors, rank) for rank, own in flat.items()])
+    tensors = assembled(columns, [shard for own in flat.values() for shard in own.tensors])
+    objects = _objects([item for own in flat.values() for item in own.objects], rules)
+
+    def value(leaf: Any) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
+        return tensors[leaf.key] if leaf.is_tensor else objects[leaf.key]
+
+    return prune(map_shards(value, _join_slots([own.slots for own in flat.values()])))
+
+
+def _flatten(tree: Any) -> _RankTree:
+    pairs, rebuild = flatten_with_paths(tree)
+    parts = [apply_factories(leaf) for _, leaf in pairs]
+    leaves = [leaf for part in parts for _, leaf in leaves_with_paths(part)]
+    slots = [
+        _factory_slot(part) if isinstance(leaf, ShardedTensorFactory) else _slot(leaf)
+        for (_, leaf), part in zip(pairs, parts, strict=True)
+    ]
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
+    return _RankTree(tensors, tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)), rebuild(slots))
+
+
+def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] | None) -> dict[str, Any]:
+    """Return each array's value as a single object, by key."""
+    targets = []
+    for key, array in held_arrays(objects).items():
+        shape = array.all_shapes[0]
+        single = shape if len(array.all_shapes) == 1 and prod(shape) == 1 else (1,) * len(shape)
+        targets.append(ShardedObject(key, HOLE, single, (0,) * len(single)))  # where a rule drops one, the hole stays
+    return {item.key: item.data for item in reshard_objects(objects, targets, rules)}
+
+
+def _factory_slot(part: Any) -> Any:
+    """Return one slot for all that a factory built, where that has one key; else the slots of its leaves."""
+    slots = map_shards(_slot, part)
+    leaves = [leaf for _, leaf in leaves_with_paths(slots)]
+    kinds = {leaf for leaf in leaves if isinstance(leaf, _Slot)}
+    return kinds.pop() if len(kinds) == 1 and all(isinstance(leaf, _Slot) for leaf in leaves) else slots
+
+
+def _slot(leaf: Any) -> Any:
+    """Return the slot for a shard's global value; another leaf as it is."""
+    return _Slot(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
+
+
+def _join_slots(trees: Iterable[Any]) -> Any:
+    """Return several trees of slots, merged."""
+    whole: Any = HOLE
+    leaves: dict[TreePath, Any] = {}
+    for tree in trees:
+        pairs, rebuild = flatten_with_paths(tree)
+        _check_same(leaves, pairs)
+        # Merging refuses a place that two trees fill, and replicated tensors and plain values are on many ranks.
+        new = [leaf if path not in leaves else HOLE for path, leaf in pairs]
+        leaves |= {path: leaf for path, leaf in pairs if leaf is not HOLE and path not in leaves}
+        whole = merge(whole, rebuild(new))
+    unknown = [render_path(path) for path, leaf in leaves_with_paths(whole) if leaf is HOLE]
+    if unknown:
+        fix = "Pass the trees of all ranks."
+        raise IntegrityError(error_text("unshard: places that no rank fills", offenders=unknown, fix=fix))
+    return whole
+
+
+def _check_same(leaves: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, Any]]) -> None:
+    wrong = [
+        f"{render_path(path)}: {_name(leaves[path])} and {_name(leaf)}"
+        for path, leaf in pairs
+        if path in leaves and leaf is not HOLE and {type(leaf), type(leaves[path])} >= {_Slot} and leaf != leaves[path]
+    ]
+    if wrong:
+        fix = "Where ranks have other tensors at one path, pass {shard.key: shard} for each rank."
+        raise TreeError(error_text("unshard: one path is for different tensors", offenders=wrong, fix=fix))
+
+
+def _name(leaf: Any) -> str:
+    return repr(leaf.key) if isinstance(leaf, _Slot) else type(leaf).__name__

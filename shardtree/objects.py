@@ -1,0 +1,46 @@
+"""Arrays of objects in another shape: rules for state that isn't a tensor."""
+
+from __future__ import annotations
+
+import typing
+
+from .core.deferred import face
+
+__all__ = [
+    "ObjectArray",
+    "ObjectRule",
+    "ShapeChange",
+    "concatenate_objects",
+    "drop_objects",
+    "fold_objects",
+    "redistribute_objects",
+    "replicate_cell",
+    "replicate_objects",
+    "reshard_objects",
+    "rules_by_field",
+]
+
+if typing.TYPE_CHECKING:
+    from .core.layouts import ObjectArray, ObjectRule, ShapeChange, reshard_objects
+    from .transforms import drop_objects
+    from .transforms._object_rules import (
+        concatenate_objects,
+        fold_objects,
+        redistribute_objects,
+        replicate_cell,
+        replicate_objects,
+        rules_by_field,
+    )
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..transforms._object_rules",
+        {
+            "ObjectArray": "..core.layouts",
+            "ObjectRule": "..core.layouts",
+            "ShapeChange": "..core.layouts",
+            "reshard_objects": "..core.layouts",
+            "drop_objects": "..transforms",
+        },
+    )

@@ -1,0 +1,234 @@
+"""plan_buffers: parameters packed consecutively into buckets, each of which is cut into equal ranges for ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from math import lcm, prod
+from typing import Any
+
+from ...core.geometry import integer, integers, refuse
+from ...core.mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
+from ...errors import KeyMismatch, MetadataError, ShapeError, error_text
+from ._plan import BufferPlace, BufferPlan
+
+# Names and shapes of parameters, from shapes, tensors or shards.
+
+Parameter = ShardedTensor | ShardedTensorFactory
+
+
+def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter, by name.
+
+    Args:
+        parameters: shapes, or values that have one, by name.
+
+    Raises:
+        MetadataError: something has no shape, is a flat range, or dtypes are mixed; names each of them.
+
+    Examples:
+        >>> import torch
+        >>> parameter_shapes({"w": (2, 3), "b": torch.zeros(3)})
+        {'w': (2, 3), 'b': (3,)}
+    """
+    if not isinstance(parameters, Mapping):
+        fix = "Pass {name: shape, tensor or shard}; dict(module.named_parameters()), say."
+        what, found = "plan_buffers: not parameters by name", type(parameters).__name__
+        raise MetadataError(error_text(what, found=found, expected="a mapping", fix=fix))
+    wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
+    if wrong:
+        fix = "Pass shapes, tensors, or shards of whole boxes; of a factory without data its tensor's shape."
+        raise MetadataError(error_text("plan_buffers: parameters that can't be placed", offenders=wrong, fix=fix))
+    _check_dtypes(parameters)
+    return {name: _shape(value) or () for name, value in parameters.items()}
+
+
+def _problem(name: Any, value: Any) -> str | None:
+    """Return what is wrong with a parameter."""
+    if not isinstance(name, str) or not name:
+        return f"{name!r}: not a name"
+    if isinstance(value, Parameter) and value.flattened_range is not None:
+        return f"{name!r}: a flat range already, {value.flattened_range}"
+    try:
+        shape = _shape(value)
+    except MetadataError as error:
+        return f"{name!r}: {error}".replace("\n", " ")
+    if shape is None:
+        has_none = isinstance(value, ShardedTensorFactory) and value.data is None
+        return f"{name!r}: {type(value).__name__}" + (" without data" if has_none else "")
+    return f"{name!r}: shape {shape}" if any(size < 0 for size in shape) else None
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return a value's shape, None for one without."""
+    if isinstance(value, ShardedTensor):
+        return value.local_shape
+    source = value.data if isinstance(value, ShardedTensorFactory) else value
+    check_has_shape("a parameter", source)
+    shape = source if isinstance(source, (tuple, list)) else getattr(source, "shape", None)
+    return None if shape is None else integers("shape", "size", shape)
+
+
+def _check_dtypes(parameters: Mapping[str, Any]) -> None:
+    names: dict[Any, list[str]] = {}
+    for name, value in parameters.items():
+        source = value.data if isinstance(value, ShardedTensorFactory) else value
+        names.setdefault(getattr(source, "dtype", None), []).append(name)
+    # Shapes have no dtype, and go with any.
+    names.pop(None, None)
+    if len(names) > 1:
+        of_each = [f"{dtype}: {', '.join(map(repr, own[:3]))}, {len(own)} in all" for dtype, own in names.items()]
+        fix = "Plan a buffer for each dtype; or pass shapes, where one buffer holds fp32 copies of all of them."
+        raise MetadataError(error_text("plan_buffers: parameters of several dtypes", offenders=of_each, fix=fix))
+
+
+def check_parameters(plan: BufferPlan, parameters: Mapping[str, Any], doing: str) -> None:
+    """Raise unless each parameter of a plan is there as a shard or factory, of the shape that the plan has.
+
+    Args:
+        plan: the buffer's.
+        parameters: shards by name; others may be among them.
+        doing: for the error.
+
+    Raises:
+        KeyMismatch: some aren't there.
+        ShapeError: some are something else, or have another shape; names each of them.
+
+    Examples:
+        >>> check_parameters(BufferPlan(2, (), ()), {}, "flat_shards")
+    """
+    if not isinstance(parameters, Mapping):
+        found, fix = type(parameters).__name__, "Pass {name: shard}, with the plan's names."
+        what = f"{doing}: not parameters by name"
+        raise ShapeError(error_text(what, found=found, expected="a mapping", fix=fix))
+    missing = [repr(place.name) for place in plan.places if place.name not in parameters]
+    if missing:
+        fix = "Pass the shards that the buffer was planned for."
+        raise KeyMismatch(error_text(f"{doing}: parameters that aren't there", offenders=missing, fix=fix))
+    wrong = [
+        f"{place.name!r}: {text}"
+        for place in plan.places
+        if (text := _misfit(parameters[place.name], place.shape)) is not None
+    ]
+    if wrong:
+        fix = "Pass box shards or factories, those that the buffer was planned for."
+        raise ShapeError(error_text(f"{doing}: parameters that don't fit the plan", offenders=wrong, fix=fix))
+
+
+def _misfit(value: Any, shape: tuple[int, ...]) -> str | None:
+    if not isinstance(value, Parameter):
+        return f"{type(value).__name__}, not a ShardedTensor or ShardedTensorFactory"
+    if value.flattened_range is not None:
+        return f"a flat range already, {value.flattened_range}"
+    actual = None if isinstance(value, ShardedTensorFactory) and value.data is None else _shape(value)
+    if actual is None or actual == shape:
+        return None
+    return f"shape {actual}, {prod(actual)} elements; the plan has {shape}, {prod(shape)} elements"
+
+
+def plan_buffers(
+    parameters: Mapping[str, Any],
+    *,
+    data_parallel: int,
+    bucket_size: int | None = None,
+    align: int = 1,
+    bucket_align: int = 1,
+    order: Iterable[str] | None = None,
+    alone: Collection[str] = (),
+) -> BufferPlan:
+    """Return the plan of parameters in one contiguous buffer, with each rank's range of every bucket.
+
+    They are consecutive, and never span two buckets. A bucket is closed after the parameter with which
+    it has `bucket_size` elements or more, and padded so that all ranks' ranges are equally long. All numbers count
+    elements.
+
+    Args:
+        parameters: what a rank holds of the model, by name: a shape, or what has one: a tensor, a ShardedTensor, or a
+            ShardedTensorFactory with data. They must be of one dtype, as buffers are; shapes have none.
+        data_parallel: how many ranks share the buffer.
+        bucket_size: the size at which a bucket is closed; None for one bucket.
+        align: each parameter starts at a multiple of this, counted from the beginning of the buffer.
+        bucket_align: each bucket ends at a multiple of this and of `data_parallel`.
+        order: the names in the buffer's order; by default as `parameters` has them.
+        alone: names of parameters that get a bucket of their own.
+
+    Raises:
+        MetadataError: a number is too small; something has no shape, or is a flat range; dtypes are mixed.
+        KeyMismatch: `order` isn't all names, each once, or `alone` has others.
+
+    Examples:
+        >>> plan = plan_buffers({"w": (2, 3), "b": (3,), "norm": (2,)}, data_parallel=2, bucket_size=8, align=4)
+        >>> [(place.name, place.start, place.stop, place.bucket) for place in plan.places]
+        [('w', 0, 6, 0), ('b', 8, 11, 0), ('norm', 12, 14, 1)]
+        >>> print(plan)
+        3 parameters of 11 elements, 3 of padding (21.4 %): 2 buckets, cut for 2 ranks
+        bucket  from  to  parameters  elements  padding  a rank's slice
+             0     0  12           2         9        3               6
+             1    12  14           1         2        0               1
+        rank  parameters  elements  padding
+           0           2         7        0
+           1           2         4        3
+
+    References:
+        Megatron-Core 0.16, `_ParamAndGradBuffer`: with its distributed optimizer it has align=64, bucket_align=128 (or
+        2**16 with `pad_buckets_for_high_nccl_busbw`) and order=reversed(parameters), and shared embeddings alone.
+    """
+    # Shapes alone decide, so that each rank of the group computes the same plan, with or without data.
+    shapes = parameter_shapes(parameters)
+    ranks = _count("data_parallel", data_parallel, "Pass the size of the data-parallel group.")
+    fix = "Pass 1 for no alignment."
+    # The least common multiple: the end of a bucket must suit the collective's alignment and divide into equal ranges.
+    start_at, end_at = _count("align", align, fix), lcm(ranks, _count("bucket_align", bucket_align, fix))
+    limit = None if bucket_size is None else _count("bucket_size", bucket_size, "Pass None for one bucket.")
+    names = _names_in_order(shapes, order)
+    groups = set(_checked_names("alone", alone, shapes))
+    places: list[BufferPlace] = []
+    buckets: list[tuple[int, int]] = []
+    begin = position = 0
+    for number, name in enumerate(names):
+        start = _round_up(position, start_at)
+        places.append(BufferPlace(name, shapes[name], len(buckets), start))
+        position = places[-1].stop
+        is_full = limit is not None and position - begin >= limit
+        following = names[number + 1 : number + 2]
+        # A parameter with a bucket of its own also closes the bucket before it.
+        if is_full or not following or name in groups or following[0] in groups:
+            position = _round_up(position, end_at)
+            buckets.append((begin, position))
+            begin = position
+    return BufferPlan(ranks, tuple(places), tuple(buckets))
+
+
+def _round_up(position: int, multiple: int) -> int:
+    return -(-position // multiple) * multiple
+
+
+def _count(field: str, value: Any, fix: str) -> int:
+    number = integer("plan_buffers", field, value)
+    if number < 1:
+        refuse("plan_buffers", field, number, "at least 1", fix, error=MetadataError)
+    return number
+
+
+def _names_in_order(shapes: Mapping[str, Any], order: Iterable[str] | None) -> list[str]:
+    if order is None:
+        return list(shapes)
+    names = _checked_names("order", order, shapes)
+    counts = Counter(names)
+    wrong = [f"{name!r} isn't there" for name in shapes if name not in counts]
+    wrong += [f"{name!r} is there {count} times" for name, count in counts.items() if count > 1]
+    if wrong:
+        fix = "Pass all names of `parameters`, each once: reversed(parameters), say."
+        raise KeyMismatch(error_text("plan_buffers: order isn't that of the parameters", offenders=wrong, fix=fix))
+    return names
+
+
+def _checked_names(field: str, names: Iterable[str], shapes: Mapping[str, Any]) -> list[str]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        refuse("plan_buffers", field, repr(names)[:100], "names", "Pass a list of names.", error=MetadataError)
+    texts = list(names)
+    unknown = [repr(name)[:200] for name in texts if not isinstance(name, str) or name not in shapes]
+    if unknown:
+        what = f"plan_buffers: {field} has names of no parameter"
+        raise KeyMismatch(error_text(what, offenders=unknown, fix="Pass names of `parameters`."))
+    return texts

@@ -1,0 +1,291 @@
+"""BufferPlan: each parameter's place in a contiguous buffer, and each rank's ranges of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from ...core.geometry import Column, integer, refuse
+from ...errors import KeyMismatch, MetadataError, error_text, plural, shorten, table_lines
+
+# Plans as text.
+
+_LINES = 32
+
+
+def plan_lines(
+    parameters: int, padding: int, buckets: Sequence[Sequence[int]], shares: Sequence[Sequence[int]]
+) -> list[str]:
+    """Return a plan as two tables, of buckets and of ranks, up to 32 lines each.
+
+    Args:
+        parameters: how many there are.
+        padding: elements that belong to no parameter.
+        buckets: start, stop, parameters, elements of them, and elements of one rank's slice.
+        shares: for each rank, how many parameters it has something of, and how many elements of them.
+
+    Examples:
+        >>> for line in plan_lines(2, 1, [(0, 10, 2, 9, 5)], [(1, 5), (2, 4)]):
+        ...     print(line)
+        2 parameters of 9 elements, 1 of padding (10.0 %): 1 bucket, cut for 2 ranks
+        bucket  from  to  parameters  elements  padding  a rank's slice
+             0     0  10           2         9        1               5
+        rank  parameters  elements  padding
+           0           1         5        0
+           1           2         4        1
+    """
+    size = buckets[-1][1] if buckets else 0
+    share = f"{100 * padding / max(size, 1):.1f} %"
+    counts = f"{plural(parameters, 'parameter')} of {size - padding:,} elements, {padding:,} of padding ({share})"
+    head = f"{counts}: {plural(len(buckets), 'bucket')}, cut for {plural(len(shares), 'rank')}"
+    own = sum(bucket[4] for bucket in buckets)
+    spans = [(n, at, to, count, full, to - at - full, part) for n, (at, to, count, full, part) in enumerate(buckets)]
+    ranks = [(rank, count, elements, own - elements) for rank, (count, elements) in enumerate(shares)]
+    lines = _lines(("bucket", "from", "to", "parameters", "elements", "padding", "a rank's slice"), spans)
+    return [head, *(lines if buckets else []), *_lines(("rank", "parameters", "elements", "padding"), ranks)]
+
+
+def place_lines(rows: Sequence[tuple[int, slice, slice]]) -> list[str]:
+    """Return each rank's range of a parameter, up to 32 lines.
+
+    Args:
+        rows: rank, slice of the parameter, slice of the rank's own slice of the bucket.
+
+    Examples:
+        >>> place_lines([(1, slice(0, 3), slice(1, 4))])
+        ['rank  of the parameter  of its slice', '   1             [0:3]         [1:4]']
+    """
+    texts = [(rank, _text(flat), _text(own)) for rank, flat, own in rows]
+    return _lines(("rank", "of the parameter", "of its slice"), texts)
+
+
+def _text(part: slice) -> str:
+    return f"[{part.start}:{part.stop}]"
+
+
+def _lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    cells = [head, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
+    heading, *lines = table_lines(cells)
+    return [heading, *shorten(lines, _LINES)]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """One parameter's place in the buffer.
+
+    Attributes:
+        name: the parameter's.
+        shape: of the tensor that is flattened, row-major.
+        bucket: the bucket that contains all of it.
+        start: its first element in the buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    bucket: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the buffer."""
+        return self.start + prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRange:
+    """One rank's range of one parameter.
+
+    Attributes:
+        name: the parameter's.
+        rank: the data-parallel rank.
+        bucket: the parameter's bucket.
+        taken: the slice of the rank's own slice of that bucket.
+        flattened_range: the slice of the row-major flattened parameter that this is.
+    """
+
+    name: str
+    rank: int
+    bucket: int
+    taken: slice
+    flattened_range: slice
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """Places of parameters in a contiguous buffer, whose buckets are cut into one range a rank; prints as a table.
+
+    All numbers count elements. `plan_buffers` makes it.
+
+    Attributes:
+        data_parallel: how many ranks share each bucket, in equal ranges.
+        places: the parameters, in the buffer's order.
+        buckets: (start, stop) of each bucket in the buffer; they are consecutive.
+    """
+
+    # Tuples of values, and not columns: a buffer has thousands of parameters, not millions of chunks, and a plan is
+    # compared, hashed and printed whole.
+    data_parallel: int
+    places: tuple[BufferPlace, ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements the parameters have."""
+        return sum(prod(place.shape) for place in self.places)
+
+    @property
+    def padding(self) -> int:
+        """How many elements of the buffer belong to no parameter."""
+        return (self.buckets[-1][1] if self.buckets else 0) - self.elements
+
+    @property
+    def slice_lengths(self) -> tuple[int, ...]:
+        """How many elements each rank has of each bucket."""
+        return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
+
+    def ranges(self, rank: int) -> tuple[BufferRange, ...]:
+        """Return a rank's ranges, in the buffer's order; parameters that it has nothing of are left out.
+
+        A parameter without elements is on one rank, as an empty range, so that it is stored at all.
+
+        Args:
+            rank: the data-parallel rank.
+
+        Raises:
+            MetadataError: there is no such rank.
+
+        Examples:
+            >>> from shardtree.buffers import plan_buffers
+            >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
+            >>> [(part.name, part.taken, part.flattened_range) for part in plan.ranges(1)]
+            [('w', slice(0, 1, None), slice(5, 6, None)), ('b', slice(1, 4, None), slice(0, 3, None))]
+        """
+        rank = checked_rank(self, rank)
+        return tuple(self._range(place, rank) for place in self.places if rank in self._ranks(place))
+
+    def holders(self, name: str) -> tuple[BufferRange, ...]:
+        """Return a parameter's ranges, by rank.
+
+        Raises:
+            KeyMismatch: it isn't in the buffer.
+
+        Examples:
+            >>> from shardtree.buffers import plan_buffers
+            >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
+            >>> [(part.rank, part.flattened_range) for part in plan.holders("w")]
+            [(0, slice(0, 5, None)), (1, slice(5, 6, None))]
+        """
+        place = self._place(name)
+        return tuple(self._range(place, rank) for rank in self._ranks(place))
+
+    def explain(self, name: str) -> str:
+        """Return a text with a parameter's place, and each rank's range of it.
+
+        Raises:
+            KeyMismatch: it isn't in the buffer.
+
+        Examples:
+            >>> from shardtree.buffers import plan_buffers
+            >>> print(plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2).explain("b"))
+            'b' (3,): [6:9] of the buffer, in bucket 0
+            rank  of the parameter  of its slice
+               1             [0:3]         [1:4]
+        """
+        place = self._place(name)
+        head = f"{name!r} {place.shape}: [{place.start}:{place.stop}] of the buffer, in bucket {place.bucket}"
+        rows = [(part.rank, part.flattened_range, part.taken) for part in self.holders(name)]
+        return "\n".join([head, *place_lines(rows)])
+
+    def __str__(self) -> str:
+        rows = [[0, 0, length] for length in self.slice_lengths]
+        for place in self.places:
+            rows[place.bucket][0] += 1
+            rows[place.bucket][1] += prod(place.shape)
+        buckets = [(*span, *row) for span, row in zip(self.buckets, rows, strict=True)]
+        return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._rank_counts().tolist()))
+
+    def _rank_counts(self) -> Column:
+        """Return of how many parameters each rank has elements, and how many elements, int64 (ranks, 2)."""
+        # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
+        counts = np.zeros((self.data_parallel, 2), dtype=np.int64)
+        for place in self.places:
+            ranks, (first, length) = self._ranks(place), self._share(place)
+            counts[ranks.start : ranks.stop] += (1, length)
+            counts[ranks.start, 1] -= place.start - (first + ranks.start * length)
+            counts[ranks.stop - 1, 1] -= first + ranks.stop * length - place.stop
+        return counts
+
+    def _place(self, name: str) -> BufferPlace:
+        for place in self.places:
+            if place.name == name:
+                return place
+        fix = "See `plan.places`."
+        what = f"BufferPlan: no parameter {name!r} in the buffer"
+        raise KeyMismatch(error_text(what, expected=f"one of {len(self.places)}", fix=fix))
+
+    def _share(self, place: BufferPlace) -> tuple[int, int]:
+        """Return where a parameter's bucket starts, and the length of each rank's range."""
+        start, stop = self.buckets[place.bucket]
+        return start, (stop - start) // self.data_parallel
+
+    def _ranks(self, place: BufferPlace) -> range:
+        """Return the ranks that have elements of a parameter."""
+        first, length = self._share(place)
+        if not length:  # a bucket without elements
+            return range(1)
+        # A parameter without elements at the end of its bucket would belong to a rank that doesn't exist.
+        begin = min((place.start - first) // length, self.data_parallel - 1)
+        return range(begin, max(begin + 1, -(-(place.stop - first) // length)))
+
+    def _range(self, place: BufferPlace, rank: int) -> BufferRange:
+        first, length = self._share(place)
+        begin = first + rank * length
+        low, high = max(place.start, begin), min(place.stop, begin + length)
+        own, flat = slice(low - begin, high - begin), slice(low - place.start, high - place.start)
+        return BufferRange(place.name, rank, place.bucket, own, flat)
+
+
+def checked_rank(plan: BufferPlan, rank: int) -> int:
+    """Return a rank as an int, after checking that the plan has it.
+
+    Raises:
+        MetadataError: it isn't.
+
+    Examples:
+        >>> checked_rank(BufferPlan(2, (), ()), 1)
+        1
+    """
+    number = integer("BufferPlan", "rank", rank)
+    if not 0 <= number < plan.data_parallel:
+        expected = f"a data-parallel rank, 0 to {plan.data_parallel - 1}"
+        fix = "Pass the rank's number in its data-parallel group, not in the world."
+        refuse("BufferPlan", "rank", number, expected, fix, error=MetadataError)
+    return number
+
+
+def check_plan(plan: object, doing: str) -> None:
+    """Raise MetadataError for what isn't a plan of buffers.
+
+    Examples:
+        >>> check_plan(BufferPlan(2, (), ()), "flat_shards")
+    """
+    if not isinstance(plan, BufferPlan):
+        fix = "Make one with plan_buffers, and pass it first."
+        raise MetadataError(
+            error_text(f"{doing}: not a plan", found=type(plan).__name__, expected="a BufferPlan", fix=fix)
+        )
+
+
+def check_dtype(dtype: object, doing: str) -> None:
+    """Raise MetadataError for what isn't a dtype.
+
+    Examples:
+        >>> check_dtype(torch.float32, "flat_targets")
+    """
+    if not isinstance(dtype, torch.dtype):
+        found, fix = type(dtype).__name__, "Pass torch.float32, say."
+        raise MetadataError(error_text(f"{doing}: not a dtype", found=found, expected="a torch.dtype", fix=fix))

@@ -1,0 +1,286 @@
+"""Flat-range shards: a rank's slices as ranges of the parameters' global tensors, with data and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...core.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from ...core.trees import as_integers, empty_data
+from ...errors import KeyMismatch, MetadataError, ShapeError, error_text, plural
+from ._pack import Parameter, check_parameters
+from ._plan import BufferPlan, BufferRange, check_dtype, check_plan, checked_rank
+
+# A rank's slices, one tensor a bucket, divided into parameters' ranges, and assembled from them.
+
+
+def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str, Any]:
+    """Return each parameter's range in a rank's slices, as views; parameters without one are left out.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        slices: one 1-D tensor a bucket, of `plan.slice_lengths`: of the main parameters, or of one kind of state.
+
+    Raises:
+        MetadataError: there is no such rank.
+        ShapeError: slices of another number, length or dtype; names each of them.
+
+    Examples:
+        >>> from shardtree.buffers import plan_buffers
+        >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
+        >>> slice_views(plan, 1, [torch.tensor([5, 10, 11, 12, 0])])
+        {'w': tensor([5]), 'b': tensor([10, 11, 12])}
+    """
+    check_plan(plan, "slice_views")
+    ranges = plan.ranges(rank)
+    _check_slices(plan, rank, slices)
+    return {
+        part.name: slices[part.bucket].narrow(0, part.taken.start, part.taken.stop - part.taken.start)
+        for part in ranges
+    }
+
+
+def buffer_slices(
+    plan: BufferPlan,
+    rank: int,
+    tree: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> list[torch.Tensor]:
+    """Return a rank's slices in new memory, one a bucket: loaded ranges, and zeros as padding; undoes `slice_views`.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        tree: for each parameter that the rank has something of, by name, its range: a 1-D tensor, or a shard with data.
+        dtype: of the slices, and of what is given. A rank may have only padding, which has no dtype of its own.
+        device: where the slices are made.
+
+    Raises:
+        MetadataError: there is no such rank.
+        KeyMismatch: names are missing, or the rank has nothing of what they name.
+        ShapeError: tensors of another shape or dtype, or without memory; names each of them.
+
+    Examples:
+        >>> from shardtree.buffers import plan_buffers
+        >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
+        >>> buffer_slices(plan, 1, {"w": torch.ones(1), "b": torch.ones(3)})
+        [tensor([1., 1., 1., 1., 0.])]
+    """
+    check_plan(plan, "buffer_slices")
+    check_dtype(dtype, "buffer_slices")
+    ranges = plan.ranges(rank)
+    tensors = _checked_tree(rank, tree, {part.name: part.taken.stop - part.taken.start for part in ranges}, dtype)
+    # As integers, since torch has no fill for some dtypes; zero bits are zeros of every dtype.
+    slices = [as_integers(empty_data((length,), dtype, device)).zero_() for length in plan.slice_lengths]
+    for part in ranges:
+        slices[part.bucket][part.taken].copy_(as_integers(tensors[part.name]))
+    return [each.view(dtype) for each in slices]
+
+
+def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
+    lengths = plan.slice_lengths
+    subject = f"slice_views: rank {checked_rank(plan, rank)} of {plan.data_parallel}"
+    if isinstance(slices, (Mapping, torch.Tensor)) or not isinstance(slices, Sequence) or len(slices) != len(lengths):
+        is_list = isinstance(slices, Sequence) and not isinstance(slices, (str, Mapping))
+        found = plural(len(slices), "tensor") if is_list else type(slices).__name__
+        expected = f"a list of {plural(len(lengths), 'tensor')}, one a bucket"
+        fix = "Pass a list, [tensor] for a plan of one bucket; see `plan.slice_lengths`."
+        raise ShapeError(error_text(f"{subject}: not its slices", found=found, expected=expected, fix=fix))
+    wrong = [
+        f"bucket {bucket}: {_kind(part)}, not ({length},)"
+        for bucket, (part, length) in enumerate(zip(slices, lengths, strict=True))
+        if tuple(getattr(part, "shape", ())) != (length,) or not hasattr(part, "narrow")
+    ]
+    if wrong:
+        fix = "Pass the rank's own range of each bucket, padding included: 1-D, of `plan.slice_lengths`."
+        raise ShapeError(error_text(f"{subject}: slices that aren't of the plan's length", offenders=wrong, fix=fix))
+    if len({part.dtype for part in slices}) > 1:
+        of_each = [f"bucket {bucket}: {part.dtype}" for bucket, part in enumerate(slices)]
+        fix = "Pass the slices of one kind of state at a time."
+        raise ShapeError(error_text(f"{subject}: slices of several dtypes", offenders=of_each, fix=fix))
+
+
+def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of a rank's parameters, after checking that they are all of its ranges, with their lengths."""
+    subject = f"buffer_slices: rank {rank}"
+    if not isinstance(tree, Mapping):
+        found, fix = type(tree).__name__, "Pass {name: tensor}, as a load of `flat_targets` gives it."
+        raise ShapeError(error_text(f"{subject}: not tensors by name", found=found, expected="a mapping", fix=fix))
+    wrong = [f"{name!r} is missing" for name in lengths if name not in tree]
+    wrong += [f"{name!r}: the rank has nothing of it" for name in tree if name not in lengths]
+    if wrong:
+        fix = "Pass what `plan.ranges(rank)` names, of one kind of state."
+        raise KeyMismatch(error_text(f"{subject}: other names than its ranges", offenders=wrong, fix=fix))
+    tensors = {name: _tensor(tree[name]) for name in lengths}
+    wrong = [
+        f"{name!r}: {_kind(tensor)}, not ({length},) {dtype}"
+        for name, length in lengths.items()
+        if not isinstance(tensor := tensors[name], torch.Tensor)
+        or (tensor.dtype, tuple(tensor.shape)) != (dtype, (length,))
+    ]
+    if wrong:
+        fix = "Pass each range as a 1-D tensor, and dtype= where it isn't torch.float32."
+        raise ShapeError(error_text(f"{subject}: tensors that don't fit", offenders=wrong, fix=fix))
+    empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        fix = "Pass what `load` returns for the targets."
+        raise ShapeError(error_text(f"{subject}: tensors without memory", offenders=empty, fix=fix))
+    return tensors
+
+
+def _tensor(value: Any) -> Any:
+    return value.data if isinstance(value, (ShardedTensor, ShardedTensorFactory)) else value
+
+
+def _kind(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None else f"{tuple(shape)} {dtype}"
+
+
+ReplicaFunction = Callable[[ReplicaId], ReplicaId]
+
+
+def flat_shards(
+    plan: BufferPlan,
+    rank: int,
+    slices: Sequence[Any],
+    parameters: Mapping[str, Any],
+    *,
+    prefix: str = "",
+    replica_id: ReplicaFunction | None = None,
+) -> dict[str, Parameter]:
+    """Return a rank's slices as shards by name, views; parameters that it has nothing of are left out.
+
+    Each is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved, and any
+    layout loads it: other ranks' ranges, another number of ranks, or boxes.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        slices: one tensor a bucket: of the main parameters, or of one kind of state, of any dtype.
+        parameters: the shards that the buffer was planned for, by name: boxes or factories. Others may be among them.
+        prefix: put before the keys, with a dot: "optimizer.state.exp_avg".
+        replica_id: from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a parameter,
+            but ranges of their own, so the number that distinguished the copies must become 0. By default that is the
+            last of a tuple's numbers, as Megatron-Core's are (pipeline, tensor, data parallel). A single number other
+            than 0 is ambiguous, and an error. Where parameters are described without the data-parallel axis, pass
+            ``lambda replica: replica``.
+
+    Raises:
+        MetadataError: there is no such rank, or a replica id has no data-parallel part.
+        KeyMismatch: parameters aren't there.
+        ShapeError: slices of another number, length or dtype, or parameters of another shape.
+
+    Examples:
+        >>> from shardtree.buffers import plan_buffers
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3).bfloat16(), (0, 0, 4), replica_id=(0, 0, 1))
+        >>> plan = plan_buffers({"w": weight}, data_parallel=2)
+        >>> moment = flat_shards(plan, 1, [torch.ones(3)], {"w": weight}, prefix="optimizer.state.exp_avg")["w"]
+        >>> moment.key, moment.dtype, moment.global_shape, moment.flattened_range, moment.replica_id
+        ('optimizer.state.exp_avg.w', torch.float32, (8, 3), slice(3, 6, None), (0, 0, 0))
+    """
+    check_plan(plan, "flat_shards")
+    check_parameters(plan, parameters, "flat_shards")
+    views = slice_views(plan, rank, slices)
+    return _shards(plan, rank, parameters, prefix, replica_id, lambda part: views[part.name])
+
+
+def flat_targets(
+    plan: BufferPlan,
+    rank: int,
+    parameters: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    prefix: str = "",
+    replica_id: ReplicaFunction | None = None,
+) -> dict[str, Parameter]:
+    """Return what `flat_shards` does, without memory: targets for a load. Their data are meta tensors.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        parameters: as for `flat_shards`.
+        dtype: of the state.
+        prefix: as for `flat_shards`.
+        replica_id: as for `flat_shards`.
+
+    Raises:
+        MetadataError: there is no such rank, or a replica id has no data-parallel part.
+        KeyMismatch: parameters aren't there.
+        ShapeError: parameters of another shape.
+
+    Examples:
+        >>> from shardtree.buffers import plan_buffers
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
+        >>> plan = plan_buffers({"w": weight}, data_parallel=4)
+        >>> [target.flattened_range for rank in range(4) for target in flat_targets(plan, rank, {"w": weight}).values()]
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    """
+    check_plan(plan, "flat_targets")
+    check_parameters(plan, parameters, "flat_targets")
+    check_dtype(dtype, "flat_targets")
+
+    # Meta tensors and not None: most factories look at their data's shape.
+    def empty(part: BufferRange) -> torch.Tensor:
+        return empty_data((part.taken.stop - part.taken.start,), dtype, "meta")
+
+    return _shards(plan, rank, parameters, prefix, replica_id, empty)
+
+
+def _shards(
+    plan: BufferPlan,
+    rank: int,
+    parameters: Mapping[str, Parameter],
+    prefix: str,
+    replica_id: ReplicaFunction | None,
+    data: Callable[[BufferRange], Any],
+) -> dict[str, Parameter]:
+    if not isinstance(prefix, str):
+        raise MetadataError(error_text("flat_shards: not a prefix", found=type(prefix).__name__, expected="a string"))
+    if replica_id is not None and not callable(replica_id):
+        what, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
+        raise MetadataError(error_text(what, found=type(replica_id).__name__, expected="a function", fix=fix))
+    # Data-parallel ranks hold copies of a parameter, but ranges of their own: each range is its only, and so main,
+    # replica.
+    change = _without_data_parallel if replica_id is None else replica_id
+    ranges = plan.ranges(rank)
+    _check_replicas(parameters, ranges, replica_id)
+    return {part.name: _shard(parameters[part.name], part, data(part), prefix, change) for part in ranges}
+
+
+def _shard(parameter: Parameter, part: BufferRange, data: Any, prefix: str, change: ReplicaFunction) -> Parameter:
+    key = f"{prefix}.{parameter.key}" if prefix else parameter.key
+    replica, flat = change(parameter.replica_id), part.flattened_range
+    # A factory has no dtype of its own: it takes that of its data.
+    if isinstance(parameter, ShardedTensor):
+        return replace(parameter, key=key, data=data, dtype=data.dtype, replica_id=replica, flattened_range=flat)
+    return replace(parameter, key=key, data=data, replica_id=replica, flattened_range=flat)
+
+
+def _without_data_parallel(replica: ReplicaId) -> ReplicaId:
+    return (*replica[:-1], 0) if isinstance(replica, tuple) else replica
+
+
+def _check_replicas(
+    parameters: Mapping[str, Parameter], ranges: Sequence[BufferRange], replica_id: ReplicaFunction | None
+) -> None:
+    """Raise where it is unknown which part of a replica id is data parallel."""
+    if replica_id is not None:
+        return
+    # In pure data parallelism the number should become 0, beside tensor parallelism it may have to stay. A wrong guess
+    # would be found by the next save only, on other ranks.
+    unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
+    if unclear:
+        lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
+        what = "flat_shards: replica ids without a known data-parallel part"
+        fix = (
+            "Pass replica_id=lambda replica: 0 where only data-parallel ranks hold copies, or lambda replica: replica "
+            "where shards are described without them; or give parameters (..., data-parallel rank) as replica_id."
+        )
+        raise MetadataError(error_text(what, offenders=lines, fix=fix))

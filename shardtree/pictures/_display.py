@@ -1,0 +1,222 @@
+"""draw: the picture of a value, which prints in a terminal, shows in a notebook, and can be saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from typing import Any
+
+from ..core.layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
+from ..core.lazy import LazyTensor
+from ..core.mapping import ShardedTensor, ShardedTensorFactory
+from ..errors import MetadataError, StrategyError, TreeError, error_text, shorten
+from ..inspection import OpenCheckpoint, StoredBoxes, index_of, largest_tensors
+from ..live.resharding import ReshardPlan, Schedule
+from ..series import CheckpointSeries
+from ..series.policies import SavedStep
+from ..shell.storage import storage_at
+from ..traces import Trace
+from ._flows import factory_picture, lens_picture, trace_picture
+from ._html import page_of, text_html
+from ._layouts import layout_picture, mesh_picture, shard_picture, stored_picture, tree_picture
+from ._picture import Picture
+from ._plans import plan_picture, schedule_picture
+from ._series import series_picture
+from ._svg import svg_of
+from ._text import text_of
+
+__all__ = ["Drawing", "draw"]
+
+_SHOWN = 6  # of an open checkpoint's tensors
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Drawing:
+    """A picture for people: it prints as text, as wide as the terminal, and notebooks show it as SVG.
+
+    Attributes:
+        picture: what is drawn.
+    """
+
+    picture: Picture
+
+    def __repr__(self) -> str:
+        return text_of(self.picture, _terminal_width())
+
+    def svg(self) -> str:
+        """Return the picture as an SVG document, which needs nothing beside it."""
+        return svg_of(self.picture)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def _repr_html_(self) -> str:
+        # Inline, since an image shows no text on hover.
+        return self.svg()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to a file: SVG, or a page of HTML or plain text, by the ending of its name.
+
+        Args:
+            path: a path or URL that ends in .svg, .html or .txt; a file that is there is replaced.
+
+        Raises:
+            MetadataError: it ends otherwise.
+            StorageError: it can't be written.
+        """
+        name = os.fspath(path).rpartition("/")[2]
+        forms: Mapping[str, Callable[[Picture], str]] = {"svg": svg_of, "html": page_of, "txt": text_of}
+        form = forms.get(name.rpartition(".")[2].lower())
+        if form is None:
+            expected = ", ".join(f".{ending}" for ending in forms)
+            raise MetadataError(error_text("save a drawing: no such form", found=repr(name)[:200], expected=expected))
+        write_text(path, form(self.picture))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text, such as a page, to a path or URL, in the place of what is there.
+
+    Raises:
+        StorageError: it can't be written.
+    """
+    folder, slash, name = os.fspath(path).rpartition("/")
+    # Text that isn't UTF-8, such as a lone surrogate of a key, was escaped when the page was made.
+    storage_at(folder or slash or ".").replace(name, text.encode(), durable=False)
+
+
+def _terminal_width() -> int:
+    try:
+        return max(os.get_terminal_size().columns, 20)
+    except OSError:
+        return 80  # not a terminal
+
+
+def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> Drawing:
+    """Return the picture of a value: it prints as text, notebooks show it, and ``.save("x.svg")`` writes it.
+
+    - Ranks' trees, or columns such as `layout_of` gives: who holds what, with holes and overlaps in red. `of` is a
+      tensor's key.
+    - A mesh: its ranks; with a spec as `of`, who holds which piece of a tensor of that `shape`.
+    - A shard, or one rank's tree: where it lies in its global tensors.
+    - An open checkpoint, or a tensor of it: which file holds what. `of` is a tensor's key.
+    - A lens: which rows of what is held are which rows of what is stored. `of` is a shard, or one for each rank.
+    - A factory: the same.
+    - A trace: which rows of what it makes are which rows of its sources. `of` is an output.
+    - A reshard plan: who sends what to whom, and a tensor before and after, whose key `of` is. Its schedule: the steps.
+    - A series, or its steps: when they were; with a retention policy as `of`, which stay.
+
+    Nothing is read but metadata: of an open checkpoint its index, of a series its listing.
+
+    Args:
+        value: what to draw.
+        of: which part of it, or what goes with it.
+        shape: of the tensor that a spec cuts; by default, the smallest that has all pieces.
+
+    Raises:
+        TreeError: there is no picture of such a value.
+        KeyMismatch: it has no such tensor.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> trees = st.shard({"w": torch.empty(4)}, st.Mesh(tp=2), st.P("tp"))
+        >>> st.draw(trees)
+        'w' (4,) float32
+        axis 0: 4
+        000000000000000000000000111111111111111111111111
+        00000000 rank 0 0000000011111111 rank 1 11111111
+        000000000000000000000000111111111111111111111111
+        2 pieces
+        >>> st.draw(trees).svg()[:4]
+        '<svg'
+    """
+    return Drawing(mesh_picture(value, of, shape) if isinstance(value, Mesh) else picture_of(value, of))
+
+
+_MOST_LINES = 40
+_DRAWN = (Mesh, ShardedTensor, ShardColumns, StoredLayout, ReshardPlan, Schedule, OpenCheckpoint, CheckpointSeries)
+
+
+def html_of(value: Any) -> str:
+    """Return what a notebook shows of a value: its picture, or its text, of one screen.
+
+    Examples:
+        >>> html_of("1 < 2")
+        '<pre>1 &lt; 2</pre>'
+    """
+    # Drawing a factory would run the caller's function on all of its tensor, which isn't for a repr.
+    if isinstance(value, _DRAWN):
+        # What can't be drawn, such as a format that doesn't say which file holds what, has its text.
+        with suppress(StrategyError):
+            return draw(value)._repr_html_()
+    lines = shorten(str(value).split("\n"), shown=_MOST_LINES)
+    return f"<pre>{'<br>'.join(map(text_html, lines))}</pre>"
+
+
+@singledispatch
+def picture_of(value: Any, of: Any) -> Picture:
+    """Return the picture of a value, as `draw` shows it.
+
+    Raises:
+        TreeError: there is none of such a value.
+
+    Examples:
+        >>> picture_of((SavedStep(100), SavedStep(200)), None).title
+        '2 steps, 100 to 200'
+    """
+    if callable(value):
+        shards = [of] if isinstance(of, ShardedTensor) else list(of or ())
+        return lens_picture(value, shards)
+    fix = "help(st.draw) lists what can be drawn."
+    raise TreeError(error_text("draw: there is no picture of this", found=type(value).__name__, fix=fix))
+
+
+picture_of.register(Picture, lambda value, of: value)
+picture_of.register(ShardColumns, layout_picture)
+picture_of.register(StoredLayout, lambda value, of: stored_picture(value))
+picture_of.register(Trace, trace_picture)
+picture_of.register(ReshardPlan, plan_picture)
+picture_of.register(Schedule, lambda value, of: schedule_picture(value))
+picture_of.register(ShardedTensorFactory, lambda value, of: factory_picture(value))
+picture_of.register(CheckpointSeries, lambda value, of: series_picture(value.steps(), of))
+
+
+@picture_of.register
+def _(value: ShardedTensor, of: Any) -> Picture:
+    # A stored tensor knows the checkpoint that it is read from; one that was changed since is another.
+    reader = getattr(value.data.source, "reader", None) if isinstance(value.data, LazyTensor) else None
+    opened = reader.tree if isinstance(reader, StoredBoxes) else None
+    if opened is not None and opened.metadata.get(value.key) == value.without_data():
+        return stored_picture(opened.stored_layout(value.key))
+    return shard_picture(value)
+
+
+@picture_of.register
+def _(value: OpenCheckpoint, of: Any) -> Picture:
+    if of is not None:
+        return stored_picture(value.stored_layout(of))
+    metadata = index_of(value.checkpoint, value.strategies)
+    if metadata is None or not metadata.index.key_axes.size:
+        return stored_picture(value.stored_layout())
+    count = int(metadata.index.key_axes.size)
+    picture = stored_picture(value.stored_layout(*largest_tensors(metadata.index, _SHOWN)))
+    return replace(picture, notes=(f"The {_SHOWN} largest of {count:,} tensors.",)) if count > _SHOWN else picture
+
+
+@picture_of.register(list)
+@picture_of.register(tuple)
+def _(value: Sequence[Any], of: Any) -> Picture:
+    if value and all(isinstance(each, SavedStep) for each in value):
+        return series_picture(value, of)
+    return layout_picture(tree_columns(list(value)), of)
+
+
+@picture_of.register(Mapping)
+def _(value: Mapping[Any, Any], of: Any) -> Picture:
+    # Ranks are numbers; one rank's tree has names.
+    if value and all(isinstance(name, int) for name in value):
+        return layout_picture(tree_columns(value), of)
+    shards = [each for each in tensor_shards(dict(value)) if of is None or each.key == of]
+    return tree_picture(shard_columns(shards))

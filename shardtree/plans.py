@@ -1,0 +1,76 @@
+"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan.
+
+This room isn't settled: its names may still change, those of the root alone stay.
+"""
+
+from __future__ import annotations
+
+import typing
+
+from .core.deferred import face
+
+__all__ = [
+    "Explanation",
+    "FailedCheck",
+    "Gap",
+    "Misfit",
+    "Mismatch",
+    "Origin",
+    "Provenance",
+    "RankReads",
+    "ReadCost",
+    "Refusal",
+    "ReshardPlan",
+    "ScaledValues",
+    "Schedule",
+    "Transfers",
+    "Undecided",
+    "Unexpected",
+    "peak_bytes",
+    "plan_reshard",
+    "reshard",
+    "with_relays",
+]
+
+if typing.TYPE_CHECKING:
+    from .core.plans import (
+        Explanation,
+        FailedCheck,
+        Gap,
+        Misfit,
+        Mismatch,
+        RankReads,
+        ReadCost,
+        Refusal,
+        ScaledValues,
+        Undecided,
+        Unexpected,
+    )
+    from .live.resharding import (
+        Origin,
+        Provenance,
+        ReshardPlan,
+        Schedule,
+        Transfers,
+        peak_bytes,
+        plan_reshard,
+        reshard,
+        with_relays,
+    )
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..core.plans",
+        {
+            "Origin": "..live.resharding",
+            "Provenance": "..live.resharding",
+            "ReshardPlan": "..live.resharding",
+            "Schedule": "..live.resharding",
+            "Transfers": "..live.resharding",
+            "peak_bytes": "..live.resharding",
+            "plan_reshard": "..live.resharding",
+            "reshard": "..live.resharding",
+            "with_relays": "..live.resharding",
+        },
+    )

@@ -1,0 +1,20 @@
+"""Series: the steps of a run under one root, listed, saved, resumed from, and removed by a policy, after a dry run."""
+
+import typing
+
+if typing.TYPE_CHECKING:
+    from ._listing import FileMark
+    from ._removal import Removal, StepFiles
+    from ._series import CheckpointSeries
+else:
+    from ..core.deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "CheckpointSeries": "._series",
+            "FileMark": "._listing",
+            "Removal": "._removal",
+            "StepFiles": "._removal",
+        },
+    )

@@ -1,0 +1,321 @@
+"""The listing of a series: finished checkpoints under a root, each with its record."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import isfinite
+from string import Formatter
+from typing import Any
+
+from ..core.codec import canonical_json, parse_json
+from ..errors import CorruptCheckpoint, MetadataError, StorageError, error_text
+from ..shell.checkpoint import is_checkpoint
+from ..shell.storage import Storage, folder_in, is_folder, listed, prefetch
+from ..shell.table import METADATA_FILE, Strategies, deciding_files, is_deciding
+from .policies import SavedStep, sorted_steps
+
+# Names of steps' folders
+
+
+def check_names(names: object) -> None:
+    """Raise unless a format gives each step a name of its own from which the step can be read back.
+
+    Raises:
+        MetadataError: it doesn't.
+    """
+    try:
+        fine = isinstance(names, str) and all(step_number(names, step_folder(names, one)) == one for one in (0, 12345))
+    except (ValueError, LookupError, AttributeError):
+        fine = False
+    if not fine or "/" in str(names) or "\0" in str(names):
+        expected = "text with one number in it, such as 'step_{:08d}', 'iter_{:07d}' or '{}'"
+        raise MetadataError(error_text("series: not names for steps", found=repr(names)[:200], expected=expected))
+
+
+def step_folder(names: str, number: int) -> str:
+    """Return the name of a step's folder.
+
+    Examples:
+        >>> step_folder("step_{:08d}", 42)
+        'step_00000042'
+    """
+    return names.format(number)
+
+
+def step_number(names: str, folder: str) -> int | None:
+    """Return the step that a folder is named for, with any number of leading zeros; None if it is no step's name.
+
+    Examples:
+        >>> step_number("step_{:08d}", "step_42"), step_number("step_{:08d}", "notes")
+        (42, None)
+    """
+    match = _pattern(names).fullmatch(folder)
+    return int(match[1]) if match else None
+
+
+@cache
+def _pattern(names: str) -> re.Pattern[str]:
+    (before, name, *_), *rest = Formatter().parse(names)
+    if name is None or any(field is not None for _, field, *_ in rest):
+        raise ValueError("not one number")
+    after = "".join(text for text, *_ in rest)
+    # A limit on digits: parsing a number takes time that grows with the square of its length.
+    return re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
+
+
+# The record of a step: a file beside the checkpoint's, not in the checkpoint, where only our own format would have a
+# place for it, nor under the root, where it would stay behind when the folder is copied or moved.
+
+RECORD_FILE = "shardtree-step.json"
+
+_VERSION = 1
+_MOST_BYTES = 64 * 1024 * 1024
+_NOT_FINITE = {"nan", "inf", "-inf"}
+
+
+@dataclass(frozen=True, slots=True)
+class FileMark:
+    """A file as it was when a removal was planned; one that has changed since stays.
+
+    Attributes:
+        name: in the step's folder.
+        nbytes: its length.
+        changed: when it was changed last, by the storage's clock.
+    """
+
+    name: str
+    nbytes: int
+    changed: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The content of a step's record.
+
+    Attributes:
+        time: when the step was saved, in seconds since 1970; None if that isn't known.
+        metrics: what was measured of it.
+        pinned: whether it is kept whatever a policy returns.
+        removing: the files that are being removed, those that make it a checkpoint first; else none.
+    """
+
+    time: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pinned: bool = False
+    removing: tuple[FileMark, ...] = ()
+
+
+def encode_record(record: Record) -> bytes:
+    """Return a record's bytes.
+
+    Examples:
+        >>> encode_record(Record(12.5, {"loss": float("nan")}))
+        b'{"metrics":{"loss":"nan"},"pinned":false,"removing":[],"step_record":1,"time":12.5}'
+    """
+    # JSON has no NaN and no infinity.
+    metrics = {name: value if isfinite(value) else str(value) for name, value in record.metrics.items()}
+    removing = [[mark.name, mark.nbytes, mark.changed] for mark in record.removing]
+    fields = {"time": record.time, "metrics": metrics, "pinned": record.pinned, "removing": removing}
+    return canonical_json({"step_record": _VERSION, **fields})
+
+
+def decode_record(data: bytes, where: str) -> Record:
+    """Return the record of a file's bytes.
+
+    Raises:
+        CorruptCheckpoint: they aren't a record, or are a later version's.
+    """
+    fields = parse_json(data, where)
+    try:
+        if fields["step_record"] != _VERSION or type(fields["pinned"]) is not bool:
+            raise ValueError("not a record of this version")
+        metrics = {str(name): _number(value) for name, value in fields["metrics"].items()}
+        removing = tuple(FileMark(_text(name), _whole(size), _time(when)) for name, size, when in fields["removing"])
+        return Record(_time(fields["time"]), metrics, fields["pinned"], removing)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        fix = "It was damaged, or made by another program or a later version; the step is kept."
+        what = f"series: {where!r} isn't a record of a step"
+        raise CorruptCheckpoint(error_text(what, found=error, fix=fix)) from None
+
+
+def read_record(root: Storage, folder: str) -> Record | None:
+    """Return the record of a step, None if it has none.
+
+    Raises:
+        CorruptCheckpoint: it can't be read.
+    """
+    name = f"{folder}/{RECORD_FILE}"
+    length = root.length(name)
+    if length is None:
+        return None
+    if length > _MOST_BYTES:
+        raise CorruptCheckpoint(
+            error_text(f"series: {root.where(name)!r} isn't a record of a step", found=f"{length} bytes")
+        )
+    try:
+        return decode_record(root.read(name), root.where(name))
+    except StorageError:
+        if root.length(name) is None:
+            return None  # removed in between
+        raise
+
+
+def write_record(root: Storage, folder: str, record: Record) -> None:
+    """Replace the record of a step atomically; its folder must exist."""
+    root.replace(f"{folder}/{RECORD_FILE}", encode_record(record), durable=True)
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as floats; tensors with one element count as numbers.
+
+    Raises:
+        MetadataError: a name isn't text, or a value no number.
+
+    Examples:
+        >>> checked_metrics({"loss": 1})
+        {'loss': 1.0}
+    """
+    if metrics is None:
+        return {}
+    try:
+        if not all(isinstance(name, str) and name.isprintable() for name in metrics):
+            raise TypeError("a name that isn't text")
+        return {name: _metric(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        problem, expected = str(error)[:200], "numbers by name, such as {'loss': 0.25}"
+        raise MetadataError(error_text("series: not metrics", found=problem, expected=expected)) from error
+
+
+def _metric(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"a value that is text: {value!r}")
+    return float(value)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(f"{value!r} isn't a number"[:200])
+
+
+def _time(value: object) -> float | None:
+    return None if value is None else _number(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{value!r} isn't a name"[:200])
+
+
+def _whole(value: object) -> int:
+    if type(value) is int:
+        return value
+    raise ValueError(f"{value!r} isn't a length"[:200])
+
+
+logger = logging.getLogger("shardtree")
+
+
+def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tuple[SavedStep, ...]:
+    """Return the finished steps under a root, in the order of their numbers, without unfinished and failed ones.
+
+    Args:
+        root: the folder of all steps.
+        names: the format of their folders' names.
+        strategies: the dispatch table; None for the process's.
+    """
+    # Listed anew each time: a listing that is kept would miss other processes' saves, and a thousand steps take some
+    # tenths of a second.
+    steps: dict[int, SavedStep] = {}
+    with listed(root) as listing:
+        folders = [folder for folder in listing.names() if step_number(names, folder) is not None]
+        prefetch(listing, (f"{folder}/{file}" for folder in folders for file in (METADATA_FILE, RECORD_FILE)))
+        for folder in folders:
+            step = saved_step(listing, folder, step_number(names, folder) or 0, strategies)
+            if step is None:
+                continue
+            if step.number in steps:
+                one, other = map(root.where, (steps[step.number].folder, folder))
+                logger.warning("series: %s and %s are the same step", one, other)
+            if step.number not in steps or folder == step_folder(names, step.number):
+                steps[step.number] = step
+    return sorted_steps(steps.values())
+
+
+def newest_step(root: Storage, names: str, strategies: Strategies | None) -> SavedStep | None:
+    """Return the newest finished step, None if there is none; older ones aren't looked at.
+
+    Args:
+        root: the folder of all steps.
+        names: the format of their folders' names.
+        strategies: the dispatch table; None for the process's.
+    """
+    with listed(root) as listing:
+        pairs = [(number, folder) for folder in listing.names() if (number := step_number(names, folder)) is not None]
+        # Of two folders of one step, the one by its usual name.
+        order = sorted(pairs, key=lambda each: (each[0], each[1] == step_folder(names, each[0])), reverse=True)
+        steps = (saved_step(listing, folder, number, strategies) for number, folder in order)
+        return next((step for step in steps if step is not None), None)
+
+
+def saved_step(root: Storage, folder: str, number: int, strategies: Strategies | None) -> SavedStep | None:
+    """Return a step if its folder holds a finished checkpoint whose removal hasn't begun."""
+    try:
+        if not is_checkpoint(folder_in(root, folder), strategies=strategies):
+            return None
+        record = sound_record(root, folder)
+        if is_being_removed(root, folder, record):
+            return None
+        time = _save_time(root, folder, strategies) if record.time is None or record.removing else record.time
+    except StorageError:
+        if is_folder(root, folder):
+            raise
+        return None  # removed in between
+    if record.removing:
+        record = Record()  # that one was of a checkpoint which another save has replaced since
+    return SavedStep(number, time, record.metrics, record.pinned, folder)
+
+
+def sound_record(root: Storage, folder: str) -> Record:
+    """Return a step's record; one that can't be read counts as pinned, which the step may have been."""
+    try:
+        return read_record(root, folder) or Record()
+    except CorruptCheckpoint as error:
+        logger.warning("%s", error)
+        return Record(pinned=True)
+
+
+def is_being_removed(root: Storage, folder: str, record: Record) -> bool:
+    """Return whether a removal of the checkpoint that is in a folder was begun, and wasn't finished.
+
+    If the file that makes it a checkpoint is another one by now, a save that didn't know of the removal has put a new
+    checkpoint there.
+    """
+    if not record.removing:
+        return False
+    first = record.removing[0]
+    return mark(root, folder, first.name) in (first, None)
+
+
+def mark(root: Storage, folder: str, name: str) -> FileMark | None:
+    """Return a file's length and time, which differ from those of a file that replaced it; None if it isn't there."""
+    full = f"{folder}/{name}"
+    length = root.length(full)
+    return None if length is None else FileMark(name, length, root.changed(full))
+
+
+def _save_time(root: Storage, folder: str, strategies: Strategies | None) -> float:
+    """Return when a checkpoint without a record was saved: the time of the files by which it is recognised."""
+    decider = root.changed(f"{folder}/{METADATA_FILE}")
+    if decider is not None:
+        return decider
+    decided_by = deciding_files(strategies)
+    times = [root.changed(f"{folder}/{name}") for name in root.names(folder) if is_deciding(name, decided_by)]
+    return max((time for time in times if time is not None), default=0.0)

@@ -1,0 +1,186 @@
+"""The plan of a removal, as a value: printed, it is the dry run; executed, it does that and no more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+from ..core.deferred import notebook_html
+from ..errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
+from ..shell.checkpoint.saving import is_live, own_files
+from ..shell.storage import Storage, files_in, folder_in, is_folder, is_link, is_temporary, siblings
+from ..shell.table import (
+    METADATA_FILE,
+    Strategies,
+    deciding_files,
+    is_deciding,
+    is_of_others,
+    is_save_file,
+    is_save_folder,
+    is_surely_orphaned,
+)
+from ._listing import RECORD_FILE, FileMark, mark
+from .policies import SavedStep
+
+
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """The files of a step that is to be removed.
+
+    Attributes:
+        number: the step's.
+        folder: its name under the root.
+        files: the checkpoint's own, those that make it a checkpoint first.
+        others: files in the folder that aren't the checkpoint's, and stay where they are.
+    """
+
+    number: int
+    folder: str
+    files: tuple[FileMark, ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes go."""
+        return sum(file.nbytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A plan of which steps go, which stay, and why; printed, it is the dry run.
+
+    Attributes:
+        steps: the listing from which the policy chose, by number.
+        kept: by the number of each step that stays, all that keeps it.
+        going: the steps that go.
+
+    Examples:
+        >>> from shardtree.retention import keep_last, kept_steps
+        >>> steps = tuple(SavedStep(number, time=1.8e9) for number in (100, 200))
+        >>> going = (StepFiles(100, "step_100", (FileMark("metadata.json", 300, 1.8e9),), ("notes.txt",)),)
+        >>> print(Removal(steps, kept_steps(keep_last(1), steps), going))
+        step  saved (UTC)
+         100  2027-01-15 08:00:00  goes: 300 bytes in 1 file; 1 other file stays
+         200  2027-01-15 08:00:00  stays: the newest, keep_last(1)
+        1 step goes, 300 bytes; 1 step stays
+    """
+
+    steps: tuple[SavedStep, ...]
+    kept: Mapping[int, tuple[str, ...]]
+    going: tuple[StepFiles, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes go."""
+        return sum(step.nbytes for step in self.going)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+
+def _lines(removal: Removal) -> Iterator[str]:
+    going = {step.number: step for step in removal.going}
+    width = max([4, *(len(str(step.number)) for step in removal.steps)])
+    yield f"{'step':>{width}}  saved (UTC)"
+    for step in removal.steps:
+        fate = _goes(going[step.number]) if step.number in going else f"stays: {', '.join(removal.kept[step.number])}"
+        yield f"{step.number:>{width}}  {_moment(step.time)}  {fate}"
+    count, stays = len(going), plural(len(removal.steps) - len(going), "step")
+    leaves = f"{plural(count, 'step')} {'goes' if count == 1 else 'go'}, {removal.nbytes:,} bytes"
+    yield f"{leaves}; {stays} {'stays' if stays.startswith('1 ') else 'stay'}"
+
+
+def _goes(step: StepFiles) -> str:
+    text = f"goes: {step.nbytes:,} bytes in {plural(len(step.files), 'file')}"
+    count = len(step.others)
+    return f"{text}; {plural(count, 'other file')} {'stays' if count == 1 else 'stay'}" if count else text
+
+
+def _moment(time: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return f"{time!r:>19}"
+
+
+# The files of a step's folder that a removal may take: the checkpoint's own, and no others
+
+STALE_AFTER = 3600.0
+"""Seconds without a change after which a save counts as interrupted, if its process can't be seen."""
+
+
+def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
+    """Return the files that go when a step is removed and those that stay, or why it can't be removed.
+
+    Args:
+        root: the folder of all steps.
+        folder: the step's.
+        number: the step's.
+        strategies: the dispatch table; None for the process's.
+    """
+    if is_link(root, folder):
+        return "its folder is a link"
+    if not is_folder(root, folder):
+        return "it is a single file"
+    storage = folder_in(root, folder)
+    try:
+        own = _own(storage, strategies)
+    except CorruptCheckpoint:
+        return "it is damaged, so that it isn't known which files are its own"
+    except StrategyError:
+        return "its format doesn't say which files are its own"
+    except NotACheckpoint:
+        return "it is gone"
+    if is_being_saved(storage, own):
+        return "a save to it is in progress"
+    names = tuple(name.removeprefix(f"{folder}/") for name in files_in(root, folder))
+    # What a crash left of this step's own saves goes too, and only names that a save gives.
+    ours = [name for name in names if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
+    # Removing through a link could empty another checkpoint.
+    links = [name for name in names if is_link(root, f"{folder}/{name}")]
+    if any(name == link or name.startswith(f"{link}/") for link in links for name in (*own, *ours)):
+        return "files of it are links"
+    order = partial(_order, deciding_files(strategies))
+    marks = (mark(root, folder, name) for name in sorted(ours, key=order))
+    others = tuple(name for name in names if name not in {*ours, RECORD_FILE})
+    return StepFiles(number, folder, tuple(one for one in marks if one is not None), others)
+
+
+def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
+    """Return whether a save to a folder is in progress, or may be.
+
+    Args:
+        storage: the folder.
+        own: the files of the checkpoint that is in it, whose save is finished.
+    """
+    before = time.time() - STALE_AFTER
+    own_folders = {name.partition("/")[0] for name in own}
+    inside = (name for name in storage.names() if is_save_folder(name) and name not in own_folders)
+    if any(not is_surely_orphaned(storage, name, before=before) for name in inside):
+        return True
+    beside = siblings(storage).items()
+    return any(is_save_folder(name) and is_live(name, sibling, before=before) for name, sibling in beside)
+
+
+def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
+    try:
+        own = own_files(storage, strategies)
+    except CorruptCheckpoint:
+        # A native checkpoint's files are known by their names, even if its metadata or index is damaged.
+        if not any(is_save_folder(name) for name in storage.names()):
+            raise
+        return {METADATA_FILE}
+    if storage.length(METADATA_FILE) is not None and is_of_others(storage.read(METADATA_FILE)):
+        own.discard(METADATA_FILE)
+    return own
+
+
+def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
+    """Return a file's place in a removal: what makes the folder a checkpoint goes first, so that nothing opens it."""
+    return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name

@@ -1,0 +1,161 @@
+"""Saving a step: the checkpoint and its record, which begin to count together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ..core.geometry import as_int
+from ..errors import MetadataError, error_text
+from ..shell.checkpoint import is_checkpoint
+from ..shell.storage import Storage, folder_in, remove_folder
+from ..shell.table import AsyncRequest, Strategies
+from ._listing import RECORD_FILE, Record, read_record, sound_record, step_folder, step_number, write_record
+from ._remove import finish_removal
+from .policies import SavedStep
+
+logger = logging.getLogger("shardtree")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where one save of a step goes.
+
+    Attributes:
+        root: the folder of all steps.
+        folder: the step's.
+        record: the step's record once the save is committed.
+        strategies: the dispatch table; None for the process's.
+    """
+
+    root: Storage
+    folder: str
+    record: Record
+    strategies: Strategies | None
+
+    @property
+    def name(self) -> str:
+        """The record's name under the root."""
+        return f"{self.folder}/{RECORD_FILE}"
+
+    def is_finished(self) -> bool:
+        """Return whether a checkpoint is there."""
+        return is_checkpoint(folder_in(self.root, self.folder), strategies=self.strategies)
+
+
+def checked_step(number: object) -> int:
+    """Return the number of a step as an int.
+
+    Raises:
+        MetadataError: it isn't one.
+
+    Examples:
+        >>> import numpy
+        >>> checked_step(100), checked_step(numpy.int64(100))
+        (100, 100)
+    """
+    step = as_int(number)
+    if step is not None and 0 <= step < 10**18:
+        return step
+    what = "series: not the number of a step"
+    raise MetadataError(error_text(what, found=repr(number)[:200], expected="an int, 0 or more"))
+
+
+def alike_step(step: object) -> object:
+    """Return a step as ranks compare it: its number as an int; as it is if it has none.
+
+    Examples:
+        >>> import numpy
+        >>> alike_step(SavedStep(100)), alike_step(numpy.int64(100)), alike_step("latest")
+        (100, 100, 'latest')
+    """
+    number = getattr(step, "number", step)
+    found = as_int(number)
+    return number if found is None else found
+
+
+def folder_for(root: Storage, names: str, number: int) -> str:
+    """Return the folder of a step, the one that it has or else its own name; finishes an interrupted removal there."""
+    own = step_folder(names, number)
+    numbers = {folder: step_number(names, folder) for folder in root.names()}
+    there = [folder for folder, one in numbers.items() if one == number]
+    ahead = sorted(one for one in numbers.values() if one is not None and one > number)
+    if ahead:
+        logger.warning(
+            "series: step %d is saved behind step %d, which is still the newest to `latest` and to policies;"
+            " if the run went back, `drop_after` removes what lies ahead",
+            number,
+            ahead[-1],
+        )
+    # A step may have been saved under another number of leading zeros, by Megatron-LM, say.
+    folder = own if own in there or not there else there[0]
+    if there:
+        finish_removal(root, folder)
+    return folder
+
+
+def with_record(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
+    """Return a save that leaves a record of its step, written on rank 0."""
+    if request.world.rank != 0:
+        return request.add_finalize_fn(nothing)  # ranks finalize together: each has as many functions
+
+    before: list[bytes | None] = []  # the record that was there, once another one is written
+
+    def write() -> T:
+        result = request.async_fn()
+        _announce(place, before)
+        return result
+
+    def abandon() -> None:
+        request.abandon()
+        while before:
+            _take_back(place, before.pop())
+
+    def confirm() -> None:
+        write_record(place.root, place.folder, replace(place.record, time=time.time()))
+
+    return replace(request, async_fn=write, finalize_fns=(*request.finalize_fns, confirm), abandon=abandon)
+
+
+def nothing() -> None:
+    """Do nothing: a finalizer of ranks that have nothing to do then."""
+
+
+def _announce(place: Place, before: list[bytes | None]) -> None:
+    """Write the record before the checkpoint counts; while an old checkpoint is there, it has the pins of both."""
+    data = place.root.read(place.name) if place.root.length(place.name) is not None else None
+    record = replace(place.record, time=time.time())
+    if place.is_finished():
+        # Without metrics and time: a crash before the commit must not leave the old checkpoint with the new one's.
+        pinned = record.pinned or sound_record(place.root, place.folder).pinned
+        record = Record(pinned=pinned)
+    before[:] = [data]  # first: where the write fails, the old one is to be restored
+    write_record(place.root, place.folder, record)
+
+
+def _take_back(place: Place, before: bytes | None) -> None:
+    """Restore the record that was there before, None if there was none. Never raises."""
+    try:
+        if before is not None:
+            place.root.replace(place.name, before, durable=True)
+        elif not place.is_finished():
+            place.root.remove(place.name)
+            remove_folder(place.root, place.folder)
+    except Exception as error:
+        logger.warning("series: what a failed save noted stays in %s: %s", place.root.where(place.folder), error)
+
+
+def change_record(root: Storage, step: SavedStep, change: Callable[[Record], Record]) -> None:
+    """Change the record of a finished step; its time stays.
+
+    Raises:
+        CorruptCheckpoint: the record that is there can't be read.
+    """
+    before = read_record(root, step.folder) or Record()
+    record = Record() if before.removing else before
+    write_record(root, step.folder, replace(change(record), time=step.time))

@@ -1,0 +1,385 @@
+"""CheckpointSeries: the steps of a run under one root."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar, overload
+
+from ..core.deferred import notebook_html
+from ..core.geometry import check_type, refuse
+from ..errors import CheckpointingException, MetadataError, NotACheckpoint, error_text
+from ..inspection import verify
+from ..shell.checkpoint import check_options
+from ..shell.checkpoint.async_saves import AsyncCallsQueue
+from ..shell.checkpoint.loading import load
+from ..shell.checkpoint.saving import save
+from ..shell.storage import Directory, Storage, folder_in, storage_at
+from ..shell.table import AsyncRequest, SaveOptions, Strategies
+from ..shell.world import World, agree, current_world, on_rank_zero
+from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
+from ._removal import STALE_AFTER, Removal
+from ._remove import apply_policy, clean, drop_after, plan_removal, remove_steps
+from ._save import Place, alike_step, change_record, checked_step, folder_for, nothing, with_record
+from .policies import Choose, SavedStep
+
+logger = logging.getLogger("shardtree")
+
+T = TypeVar("T")
+
+
+def _check_save(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
+    check_options("series: save", options, SaveOptions)
+    return checked_step(step), checked_metrics(metrics)
+
+
+def _each(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return each metric under a name of its own; nothing where they are no metrics, which the check says."""
+    # As numbers: a tensor's text names its device, which is another one on each rank.
+    with suppress(MetadataError):
+        return {f"metrics[{name!r}]": value for name, value in checked_metrics(metrics).items()}
+    return {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointSeries:
+    """The steps of a run, each a checkpoint in a folder of its own under one root.
+
+    A value without a cache: the storage is listed at each call. Every rank of the world calls each method; rank 0 lists
+    and removes, and all get the same answer. ``world=st.world.one_process()`` is for one process.
+
+    Args:
+        root: a path, a URL or a `Storage`; made by the first save.
+        names: how steps' folders are called, as a format; read with any number of leading zeros.
+        world: the ranks that take part; torch.distributed's default group, or else this process alone.
+        strategies: the dispatch table; None for the process's.
+        keep: the policy that is applied after each save, once it is committed. What it lets go is removed then; a
+            removal that fails is a warning in the log. None removes nothing by itself.
+        queue: an `AsyncCallsQueue`, each rank's own: `save` schedules its request there.
+
+    Raises:
+        StorageError: the root is no place.
+        MetadataError: the step can't be read back from the names; or `keep` isn't a function, or `queue` no queue.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> series = CheckpointSeries(st.storage.MemoryStorage())
+        >>> for step in (100, 200, 300):
+        ...     series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, step)
+        >>> [step.number for step in series.steps()], series.latest().folder
+        ([100, 200, 300], 'step_00000300')
+        >>> series.remove(series.plan_removal(st.retention.keep_last(1)))
+        (100, 200)
+        >>> series = CheckpointSeries(series.root, keep=st.retention.keep_last(2))
+        >>> series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, 400)
+        >>> [step.number for step in series.steps()]
+        [300, 400]
+    """
+
+    root: Directory
+    names: str = "step_{:08d}"
+    world: Any = None
+    strategies: Strategies | None = field(default=None, repr=False)
+    keep: Choose | None = field(default=None, kw_only=True)
+    queue: AsyncCallsQueue | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the names, and make the root absolute, so that a later change of directory doesn't matter."""
+        check_names(self.names)
+        if self.keep is not None and not callable(self.keep):
+            kind, fix = type(self.keep).__name__, "Pass a policy, such as st.retention.keep_last(3)."
+            refuse("CheckpointSeries", "keep", kind, "a function of a listing", fix, error=MetadataError)
+        if self.queue is not None:
+            check_type("CheckpointSeries", "queue", self.queue, AsyncCallsQueue, "Pass an AsyncCallsQueue().")
+        object.__setattr__(self, "root", storage_at(self.root))
+
+    def steps(self) -> tuple[SavedStep, ...]:
+        """Return the finished steps, by number; none that is unfinished, has failed, or is being removed."""
+        return on_rank_zero(self._ranks(), "series: list", self._list)
+
+    def latest(self) -> SavedStep | None:
+        """Return the newest finished step, None if there is none: that of the highest number, whenever it was saved.
+
+        After a run went back, the steps ahead of it still count, until `drop_after` removes them.
+        """
+        return on_rank_zero(self._ranks(), "series: list", self._newest)
+
+    def latest_verified(self) -> SavedStep | None:
+        """Return the newest finished step in which `verify` finds no damage, None if there is none.
+
+        Rank 0 reads whole checkpoints, the newest first, and the log says which were passed over, and why. The other
+        ranks wait, for no longer than the world's timeout.
+        """
+        return on_rank_zero(self._ranks(), "series: verify", self._latest_verified)
+
+    def at(self, step: int | SavedStep | None = None) -> Storage:
+        """Return where a finished step is, the newest by default: for `open_checkpoint`, `verify` and others.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        return folder_in(self._storage, self._alone("series: find", partial(self._find, step), step).folder)
+
+    def load(self, sharded_state_dict: Any, step: int | SavedStep | None = None, **keywords: Any) -> Any:
+        """Load a finished step, the newest by default.
+
+        Args:
+            sharded_state_dict: the target.
+            step: which one.
+            keywords: of `load`.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        arguments: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
+        return load(sharded_state_dict, self.at(step), **arguments)
+
+    @overload
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = ...,
+        pinned: bool = ...,
+        async_sharded_save: Literal[False] = ...,
+        **keywords: Any,
+    ) -> None: ...
+    @overload
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = ...,
+        pinned: bool = ...,
+        async_sharded_save: Literal[True],
+        **keywords: Any,
+    ) -> AsyncRequest[Any]: ...
+    @overload
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = ...,
+        pinned: bool = ...,
+        async_sharded_save: bool = ...,
+        **keywords: Any,
+    ) -> AsyncRequest[Any] | None: ...
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        pinned: bool = False,
+        async_sharded_save: bool = False,
+        **keywords: Any,
+    ) -> AsyncRequest[Any] | None:
+        """Save a step, and apply the series' policy once it is committed, which never removes this step.
+
+        A step with a lower number than others that are there is saved with a warning: the run has gone back.
+
+        With a queue, what is written by now is committed, this save is scheduled, and its request is returned: its
+        `result()` waits for the save. With `async_sharded_save` and no queue, the request is returned as it is.
+
+        Args:
+            sharded_state_dict: as `save` takes it.
+            step: its number, 0 or more.
+            metrics: numbers by name, for policies, the same on every rank. `note` adds what is measured later.
+            pinned: whether no policy ever removes it.
+            async_sharded_save: whether to return the request, where the series has no queue.
+            keywords: of `save`.
+
+        Raises:
+            AlreadyACheckpoint: the step is there already, and `overwrite` isn't given.
+            MetadataError: that is no step, or these are no metrics.
+            WorldError: ranks were given other steps, names, metrics or pins, or some alone have a queue or a policy.
+            CheckpointingException: as `save`; or an earlier save of the queue failed, which the error's notes name:
+                this one isn't begun then.
+        """
+        ranks = self._ranks()
+        if self.queue is not None:
+            # First, so that its memory is free before this save takes as much.
+            self.queue.maybe_finalize_async_calls()
+        check = partial(_check_save, step, metrics, keywords.get("options"))
+        # What waits for other ranks later, too: one that has a queue or a policy would wait for the rest in vain.
+        later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
+        alike = {"step": alike_step(step), "names": self.names, "pinned": bool(pinned), **_each(metrics)}
+        alike |= {name: value not in (None, False) for name, value in later.items()}
+        number, values = agree(ranks, "series: check", check, given=alike)
+        # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
+        find = partial(folder_for, self._storage, self.names, number)
+        folder = on_rank_zero(ranks, "series: find the step's folder", find)
+        arguments: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
+        if not async_sharded_save and self.queue is None:
+            # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
+            arguments["options"] = replace(arguments.get("options") or SaveOptions(), snapshot=False)
+        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
+        place = Place(self._storage, folder, Record(None, values, bool(pinned)), arguments["strategies"])
+        noting = with_record(request, place)
+        if self.keep is not None:
+            noting = noting.add_finalize_fn(self._apply(self.keep, number) if ranks.rank == 0 else nothing)
+        if self.queue is not None:
+            self.queue.schedule_async_request(noting)
+            return noting
+        if async_sharded_save:
+            return noting
+        noting.execute_sync()
+        return None
+
+    def note(self, step: int | SavedStep, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the record of a finished step; rank 0's count.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+            MetadataError: these are no metrics.
+            CorruptCheckpoint: its record can't be read.
+        """
+        # Checked on all ranks, though rank 0's count, so that a value that can't be stored is an error on all of them.
+        values = agree(self._ranks(), "series: check metrics", partial(checked_metrics, metrics))
+        self._change(step, lambda record: replace(record, metrics={**record.metrics, **values}))
+
+    def pin(self, step: int | SavedStep) -> None:
+        """Pin a finished step: no policy removes it.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        self._change(step, lambda record: replace(record, pinned=True))
+
+    def unpin(self, step: int | SavedStep) -> None:
+        """Unpin a finished step: policies may remove it again.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        self._change(step, lambda record: replace(record, pinned=False))
+
+    def plan_removal(self, policy: Choose | None = None) -> Removal:
+        """Return the plan of what a policy removes and keeps, and why; printed, it is the dry run.
+
+        Args:
+            policy: from the listing to the numbers of the steps to keep, as `keep_last(3)`; rank 0's counts. The
+                newest step stays anyway, and so do pinned ones. None for the series' own.
+
+        Raises:
+            MetadataError: neither this nor the series has a policy.
+        """
+        policy = self.keep if policy is None else policy
+        if policy is None:
+            fix = "Pass one, such as st.retention.keep_last(3), or make the series with keep=."
+            raise MetadataError(error_text("series: a removal without a policy", fix=fix))
+        plan = partial(plan_removal, self._storage, self.names, policy, self.strategies)
+        return on_rank_zero(self._ranks(), "series: plan a removal", plan)
+
+    def remove(self, removal: Removal) -> tuple[int, ...]:
+        """Execute a plan, after finishing interrupted removals; return the numbers of the steps that were removed.
+
+        Of a step, only the checkpoint's own files go, as they were planned. A crash leaves a step whole, or out of the
+        listing, with the rest of it to be removed the next time. A step stays if it was saved anew or pinned since the
+        plan, or is the newest by now.
+
+        Raises:
+            StorageError: some can't be removed; all others were.
+            MetadataError: that is no plan.
+        """
+        check_type("series: remove", "removal", removal, Removal, "Pass what plan_removal returns.")
+        run = partial(remove_steps, self._storage, self.names, removal, self.strategies)
+        return on_rank_zero(self._ranks(), "series: remove", run)
+
+    def drop_after(self, step: int | SavedStep) -> tuple[int, ...]:
+        """Remove the finished steps with higher numbers than one that stays; return their numbers.
+
+        For a run that goes back: what lies ahead of it would still count as the newest. The highest goes first, so that
+        a crash leaves no gap. Pinned steps stay.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+            StorageError: some can't be removed; all others were.
+
+        Examples:
+            >>> import torch, shardtree as st
+            >>> series = CheckpointSeries(st.storage.MemoryStorage())
+            >>> for number in (100, 200, 300):
+            ...     series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, number)
+            >>> series.drop_after(100), series.latest().number
+            ((300, 200), 100)
+        """
+
+        def run() -> tuple[int, ...]:
+            return drop_after(self._storage, self.names, self._find(step).number, self.strategies)
+
+        return self._alone("series: remove", run, step)
+
+    def clean(self, *, stale_after: float = STALE_AFTER) -> tuple[str, ...]:
+        """Finish interrupted removals, and remove orphaned files of steps that were never finished.
+
+        Args:
+            stale_after: seconds without a change after which a save of another machine counts as interrupted; one of
+                this machine does once its process is gone.
+
+        Returns:
+            The folders of unfinished steps that are still there.
+        """
+        run = partial(clean, self._storage, self.names, self.strategies, stale_after=stale_after)
+        return on_rank_zero(self._ranks(), "series: clean", run)
+
+    @property
+    def _storage(self) -> Storage:
+        return storage_at(self.root)
+
+    def _repr_html_(self) -> str:
+        # A listing takes all ranks: in a notebook that is one of several, its display would wait for the others.
+        return notebook_html(self if self._ranks().size == 1 else repr(self))
+
+    def _ranks(self) -> World:
+        return current_world(self.world)
+
+    def _apply(self, policy: Choose, number: int) -> Callable[[], None]:
+        return partial(apply_policy, self._storage, self.names, policy, self.strategies, number)
+
+    def _list(self) -> tuple[SavedStep, ...]:
+        return list_steps(self._storage, self.names, self.strategies)
+
+    def _newest(self) -> SavedStep | None:
+        return newest_step(self._storage, self.names, self.strategies)
+
+    def _find(self, step: int | SavedStep | None) -> SavedStep:
+        number = None if step is None else checked_step(step.number if isinstance(step, SavedStep) else step)
+        if number is None and (newest := self._newest()) is not None:
+            return newest
+        steps = self._list()
+        matches = [one for one in steps if number is None or one.number == number]
+        if not matches:
+            listing = "no finished step" if not steps else f"steps {steps[0].number} to {steps[-1].number}"
+            what = f"series: no {'step' if number is None else f'step {number}'} under {self._storage.where()!r}"
+            raise NotACheckpoint(error_text(what, found=listing, fix="Name one of steps()."))
+        return matches[-1]
+
+    def _latest_verified(self) -> SavedStep | None:
+        # The newest first: usually it is whole, and then no other one is read.
+        for step in reversed(self._list()):
+            try:
+                damage = verify(folder_in(self._storage, step.folder), strategies=self.strategies)
+                wrong = str(damage[0]) if damage else ""
+            except CheckpointingException as error:
+                wrong = str(error)
+            if not wrong:
+                return step
+            logger.warning("series: step %d is passed over: %s", step.number, wrong)
+        return None
+
+    def _change(self, step: int | SavedStep, change: Callable[[Record], Record]) -> None:
+        def run() -> None:
+            change_record(self._storage, self._find(step), change)
+
+        self._alone("series: note", run, step)
+
+    def _alone(self, phase: str, run: Callable[[], T], step: int | SavedStep | None) -> T:
+        """Return what rank 0 does with a step, which all ranks were given."""
+        return on_rank_zero(self._ranks(), phase, run, given={"step": alike_step(step)})

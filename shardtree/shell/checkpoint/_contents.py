@@ -1,0 +1,164 @@
+"""What a checkpoint holds beside elements: its common state, and its tensors and objects without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.ambient import shielded
+from ...core.mapping import ShardedObject, ShardedTensor
+from ...core.trees import without_holes
+from ...errors import TreeError, error_text
+from ..storage import Directory
+from ..table import LoadOptions, Strategies
+from ..world import one_process
+from ._dispatch import Choice, given_options
+from ._open import CONTENT_METADATA, by_rank_zero, load_common, open_at, sharded_metadata, tensors_of
+
+
+@shielded
+def load_common_state_dict(
+    checkpoint_dir: Directory,
+    *,
+    world: Any = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
+) -> Any:
+    """Return the common state: the plain values stored outside the shards.
+
+    Where shards were, dicts lack the entry, and lists and tuples have `HOLE`.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
+        strategies: the dispatch table; None for the process's.
+        options: Options of the read; `allow_pickle` and `types` matter here.
+
+    Raises:
+        NotACheckpoint: there is none.
+        UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4)), "step": 7}, folder)
+        >>> st.load_common_state_dict(folder)
+        {'step': 7}
+    """
+    how = given_options("open", options, LoadOptions)
+
+    def read() -> Any:
+        return without_holes(load_common(open_at(checkpoint_dir, one_process(), how, strategies), None, strategies))
+
+    return by_rank_zero(world, read)
+
+
+@shielded
+def load_tensors_metadata(
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = None,
+    *,
+    world: Any = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
+) -> dict[str, ShardedTensor]:
+    """Return every stored tensor by its key, as one whole shard without data.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        sharded_strategy: replaces the function that its format's row has for listing shards.
+        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
+        strategies: the dispatch table; None for the process's.
+        options: Options of the read.
+
+    Raises:
+        NotACheckpoint: there is none.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))}, folder)
+        >>> {key: shard.global_shape for key, shard in st.load_tensors_metadata(folder).items()}
+        {'w': (2, 3)}
+    """
+    how = given_options("open", options, LoadOptions)
+
+    def read() -> dict[str, ShardedTensor]:
+        return tensors_of(open_at(checkpoint_dir, one_process(), how, strategies), sharded_strategy, strategies)
+
+    return by_rank_zero(world, read)
+
+
+@shielded
+def load_sharded_metadata(
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = None,
+    common_strategy: Choice = None,
+    *,
+    world: Any = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by its key and object by its unique key, whole and without data.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        sharded_strategy: replaces the function that its format's row has for listing shards.
+        common_strategy: replaces the one for objects beside the common state.
+        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
+        strategies: the dispatch table; None for the process's.
+        options: Options of the read.
+
+    Raises:
+        NotACheckpoint: there is none.
+
+    Examples:
+        >>> import tempfile, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"rng": st.ShardedObject("rng", 5, (1,), (0,))}, folder)
+        >>> list(st.load_sharded_metadata(folder))
+        ['rng/shard_0_1']
+    """
+    how = given_options("open", options, LoadOptions)
+
+    def read() -> dict[str, ShardedTensor | ShardedObject]:
+        checkpoint = open_at(checkpoint_dir, one_process(), how, strategies)
+        return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies).items())
+
+    return by_rank_zero(world, read)
+
+
+@shielded
+def load_content_metadata(
+    checkpoint_dir: Directory | None = None,
+    *,
+    preloaded_state_dict: Mapping[str, Any] | None = None,
+    world: Any = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
+) -> Any:
+    """Return the `content_metadata` that a save was given, or None.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        preloaded_state_dict: the loaded or common state, where the caller has it already.
+        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
+        strategies: the dispatch table; None for the process's.
+        options: Options of the read; `allow_pickle` and `types` matter here.
+
+    Raises:
+        TreeError: neither is given.
+        NotACheckpoint: there is none.
+        UnsafeFile: the common state holds pickled values, and `allow_pickle` isn't given.
+
+    Examples:
+        >>> load_content_metadata(preloaded_state_dict={"content_metadata": {"optimizer": "adam"}})
+        {'optimizer': 'adam'}
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise TreeError(error_text("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
+        preloaded_state_dict = load_common_state_dict(
+            checkpoint_dir, world=world, strategies=strategies, options=options
+        )
+    return preloaded_state_dict.get(CONTENT_METADATA) if isinstance(preloaded_state_dict, Mapping) else None

@@ -1,0 +1,204 @@
+"""From what a caller passes as a strategy to the function that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from ...core.geometry import as_int, check_type
+from ...errors import MetadataError, StrategyError, error_text
+from ..table import (
+    LoadOptions,
+    SaveOptions,
+    Strategies,
+    Strategy,
+    StrategyAction,
+    find_strategy,
+    formats_with,
+    get_default_strategy,
+    table_of,
+)
+
+Options = TypeVar("Options")
+Choice = str | tuple[str, int] | Strategy | None
+"""A backend, whose latest version it means; a (backend, version) pair; a function; or None for the default."""
+
+Backend = tuple[str, int]
+"""A format's name and version."""
+Backends = tuple[Backend, Backend]
+"""The backends and versions of the shards and of the common state."""
+
+DEFAULT_BACKEND = ("safetensors", 1)
+
+
+def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
+    """Return the (backend, version) that a choice names; a function stands in for the default's.
+
+    Args:
+        choice: a name alone means the default, if that is of this name, else the latest version that can save.
+        default: the pair for None.
+        strategies: the table; None for the process's.
+
+    Raises:
+        StrategyError: the choice is neither None, nor a name, a pair or a function.
+
+    Examples:
+        >>> backend_of("zarr", DEFAULT_BACKEND, None), backend_of(None, DEFAULT_BACKEND, None)
+        (('zarr', 3), ('safetensors', 1))
+    """
+    if choice is None or callable(choice) or choice == default[0]:
+        return default
+    if isinstance(choice, str):
+        return choice, _latest(choice, strategies)
+    if isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[0], str):
+        version = as_int(choice[1])
+        if version is not None:
+            return choice[0], version
+    raise StrategyError(
+        error_text(
+            "not a strategy",
+            found=repr(choice)[:200],
+            expected="a backend's name, a (backend, version) pair, a function, or None",
+        )
+    )
+
+
+def _latest(backend: str, strategies: Strategies | None) -> int:
+    save = StrategyAction.SAVE_SHARDED
+    versions = [row[2] for row in table_of(strategies) if row[:2] == (save, backend)]
+    # Packages are imported only for what the table lacks. If they lack it too, the save's error lists the backends.
+    formats = () if versions else formats_with(save, strategies=strategies)
+    return max(versions or [version for name, version in formats if name == backend], default=1)
+
+
+def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
+    """Return the backends of a save's choices.
+
+    Where no backend is named for the common state, it is that of the shards if this one can save it.
+
+    Raises:
+        StrategyError: a choice is neither None, nor a name, a pair or a function.
+
+    Examples:
+        >>> backends_of(("punch cards", 1), None, {})
+        (('punch cards', 1), ('safetensors', 1))
+    """
+    sharded_backend = backend_of(sharded, DEFAULT_BACKEND, strategies)
+    # A save as `torch_dist` is expected to hold a common.pt that Megatron-Core reads, not a native file.
+    saves_common = find_strategy(StrategyAction.SAVE_COMMON, *sharded_backend, strategies=strategies) is not None
+    return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND, strategies)
+
+
+def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | None) -> Backend | None:
+    """Return the backend that a save's objects go to: that of the shards, or of the common state; None if neither.
+
+    A format without a row for loading objects holds tensors alone. Beside it, objects are another format's only
+    shards; that takes one whose files count once metadata.json is there, since the shards' format makes the commit.
+
+    Examples:
+        >>> objects_backend(("huggingface", 1), ("safetensors", 1), None)
+        ('safetensors', 1)
+        >>> objects_backend(("huggingface", 1), ("torch_dist", 1), None) is None
+        True
+    """
+
+    def has(action: StrategyAction, backend: Backend) -> bool:
+        return find_strategy(action, *backend, strategies=strategies) is not None
+
+    if sharded == common or has(StrategyAction.LOAD_OBJECTS, sharded):
+        return sharded
+    holds_them = has(StrategyAction.SAVE_SHARDED, common) and has(StrategyAction.LOAD_OBJECTS, common)
+    return common if holds_them and not has(StrategyAction.COMMIT, common) else None
+
+
+def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies | None) -> bool:
+    """Return whether a checkpoint's objects are with its common state, in another format than its shards.
+
+    Examples:
+        >>> are_objects_beside(("huggingface", 1), ("safetensors", 1), None)
+        True
+    """
+    return sharded != common and objects_backend(sharded, common, strategies) == common
+
+
+def strategy_of(
+    action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies | None
+) -> Strategy:
+    """Return the function that a choice names.
+
+    Raises:
+        StrategyError: the table has no such row.
+    """
+    if choice is not None and callable(choice):
+        return choice
+    return get_default_strategy(action, *backend_of(choice, default, strategies), strategies=strategies)
+
+
+def sharded_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the backend and version that a checkpoint's tensors are in."""
+    return fields["sharded_backend"], fields["sharded_backend_version"]
+
+
+def common_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the backend and version that a checkpoint's common state is in."""
+    return fields["common_backend"], fields["common_backend_version"]
+
+
+def check_options(doing: str, options: object, kind: type) -> None:
+    """Raise unless options are None, for the usual ones, or of their class, with functions where it has functions.
+
+    Raises:
+        MetadataError: they aren't.
+    """
+    if options is None:
+        return
+    check_type(doing, "options", options, kind, f"Pass st.{kind.__name__}(...).")
+    for name in ("progress", "report"):
+        call = getattr(options, name)
+        if not (callable(call) or (call is None and name == "report")):
+            what, fix = f"{doing}: options.{name} doesn't fit", "Pass a function, or leave it out."
+            raise MetadataError(error_text(what, found=repr(call), expected="a function", fix=fix))
+
+
+def given_options(doing: str, options: Options | None, kind: type[Options]) -> Options:
+    """Return the options, for None the usual ones; it raises as `check_options`."""
+    check_options(doing, options, kind)
+    return kind() if options is None else options
+
+
+# What ranks need alike: where it isn't the usual, for phases to compare
+
+_ALIKE = {
+    SaveOptions: ("durable", "allow_pickle", "fingerprint", "checksums", "check_replicas", "common"),
+    LoadOptions: ("verify", "exchange", "allow_pickle", "types", "parameter_names"),
+}
+
+
+def alike(options: object, doing: str = "") -> dict[str, object]:
+    """Return the options that have to be the same on all ranks, where they aren't the usual ones.
+
+    Args:
+        options: of a save or a load; of any other class, which is refused elsewhere, there are none.
+        doing: put before their names.
+
+    Examples:
+        >>> alike(SaveOptions(durable=False, threads=3), "save_options.")
+        {'save_options.durable': False}
+    """
+    names, unusual = _ALIKE.get(type(options), ()), {}
+    usual = type(options)() if names else None
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, (list, tuple)) and all(isinstance(each, type) for each in value):
+            value = tuple(sorted(value, key=repr))  # by the order of classes nothing is said
+        if value != getattr(usual, name):
+            unusual[f"{doing}{name}"] = value
+    return unusual
+
+
+def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:
+    """Return what is chosen as strategies, which has to be the same on all ranks, where it isn't the usual."""
+    usual = (DEFAULT_BACKEND, DEFAULT_BACKEND[0])
+    choices = {"sharded_strategy": None if sharded in usual else sharded, "common_strategy": common}
+    # A function has another repr in each process.
+    return {name: "a function" if callable(one) else one for name, one in choices.items() if one is not None}

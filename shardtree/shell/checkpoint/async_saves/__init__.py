@@ -1,0 +1,20 @@
+"""Asynchronous saves: snapshots, a thread that writes them, a queue that commits them in order, and the exit."""
+
+import typing
+
+if typing.TYPE_CHECKING:
+    from ._exit import refuse_overlap
+    from ._queue import AsyncCallsQueue, async_calls
+    from ._snapshot import snapshot_shards
+else:
+    from ....core.deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "AsyncCallsQueue": "._queue",
+            "async_calls": "._queue",
+            "refuse_overlap": "._exit",
+            "snapshot_shards": "._snapshot",
+        },
+    )

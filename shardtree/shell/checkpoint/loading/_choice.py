@@ -1,0 +1,100 @@
+"""Whether ranks read for each other: as the caller says, or by where they and the checkpoint are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ....core.layouts import ShardColumns
+from ....errors import StrategyError, error_text
+from ...storage import Storage, crosses_network
+from ...table import Exchange
+
+_WORTH_BYTES = 128 * 1024 * 1024
+"""An exchange takes a few more collectives: what it saves a rank has to be worth them."""
+
+
+class Place(NamedTuple):
+    """From where a rank reads.
+
+    Attributes:
+        host: the name of its machine.
+        crosses_network: whether what it reads comes through a network.
+    """
+
+    host: str
+    crosses_network: bool
+
+
+def place_of(storage: Storage, ranks: int) -> Place:
+    """Return from where this rank reads a storage; of a single rank nobody asks.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> place_of(MemoryStorage(), 2).crosses_network
+        False
+    """
+    return Place(socket.gethostname(), crosses_network(storage)) if ranks > 1 else Place("", False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangeChoice:
+    """Whether ranks read for each other.
+
+    Attributes:
+        together: whether they do.
+        why: what decided it, as a sentence; empty where the caller did.
+    """
+
+    together: bool
+    why: str = ""
+
+
+ALONE = ExchangeChoice(together=False)
+
+
+def exchange_choice(
+    exchange: Exchange, places: Sequence[Place], saved_bytes: Callable[[], int] | None = None
+) -> ExchangeChoice:
+    """Return whether ranks send each other what they read.
+
+    Args:
+        exchange: what the caller says.
+        places: of all ranks, by rank.
+        saved_bytes: returns how many bytes fewer all ranks together would read; None where ranks don't know what others
+            want.
+
+    Raises:
+        StrategyError: no such choice.
+
+    Examples:
+        >>> places = [Place("node-0", True), Place("node-1", True)]
+        >>> exchange_choice("auto", places, lambda: 2**30).why
+        'Ranks read for each other, since they are on several machines, and storage is remote.'
+    """
+    if exchange not in ("auto", "always", "never"):
+        expected = "'auto', 'always' or 'never'"
+        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
+    if len(places) == 1 or exchange != "auto":
+        return ExchangeChoice(len(places) > 1 and exchange == "always")
+    alone = "Each rank reads by itself, since"
+    if not any(place.crosses_network for place in places):
+        return ExchangeChoice(False, f"{alone} storage is local.")
+    # Of what one machine reads twice, the second read comes from its cache, or at least from its own connection.
+    if len({place.host for place in places}) == 1:
+        return ExchangeChoice(False, f"{alone} all are on one machine.")
+    if saved_bytes is not None and saved_bytes() < len(places) * _WORTH_BYTES:
+        return ExchangeChoice(False, f"{alone} an exchange would save less than {_WORTH_BYTES >> 20} MiB a rank.")
+    why = "Ranks read for each other, since they are on several machines, and storage is remote."
+    return ExchangeChoice(True, why)
+
+
+def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
+    """Return how many bytes are wanted by several ranks at least, all but the main replicas.
+
+    Args:
+        columns: what all ranks want, in one part or several.
+    """
+    return sum(int(one.nbytes[~one.main].sum()) for one in columns)

@@ -1,0 +1,143 @@
+"""How a target's objects fit those that are stored, and what rules make of arrays that change their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ....core.deferred import leaf
+from ....core.layouts import (
+    ObjectRule,
+    check_ruled,
+    held_arrays,
+    objects_by_rule,
+    reshaped_arrays,
+    rules_by_key,
+)
+from ....core.mapping import ShardedObject
+from ....core.plans import Misfit, find_unexpected
+from ...table import Checkpoint, Strategies, StrategyAction, find_strategy, old_unique_key
+from ...table.index import IndexMetadata
+from .._dispatch import Choice, are_objects_beside, backend_of, common_backend, sharded_backend
+from .._open import Metadata
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectsFit:
+    """How the objects that are asked for fit those that are stored.
+
+    Attributes:
+        problems: why some can't be loaded.
+        arrays: those that change their shape, as (key, shape that is asked for).
+        cells: all that are stored of such arrays, without data.
+        rules: by key, for them.
+    """
+
+    problems: tuple[Misfit, ...] = ()
+    arrays: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    cells: tuple[ShardedObject, ...] = ()
+    rules: Mapping[str, ObjectRule] = field(default_factory=dict)
+
+    def changes(self, item: ShardedObject) -> bool:
+        """Return whether a target's object is of an array that changes its shape."""
+        return (item.key, item.global_shape) in self.arrays
+
+    @property
+    def cells_to_read(self) -> list[ShardedObject]:
+        """The stored cells that rules look at."""
+        drop_objects = leaf("drop_objects")
+        return [item for item in self.cells if self.rules[item.key] is not drop_objects]
+
+
+def objects_metadata(
+    checkpoint: Checkpoint, metadata: Metadata, choice: Choice, strategies: Strategies | None
+) -> Metadata | None:
+    """Return what is in the format that holds a checkpoint's objects; None if it can't list that.
+
+    Args:
+        checkpoint: what is loaded.
+        metadata: what the format of the tensors holds.
+        choice: the caller's, of how shards are loaded.
+        strategies: the dispatch table; None for the process's.
+    """
+    backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
+    beside = common_backend(checkpoint.fields)
+    if not are_objects_beside(backend, beside, strategies):
+        return metadata
+    fallback = find_strategy(StrategyAction.LOAD_METADATA, *beside, strategies=strategies)
+    return None if fallback is None else fallback(checkpoint)
+
+
+def fit_objects(
+    objects: Sequence[ShardedObject],
+    metadata: Metadata | None,
+    rules: Mapping[str, ObjectRule] | None,
+    others: Iterable[str] = (),
+) -> ObjectsFit:
+    """Return how a target's objects fit those that are stored, as far as the format can list those.
+
+    Args:
+        objects: what is asked for.
+        metadata: what is stored, None if that isn't known.
+        rules: by patterns of keys.
+        others: further keys that rules may name, beside those that are stored or asked for.
+
+    Raises:
+        TreeError: a rule's pattern fits no key.
+        IntegrityError: there is a rule, but it isn't clear from which shape to which.
+    """
+    if metadata is None or not (objects or rules):
+        return ObjectsFit()
+    absent = [item for item in objects if item.unique_key not in metadata]
+    items = stored_objects(metadata, {item.key for item in absent})
+    arrays = held_arrays(items)
+    own_keys = {item.key for item in objects}
+    rules_of = rules_by_key("load: object_rules", rules, own_keys.union(others, _keys(metadata))) if rules else {}
+    changes = reshaped_arrays(arrays, absent)
+    check_ruled([array for array in changes if array.key in rules_of], rules_of)
+    pairs = frozenset((array.key, array.asked) for array in changes)
+    unexpected = [
+        item.unique_key
+        for item in absent
+        # Old Megatron-Core lost part of an object's name; one that is stored by that name isn't unexpected.
+        if (item.key, item.global_shape) not in pairs and old_unique_key(item) not in metadata
+    ]
+    problems = find_unexpected(unexpected, metadata, is_object=True) if unexpected else ()
+    without_rule = (array for array in changes if array.key not in rules_of)
+    keys = {key for key, _ in pairs}
+    cells = tuple(item for item in items if item.key in keys)
+    return ObjectsFit((*problems, *without_rule), pairs, cells, rules_of)
+
+
+def stored_objects(metadata: Metadata, keys: Collection[str]) -> list[ShardedObject]:
+    """Return the stored cells of some arrays of objects, without data."""
+    if not keys:
+        return []
+    if isinstance(metadata, IndexMetadata):
+        return metadata.objects(keys)
+    return [item for item in metadata.values() if isinstance(item, ShardedObject) and item.key in keys]
+
+
+def _keys(metadata: Metadata) -> set[str]:
+    if isinstance(metadata, IndexMetadata):
+        return metadata.object_keys()
+    return {item.key for item in metadata.values() if isinstance(item, ShardedObject)}
+
+
+def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], values: Sequence[Any]) -> list[Any]:
+    """Return what rules make of stored objects, a value for each of a target's objects that they concern.
+
+    Args:
+        fit: how the target's objects fit.
+        objects: those of arrays that change their shape.
+        values: the data of `fit.cells_to_read`.
+
+    Raises:
+        IntegrityError: a cell isn't stored, or values that should be equal aren't.
+        ShapeError: a rule gives more or fewer values than there are cells.
+        UnsupportedValue: a rule can't handle a value.
+    """
+    cells = [replace(item, data=data) for item, data in zip(fit.cells_to_read, values, strict=True)]
+    others = [item for item in fit.cells if fit.rules[item.key] is leaf("drop_objects")]
+    return [item.data for item in objects_by_rule(held_arrays([*cells, *others]), objects, fit.rules)]

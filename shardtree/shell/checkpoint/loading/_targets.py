@@ -1,0 +1,346 @@
+"""The memory that a load fills, and what the caller gets of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ....core import trees
+from ....core.ambient import collector_paused
+from ....core.codec import is_plain_memory
+from ....core.layouts import TensorKind
+from ....core.mapping import ShardedObject, ShardedTensor, given_tensor, lacks_memory
+from ....core.mapping.memory import (
+    check_no_aliases,
+    check_unchanged,
+    check_writable,
+    fill_once,
+    overwrite,
+    refuse_read_only,
+    tied,
+)
+from ....errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
+from ...storage import copies_of, empty_tensor
+
+CPU: Final = torch.device("cpu")
+
+Kinds = Mapping[str, TensorKind]
+"""What is stored of the tensors that a target asks for, by key."""
+
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """Return where tensors are put whose target has none: the CPU by default.
+
+    Raises:
+        MetadataError: there is no such device here, or its memory holds nothing, as the meta device's.
+
+    Examples:
+        >>> usable_device(None), usable_device("cpu")
+        (device(type='cpu'), device(type='cpu'))
+    """
+    if device is None:
+        return CPU
+    fix = "Pass the name of a device with memory, as 'cpu' or 'cuda:0'; None is the CPU."
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)  # torch has no function that says of any device whether this machine has it
+    # torch raises RuntimeError, AssertionError (without CUDA), NotImplementedError or TypeError.
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise MetadataError(error_text(f"load: no device {device!r}", found=reason, fix=fix)) from error
+    if place.type == "meta":
+        raise MetadataError(error_text("load: tensors on the meta device hold nothing", found=device, fix=fix))
+    return place
+
+
+def with_memory(
+    shard: ShardedTensor, tensor: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
+) -> ShardedTensor:
+    """Return a shard whose data is contiguous memory to be filled, the CPU's or that of a device.
+
+    That is the target's own tensor only if it is donated and fits. If a shape mismatch is allowed, the memory starts
+    with the target's elements, or zeros, since not all of it may be filled.
+
+    Args:
+        shard: the target's.
+        tensor: its `given_tensor`.
+        donate: whether that is given away.
+        on_device: the device where the memory is: that of `tensor`, if there is one. None for the CPU.
+
+    Raises:
+        ShapeError: a tensor isn't the shard's any more, or elements of a donated one are aliases.
+    """
+    if tensor is not None:
+        _check_tensor(shard, tensor, donate=donate)
+    if donate and tensor is not None and (on_device is not None or is_plain_memory(tensor)):
+        return trees.with_data(shard, tensor.detach()) if tensor.requires_grad else shard
+    if on_device is not None:
+        return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, on_device))
+    if not shard.allow_shape_mismatch:
+        return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
+    if tensor is None:
+        memory = new_memory(shard.key, shard.data_shape, shard.dtype)
+        trees.as_integers(memory).zero_()
+        return trees.with_data(shard, memory)
+    copy = trees.as_integers(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return trees.with_data(shard, copy.view(shard.dtype))
+
+
+def with_memories(
+    shards: Sequence[ShardedTensor],
+    *,
+    donate: bool,
+    device: torch.device = CPU,
+    is_staged: Callable[[ShardedTensor], bool] = lambda _: False,
+) -> list[ShardedTensor]:
+    """Return `with_memory` of each shard, or with memory on the device where its tensor is put.
+
+    Args:
+        shards: the target's.
+        donate: whether their tensors are given away.
+        device: where tensors are put whose target has none.
+        is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
+
+    Raises:
+        ShapeError: as `with_memory`, or donated tensors are aliases of each other or in read-only memory.
+    """
+    pairs = [(shard, given_tensor(shard)) for shard in shards]
+    # What is stored under several keys is compared before it goes into the one memory that they have.
+    apart = {number for group in tied(pairs) for number in group} if donate else set()
+    memories = []
+    for number, (shard, tensor) in enumerate(pairs):
+        if number in apart and tensor is not None:
+            _check_tensor(shard, tensor, donate=True)
+            memories.append(with_memory(shard, tensor, donate=False))
+            continue
+        if tensor is not None and donate and _is_memory(shard, tensor):
+            memories.append(shard)
+            continue
+        place = device if tensor is None else tensor.device
+        # Part by part, through staged copies: only what is filled from its first element to its last.
+        staged = copies_of(place) is not None and not shard.allow_shape_mismatch
+        if staged and donate and tensor is not None:
+            staged = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        staged = staged and is_staged(shard)
+        memories.append(with_memory(shard, tensor, donate=donate, on_device=place if staged else None))
+    if donate:
+        # Two shards that alias would be filled one over the other, and the second would silently win.
+        donated = [(shard, tensor) for shard, tensor in pairs if tensor is not None]
+        check_no_aliases("load", donated)
+        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in donated))
+    return memories
+
+
+def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
+    """Raise what `with_memories` would, without making memory.
+
+    Args:
+        shards: the target's.
+        donate: whether their tensors are given away.
+
+    Raises:
+        ShapeError: a tensor isn't the shard's any more, or elements of donated ones share memory, or it is read-only.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(2))
+        >>> check_tensors([shard], donate=False)
+    """
+    pairs = [(shard, tensor) for shard in shards if (tensor := given_tensor(shard)) is not None]
+    for shard, tensor in pairs:
+        _check_tensor(shard, tensor, donate=donate)
+    if donate:
+        check_no_aliases("load", pairs)
+        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in pairs))
+
+
+def _check_tensor(shard: ShardedTensor, tensor: torch.Tensor, *, donate: bool) -> None:
+    if donate or shard.allow_shape_mismatch:
+        check_unchanged("load", shard, tensor)
+    if donate:
+        check_writable("load", shard, tensor)
+
+
+def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
+    """Return whether a shard's own tensor is what `with_memory` returns: a shortcut for most donated tensors."""
+    unchanged = tensor.dtype is shard.dtype and tensor.shape == shard.data_shape and tensor.layout is torch.strided
+    return unchanged and not tensor.requires_grad and is_plain_memory(tensor) and not lacks_memory(tensor)
+
+
+def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
+    """Return a new tensor to be filled.
+
+    Raises:
+        CheckpointingException: there is no memory for it, say because a damaged checkpoint has an absurd shape.
+    """
+    try:
+        return empty_tensor(size=shape, dtype=dtype, device=device)  # torch parses a named size faster
+    except NotImplementedError:  # deterministic algorithms fill new memory, which torch can't do for some dtypes
+        return trees.empty_data(shape, dtype, device)
+    except RuntimeError as error:
+        # torch raises a plain RuntimeError when it is out of memory on the CPU.
+        raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
+
+
+def deliver_all(
+    shards: Sequence[ShardedTensor], memories: Sequence[ShardedTensor], *, donate: bool, device: torch.device = CPU
+) -> list[torch.Tensor]:
+    """Return each shard's result: the donated tensor, or the filled one, on the target's device.
+
+    Args:
+        shards: the target's.
+        memories: the same shards with the memory that was filled.
+        donate: whether the target's tensors were given away.
+        device: where tensors are put whose target has none.
+
+    Raises:
+        ShapeError: what is stored under several keys of one donated memory differs.
+    """
+    once = {}
+    if donate:
+        pairs = [(shard, given_tensor(shard)) for shard in shards]
+        once = fill_once("load", pairs, [memory.data for memory in memories])
+    results = []
+    for number, (shard, memory) in enumerate(zip(shards, memories, strict=True)):
+        if number in once:
+            results.append(once[number])
+            continue
+        data = memory.data
+        tensor = data if memory is shard else given_tensor(shard)
+        if tensor is None or not donate:
+            results.append(data.to(device if tensor is None else tensor.device))
+            continue
+        if data is tensor or data.data_ptr() == tensor.data_ptr():
+            # The bytes were written without torch: autograd has to notice that tensors saved for backward have changed.
+            torch.autograd.graph.increment_version(tensor)
+        else:
+            overwrite(tensor, data)
+        results.append(tensor)
+    return results
+
+
+# The target taken apart: the shards that it asks for, and the functions that put a tree together again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A load's target, taken apart.
+
+    Attributes:
+        leaves: of the tree with factories applied.
+        tensors: the tensor shards among them.
+        objects: the sharded objects among them.
+        rebuild: from new leaves to a tree of the same structure.
+        merge: from the joined tree to one with the factories merged.
+        types: the namedtuple classes that it is made of.
+        plain: the paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
+        donate: whether its tensors are given away.
+        own: the target's values, by path, that stay where nothing is stored and their container needs an entry; None
+            in modes that leave nothing out.
+    """
+
+    leaves: tuple[Any, ...]
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    merge: Callable[[Any], Any]
+    types: tuple[type, ...]
+    plain: Mapping[int, TreePath]
+    donate: bool = False
+    own: Mapping[TreePath, Any] | None = None
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the shards and objects that are asked for."""
+        return {leaf.key for leaf in (*self.tensors, *self.objects)}
+
+    @property
+    def plain_keys(self) -> set[str]:
+        """The keys that plain tensors ask for, where they are stored."""
+        return set(map(trees.path_key, self.plain.values()))
+
+    def keys_among(self, checkpoint_keys: Set[str]) -> set[str]:
+        """Return the keys of all that is asked for: those of plain tensors count where they are stored."""
+        return self.keys | (self.plain_keys & checkpoint_keys)
+
+
+@collector_paused()
+def take_apart(tree: Any, *, donate: bool = False) -> Target:
+    """Return a target taken apart.
+
+    Args:
+        tree: the target.
+        donate: whether its tensors are given away, those that factories hold too.
+
+    Raises:
+        TreeError: it isn't a tree, or too deep.
+        UnsupportedValue: a shard is hidden in a value that isn't entered.
+        ShapeError: what a donated factory holds shares memory with others, or can't be written.
+    """
+    trees.check_is_tree("load", tree)
+    with trees.refuse_too_deep("load"):
+        merge: Callable[[Any], Any] = _as_it_is
+        pairs, rebuild = trees.flatten_with_paths(tree)
+        if trees.has_factories(pairs):
+            if donate:
+                refuse_read_only("load", trees.held_tensors(tree))
+            merge_one = trees.merge_into_held("load", tree) if donate else trees.merge_anew
+            tree, merge = trees.build_factories(trees.unwrap(tree), merge_one, is_target=True)
+            pairs, rebuild = trees.flatten_with_paths(tree)
+        types = trees.namedtuple_types(tree)
+    others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
+    trees.refuse_hidden("load", others)
+    trees.refuse_wrappers("load", pairs)
+    leaves = tuple([leaf for _, leaf in pairs])
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
+    objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
+    # By the same test: what tree maps don't enter, such as an object with a tensor in an attribute, can't be filled.
+    plain = dict[int, TreePath]()
+    if any(trees.is_plain_tensor(leaf) for _, leaf in others):
+        plain = {number: path for number, (path, leaf) in enumerate(pairs) if trees.is_plain_tensor(leaf)}
+    return Target(leaves, tensors, objects, rebuild, merge, types, plain, donate)
+
+
+def _as_it_is(tree: Any) -> Any:
+    return tree
+
+
+def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Target:
+    """Return the target without the shards, and the factories of such shards alone, that aren't stored.
+
+    Raises:
+        KeyMismatch: of a factory's shards some are stored, and some aren't, so that it can't be merged.
+    """
+    lacking = ((path, leaf, keys_of(leaf) & unexpected) for path, leaf in trees.leaves_with_paths(tree))
+    partly = [
+        f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
+        for path, leaf, keys in lacking
+        if keys and keys < keys_of(leaf)
+    ]
+    if partly:
+        what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
+        raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
+    return take_apart(
+        trees.map_shards(lambda leaf: trees.HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
+        donate=target.donate,
+    )
+
+
+def keys_of(leaf: Any) -> set[str]:
+    """Return the keys that a leaf asks for: a factory's are those of the shards that it builds.
+
+    Examples:
+        >>> keys_of(ShardedTensor.from_rank_offsets("w", torch.ones(2))), keys_of(3)
+        ({'w'}, set())
+    """
+    if (factory := trees.factory_of(leaf)) is not None:
+        built, _ = trees.build_factories(factory, is_target=True)
+        return {shard.key for _, shard in trees.leaves_with_paths(built) if is_sharded(shard)}
+    return {leaf.key} if is_sharded(leaf) else set()
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Return whether a leaf is loaded."""
+    return isinstance(leaf, (ShardedTensor, ShardedObject))

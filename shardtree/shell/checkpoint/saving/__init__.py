@@ -1,0 +1,38 @@
+"""Saving: a tree is taken apart, written by all ranks to a folder, and committed, or replaces an old checkpoint."""
+
+import typing
+
+if typing.TYPE_CHECKING:
+    from ._commit import save_request
+    from ._parts import take_apart
+    from ._replace import is_live, own_files
+    from ._start import (
+        RunningSave,
+        SaveStart,
+        in_save_folder,
+        inspect_folder,
+        make_folder,
+        named_file,
+        pending_save,
+    )
+    from ._typed import save
+else:
+    from ....core.deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "RunningSave": "._start",
+            "SaveStart": "._start",
+            "in_save_folder": "._start",
+            "inspect_folder": "._start",
+            "is_live": "._replace",
+            "make_folder": "._start",
+            "named_file": "._start",
+            "own_files": "._replace",
+            "pending_save": "._start",
+            "save": "._save",
+            "save_request": "._commit",
+            "take_apart": "._parts",
+        },
+    )

@@ -1,0 +1,75 @@
+"""Orphaned files of interrupted saves, removed by the next committed save; never those of a save in progress."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ....errors import CheckpointingException
+from ...storage import Storage, can, is_left_over, is_temporary, release, siblings
+from ...table import (
+    PendingSave,
+    Strategies,
+    deciding_files,
+    disown,
+    is_committed,
+    is_orphaned,
+    is_save_folder,
+    remove_interrupted,
+    stamp,
+)
+from ._replace import is_live, remove_sibling
+
+logger = logging.getLogger("shardtree")
+
+
+def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
+    """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
+
+    Args:
+        pending: the save.
+        strategies: the dispatch table; None for the process's.
+        removes_saves: whether the format's own clean-up removes interrupted saves, and the note.
+    """
+    if pending.world.rank != 0:
+        return
+    release(pending.save_id)
+    storage = pending.storage if pending.replaced is None else pending.replaced.storage
+    if can(storage).replace_if is not None and removes_saves:
+        return  # nothing is ever written beside an object and then moved to its place
+    # Never a failure of the save: the checkpoint counts by now.
+    with _logging_failure(storage):
+        if pending.replaced is None:
+            disown(storage, pending.save_id)
+        # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
+        changes = (time for *_, time in stamp(storage, deciding_files(strategies)))
+        before = max(changes, default=0.0) - pending.options.stale_after
+        _remove_siblings(pending, storage, before, strategies)
+        for name in storage.names():
+            if is_save_folder(name):
+                if removes_saves or name == pending.save_id or not is_orphaned(storage, name, before=before):
+                    continue
+                # A later save that was committed meanwhile has no note any more, and its process may have ended.
+                if not is_committed(storage, name):
+                    remove_interrupted(storage, name)
+            elif is_left_over(name) or (is_temporary(name) and (storage.changed(name) or 0.0) < before):
+                storage.remove(name)
+
+
+def _remove_siblings(pending: PendingSave, storage: Storage, before: float, strategies: Strategies | None) -> None:
+    for save_id, sibling in siblings(storage).items():
+        if not is_save_folder(save_id):
+            continue
+        if save_id == pending.save_id or not is_live(save_id, sibling, before=before):
+            with _logging_failure(storage):
+                remove_sibling(storage, sibling, strategies, durable=pending.options.durable)
+
+
+@contextmanager
+def _logging_failure(storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointingException as error:
+        # The next save tries again.
+        logger.warning("save: orphaned files of earlier saves stay in or beside %s: %s", storage.where(), error)

@@ -1,0 +1,290 @@
+"""Step 1 of a save: a sharded tree is taken apart into shards, objects, and a common tree with holes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ....core import layouts
+from ....core.ambient import collector_paused
+from ....core.codec import decode_tree, encode_tree
+from ....core.lazy import LazyTensor
+from ....core.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    has_elements,
+    lacks_memory,
+)
+from ....core.trees import (
+    United,
+    apply_factories,
+    check_is_tree,
+    common_with_holes,
+    deepest,
+    has_factories,
+    is_hollow,
+    leaves_with_paths,
+    misfits,
+    partition,
+    refuse_hidden,
+    refuse_too_deep,
+    refuse_without_elements,
+    refuse_wrappers,
+    unite,
+    united,
+    unwrap,
+)
+from ....errors import (
+    CheckpointingException,
+    IntegrityError,
+    ShapeError,
+    TreeError,
+    TreePath,
+    UnsupportedValue,
+    error_text,
+    render_path,
+)
+from ...table import misfit
+from ...world import agree, gather
+from .._consistency import check_common
+from .._open import CONTENT_METADATA
+from ._start import SaveCall, common_part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeParts:
+    """A tree, taken apart for saving.
+
+    Attributes:
+        tensors: the tensor shards, factories applied.
+        objects: the sharded objects.
+        common: everything else, with holes where shards and nonpersistent objects were.
+        unions: where it is the union of ranks' dicts that have keys of their own.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+    common: Any
+    unions: United = field(default_factory=dict)
+
+
+@collector_paused()
+def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> TreeParts:
+    """Return a tree taken apart for saving.
+
+    Raises:
+        TreeError: the tree is no dict, list or tuple, or already has the content metadata's key.
+        CheckpointingException: a shard has no data.
+        UnsupportedValue: a shard's data is no dense tensor, or a shard is hidden in a value that isn't entered.
+        ShapeError: a shard's data was changed since, or replaced by something of another dtype or shape.
+    """
+    check_is_tree("save", tree)
+    with refuse_too_deep("save"):
+        tree = with_content_metadata(tree, content_metadata)
+        leaves = leaves_with_paths(tree)
+        if has_factories(leaves):
+            tree = apply_factories(unwrap(tree))
+            leaves = leaves_with_paths(tree)
+    rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
+    # Tree maps don't enter these values, so a shard inside one would be missed.
+    refuse_hidden("save", rest)
+    refuse_without_elements("save", rest)
+    refuse_wrappers("save", leaves)
+    tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
+    # The quick test first: with thousands of small tensors, a close look at each would be most of the step's time.
+    _check_data([pair for pair in tensors if not _is_as_described(pair[1])])
+    objects = tuple(leaf for _, leaf in rest if isinstance(leaf, ShardedObject))
+    return TreeParts(tuple(shard for _, shard in tensors), objects, common_with_holes(tree))
+
+
+def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> TreeParts:
+    """Return `take_apart(tree, content_metadata)` with a common state that the caller's changes don't reach.
+
+    Raises:
+        UnsupportedValue: as `take_apart`; or a value of the common state can't be copied.
+    """
+    parts = take_apart(tree, content_metadata)
+    return replace(parts, common=_common_copy(parts.common))
+
+
+def _common_copy(common: Any) -> Any:
+    leaves = leaves_with_paths(common)
+    # Tensors aren't left to deepcopy: it refuses those with a gradient graph, and copies a view's whole storage.
+    memo = {id(leaf): leaf.detach().clone() for _, leaf in leaves if type(leaf) is torch.Tensor}
+    try:
+        return deepcopy(common, memo)
+    except Exception as error:
+        offenders = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if not _is_copyable(leaf)]
+        what = "save: values that can't be copied, so that an asynchronous save can't keep them as they are now"
+        raise UnsupportedValue(
+            error_text(what, offenders=offenders, fix="Leave them out, or save synchronously.")
+        ) from error
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        deepcopy(value)
+    except Exception:
+        return False
+    return True
+
+
+def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None) -> Any:
+    """Return the tree with the caller's description of its content beside its entries.
+
+    Raises:
+        TreeError: the tree isn't a dict, or has such an entry already.
+
+    Examples:
+        >>> with_content_metadata({"step": 1}, {"optimizer": "adam"})
+        {'step': 1, 'content_metadata': {'optimizer': 'adam'}}
+    """
+    if content_metadata is None:
+        return tree
+    if not isinstance(tree, dict) or CONTENT_METADATA in tree:
+        obstacle = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
+        raise TreeError(
+            error_text(
+                f"save: can't add {CONTENT_METADATA!r} to the tree", found=obstacle, expected="a dict without it"
+            )
+        )
+    return {**tree, CONTENT_METADATA: content_metadata}
+
+
+def _is_as_described(shard: ShardedTensor) -> bool:
+    """Return whether data is, at a glance, a dense tensor as its shard says; data that isn't gets a closer look."""
+    data = shard.data
+    return (
+        type(data) in (torch.Tensor, torch.nn.Parameter)
+        and data.layout is torch.strided
+        and not data.is_nested
+        and not data.is_meta
+        and not misfit(shard)
+    )
+
+
+def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
+    """Raise where a shard has no data, or none that can be saved.
+
+    Raises:
+        CheckpointingException, UnsupportedValue, ShapeError: as `take_apart`.
+    """
+    # A tensor keeps its shape when its storage is freed.
+    suffix = ", whose storage is freed"
+    empty = [
+        f"{shard.key!r} at {render_path(path)}{suffix * lacks_memory(shard.data)}"
+        for path, shard in tensors
+        if not _has_data(shard)
+    ]
+    if empty:
+        raise CheckpointingException(
+            error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
+        )
+    others = [f"{shard.key!r} at {render_path(path)}: {kind}" for path, shard in tensors if (kind := _kind(shard.data))]
+    if others:
+        fix = "Save .to_dense() of it, or its parts as tensors of their own."
+        raise UnsupportedValue(error_text("save: data that isn't a dense tensor", offenders=others, fix=fix))
+    problems = [f"{render_path(path)}: {difference}" for path, shard in tensors if (difference := misfit(shard))]
+    if problems:
+        fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
+        raise ShapeError(error_text("save: data that isn't what its shard says", offenders=problems, fix=fix))
+
+
+def _has_data(shard: ShardedTensor) -> bool:
+    data = shard.data
+    if isinstance(data, torch.Tensor):
+        return has_elements(data) and not lacks_memory(data)
+    return hasattr(data, "dtype")
+
+
+def _kind(data: Any) -> str:
+    """Return what data is, if it is neither a dense tensor nor a lazy one; else nothing."""
+    if isinstance(data, torch.Tensor):
+        return "" if data.layout is torch.strided and not data.is_nested else f"{data.layout} tensor"
+    return "" if isinstance(data, LazyTensor) else type(data).__name__
+
+
+# Step 3, where ranks' common states differ: which one is stored.
+
+
+def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str | None]) -> tuple[Any, United]:
+    """Return the common tree that is stored where ranks' differ: their union, if that is asked for; two all-gathers.
+
+    With it, of which dicts ranks have keys of their own.
+
+    Args:
+        call: the call of `save`.
+        tree: this rank's, with shards.
+        common: this rank's, with holes.
+        hashes: of what is compared of each rank's, by rank.
+
+    Raises:
+        IntegrityError: it isn't asked for, or ranks have different values under the same keys, or shards and values.
+    """
+    # Whole states travel only in this case, and of those that are the same only one.
+    first = [hashes.index(one) for one in hashes]
+    as_union, allow_pickle = call.options.common == "union", call.options.allow_pickle
+
+    def encode() -> bytes:
+        if first[call.world.rank] != call.world.rank:
+            return b""
+        # Encoded, not pickled: ranks may hold instances of classes that others can't import.
+        return encode_tree(common if as_union else common_part(call, common), allow_pickle=allow_pickle)
+
+    states = gather(call.world, "save: compare common states", encode)
+
+    def choose() -> tuple[Any, United]:
+        commons = {rank: decode_tree(states[rank], allow_pickle=allow_pickle) for rank in sorted(set(first))}
+        if not as_union:
+            check_common([commons[rank] for rank in first])
+            return common, {}
+        # This rank's own values win: what was decoded has records where these have instances of classes.
+        union, _ = unite({0: common, 1: _union(commons, first, call.world.rank, tree)})
+        return union, united(list(commons.values()))
+
+    return agree(call.world, "save: check common states", choose)
+
+
+def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
+    """Return the union of all ranks' common trees, of dicts by key.
+
+    Args:
+        commons: common trees with holes, each once, by the first rank that has it.
+        first: by rank, the first one that has the same.
+        own_rank: this rank.
+        tree: this rank's, with shards.
+
+    Raises:
+        IntegrityError: ranks have different values under one key, or another one has a value where this one has
+            shards; names every path, the ranks and all values.
+    """
+    union, conflicts = unite(commons)
+    by_path = {
+        path: {rank: each[like] for rank, like in enumerate(first) if like in each} for path, each in conflicts.items()
+    }
+    if not by_path:
+        # A load into this rank's own tree must fit what is stored: its shards have no place where a value stands.
+        shards, _ = partition(tree, lambda leaf: isinstance(leaf, ShardedBase | LocalNonpersistentObject))
+        for path in misfits(union, shards):
+            by_path[path] = {own_rank: deepest(shards, path)[0]}
+            for rank, like in enumerate(first):
+                value, depth = deepest(commons[like], path)
+                if rank != own_rank and depth == len(path) and not is_hollow(value):
+                    by_path[path][rank] = value
+    if by_path:
+        pairs = [(path, problem) for path, by_rank in by_path.items() for problem in layouts.common_problems(by_rank)]
+        lines = [str(replace(problem, key=(*path, *problem.key))) for path, problem in pairs]
+        fix = (
+            "Give each rank's value a key of its own, or wrap it in a ShardedObject. Make a list whose entries differ "
+            "a dict by what they belong to, as StateDictOptions(flatten_optimizer_state_dict=True) does of an "
+            "optimizer's groups."
+        )
+        what = "save: no union of the ranks' common states, since they differ under the same keys"
+        raise IntegrityError(error_text(what, offenders=lines, fix=fix))
+    return union

@@ -1,0 +1,109 @@
+"""Bytes: local files, memory, file systems behind URLs, block hashes, and the reads and writes of tensors' memory.
+
+This room isn't settled: its names may still change, those of the root alone stay.
+"""
+
+import typing
+
+from ._blocks import (
+    BLOCK_BYTES,
+    BlockHasher,
+    Hashes,
+    Verify,
+    block_count,
+    block_hashes,
+    digest,
+    digest_of,
+    hash_column,
+    hashed,
+    in_parts,
+    reported,
+    reported_parts,
+)
+from ._buffers import (
+    STAGED_BYTES,
+    DeviceCopies,
+    HostMemory,
+    copies_of,
+    empty_tensor,
+    host_memory,
+    is_in_place,
+    tensor_buffers,
+)
+from ._capabilities import (
+    Capabilities,
+    Entry,
+    Function,
+    abort_open_uploads,
+    can,
+    file_lengths,
+    files_in,
+    is_folder,
+    is_link,
+    locked,
+    make_folder,
+    move,
+    read_if_there,
+    remove_files,
+    remove_folder,
+    siblings,
+    sync_folder,
+    threads_of,
+    write_parts,
+)
+from ._checked import ByteRanges, ReadReport, StoredFile, joined_crc32, read_crc32
+from ._fetch import fetch, fetch_run
+from ._folders import (
+    Directory,
+    NewFolder,
+    crosses_network,
+    folder_in,
+    is_same_place,
+    new_folder,
+    storage_at,
+    take_refusals,
+    with_own_refusals,
+)
+from ._local import LocalStorage
+from ._opened import RequestReader, fetch_ahead, opened
+from ._owner import (
+    Claim,
+    claim,
+    is_alive,
+    is_claimed,
+    made_here,
+    maker_is_dead,
+    owner_note,
+    process_token,
+    release,
+)
+from ._refusals import Refusal, Refusals, SaveReport
+from ._requests import fetch_cost
+from ._storage import (
+    AnyBuffer,
+    Buffer,
+    Reader,
+    Sibling,
+    SizedBuffers,
+    Storage,
+    byte_view,
+    copy_bytes,
+    inside,
+    is_left_over,
+    is_temporary,
+)
+from ._threads import Task, background_threads, in_threads, in_turn, usual_threads, write_behind
+from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
+
+if typing.TYPE_CHECKING:
+    from ._memory import BytesReader, MemoryStorage
+else:
+    from ...core.deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "BytesReader": "._memory",
+            "MemoryStorage": "._memory",
+        },
+    )

@@ -1,0 +1,372 @@
+"""Memory for tensors in the host, tensors' row-major bytes as buffers, and copies to and from devices."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple, cast
+from weakref import finalize
+
+import torch
+
+from ...core.codec import byte_buffer, device_bits, row_major_bits
+from ...core.lazy import LazyTensor
+from ...errors import StorageError, error_text
+from ._storage import Buffer
+
+# New memory. Most of its cost is the first access to each page, so large tensors get huge pages.
+
+_LEAST_BYTES = 4 * 1024 * 1024
+
+
+def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
+    """Return what ``torch.empty`` returns, on the CPU by default; large tensors in the CPU's memory get huge pages.
+
+    Examples:
+        >>> empty_tensor((2, 3), dtype=torch.bfloat16).shape
+        torch.Size([2, 3])
+    """
+    tensor = torch.empty(*shape, **{"device": "cpu"} | options)
+    if tensor.nbytes >= _LEAST_BYTES and tensor.is_cpu and (call := _madvise()) is not None:
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        # The result is ignored: a system that refuses only makes this slower.
+        call(begin, tensor.data_ptr() + tensor.nbytes - begin, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+@cache
+def _madvise() -> Callable[..., int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
+# Memory that is kept. Getting new memory takes many times longer than filling it, and pinning it longer still. A lent
+# block comes back when the last tensor in it is collected, so nothing is overwritten while somebody may read it.
+
+_UNIT = 2 * 1024 * 1024  # a huge page
+
+
+class _Block(NamedTuple):
+    """Memory, what kind it is of, and the process that took it."""
+
+    kind: str
+    memory: torch.Tensor
+    process: int
+
+
+def pageable(nbytes: int) -> torch.Tensor:
+    """Return new memory of the kind "cpu"."""
+    return empty_tensor(nbytes, dtype=torch.uint8)
+
+
+class HostMemory:
+    """Blocks of host memory; all together never more than was lent out at one time since `release`.
+
+    Examples:
+        >>> memory = HostMemory()
+        >>> lent = memory.lend(3 * 2**20)
+        >>> lent.shape, memory.nbytes
+        (torch.Size([3145728]), 4194304)
+        >>> place = lent.data_ptr()
+        >>> del lent
+        >>> memory.lend(2**22).data_ptr() == place
+        True
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Block] = []
+        # Filled by a finalizer, which may interrupt any code of any thread, also one that holds the lock: a deque needs
+        # none.
+        self._back: deque[_Block] = deque()
+        self._of_parent: list[_Block] = []
+        self._lent = 0
+        self._most = 0
+        self._lock = Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are lent out or kept for the next time."""
+        with self._lock:
+            self._take_back()
+            return self._lent + self._idle_bytes()
+
+    def lend(self, nbytes: int, kind: str = "cpu", new: Callable[[int], torch.Tensor] = pageable) -> torch.Tensor:
+        """Return that many bytes of memory, uint8, uninitialised.
+
+        Args:
+            nbytes: how many.
+            kind: of memory: the type of the device that copies to it. A block is lent again for that kind alone.
+            new: makes memory of that kind.
+        """
+        with self._lock:
+            self._take_back()
+            block = self._fitting(nbytes, kind)
+            if block is None:
+                block = _Block(kind, self._new(-(-nbytes // _UNIT) * _UNIT, new), os.getpid())
+            self._lent += block.memory.nbytes
+            self._most = max(self._most, self._lent)
+        # Tensors made from an array keep the array alive, not the block: its finalizer knows when the last one is gone.
+        array = block.memory.numpy()
+        finalize(array, self._back.append, block).atexit = False
+        return torch.from_numpy(array)[:nbytes]
+
+    def release(self) -> None:
+        """Give back to the system what isn't lent out."""
+        with self._lock:
+            self._take_back()
+            self._idle.clear()
+            self._most = self._lent
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked process, where memory pinned before belongs to a device that is out of reach."""
+        self._lock = Lock()  # another thread of the parent may have held it
+        self._take_back()
+        self._set_aside(self._idle)
+        self._idle = [block for block in self._idle if block.kind == "cpu"]
+
+    def _take_back(self) -> None:
+        while self._back:
+            block = self._back.popleft()
+            self._lent -= block.memory.nbytes
+            if block.process == os.getpid() or block.kind == "cpu":
+                self._idle.append(block)
+            else:
+                self._set_aside([block])
+
+    def _set_aside(self, blocks: list[_Block]) -> None:
+        # Not dropped: freeing pinned memory calls the device's driver, which a forked process mustn't.
+        self._of_parent += [block for block in blocks if block.kind != "cpu"]
+
+    def _idle_bytes(self) -> int:
+        return sum(block.memory.nbytes for block in self._idle)
+
+    def _fitting(self, nbytes: int, kind: str) -> _Block | None:
+        """Return the smallest idle block that is large enough, None if there is none or it is much too large."""
+        fitting = [
+            (block.memory.nbytes, -number)
+            for number, block in enumerate(self._idle)
+            if nbytes <= block.memory.nbytes <= 2 * nbytes + _UNIT and block.kind == kind
+        ]
+        return self._idle.pop(-min(fitting)[1]) if fitting else None
+
+    def _new(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        most = max(self._most, self._lent + nbytes)
+        while self._idle and self._lent + nbytes + self._idle_bytes() > most:
+            del self._idle[0]
+        return new(nbytes)
+
+
+host_memory = HostMemory()
+"""This process's."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=host_memory.after_fork)
+
+
+# The bytes of tensors as buffers
+
+
+# Asynchronous copies between a device's memory and the host's.
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Target and source of a copy, of the same dtype and shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopies:
+    """How to copy to and from a device's memory. The caller keeps a copy's tensors until it has waited for the copy.
+
+    Attributes:
+        host_memory: returns that many bytes of host memory, uint8, that nothing else uses.
+        start: starts copies, ordered after all that the calling thread has queued on the device; returns a token.
+        wait: waits until the copies of a token are done.
+    """
+
+    host_memory: Callable[[int], torch.Tensor]
+    start: Callable[[Sequence[Pair]], Any]
+    wait: Callable[[Any], None]
+
+
+def plain_copies(device: torch.device) -> DeviceCopies:
+    """Return synchronous copies."""
+
+    def start(pairs: Sequence[Pair]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    return DeviceCopies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"), start, lambda _: None)
+
+
+def _stream_copies(device: torch.device) -> DeviceCopies:
+    """Return copies on a stream of their own, so that they overlap with the program's kernels."""
+    module, stream = getattr(torch, device.type), _side_stream(device.type, device.index)
+
+    def start(pairs: Sequence[Pair]) -> Any:
+        event = module.Event()
+        stream.wait_stream(module.current_stream(device))
+        with module.stream(stream):
+            try:
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+                    # torch's allocator then doesn't reuse the memory before this copy, even if it is freed early.
+                    (source if target.is_cpu else target).record_stream(stream)
+            except BaseException:
+                stream.synchronize()  # nobody gets a token to wait for those that have begun
+                raise
+            event.record(stream)
+        return event
+
+    def memory(nbytes: int) -> torch.Tensor:
+        return host_memory.lend(nbytes, device.type, _pin) if nbytes >= _LEAST_LENT else _pin(nbytes)
+
+    return DeviceCopies(memory, start, lambda event: event.synchronize())
+
+
+_LEAST_LENT = 1024 * 1024
+"""Smaller memory comes from torch, whose own cache of pinned memory keeps many sizes, but gives nothing back."""
+
+
+_first_process: list[int] = []  # that pinned memory, of this one and those that it was forked from
+
+
+def _pin(nbytes: int) -> torch.Tensor:
+    # A device's driver doesn't survive a fork: asked there, it fails without saying why, or never answers.
+    if not _first_process:
+        _first_process.append(os.getpid())
+    elif _first_process[0] != os.getpid():
+        fix = "Start processes by 'spawn' or 'forkserver', or use no device before they are forked."
+        raise StorageError(error_text("memory can't be pinned: this process was forked from one that did", fix=fix))
+    # A copy from pageable memory would block.
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+
+
+@cache
+def _side_stream(kind: str, index: int) -> Any:
+    return getattr(torch, kind).Stream(index)
+
+
+# torch.xpu has the streams and events of torch.cuda, by the same names. The others have none, or (mps) share the host's
+# memory: torch copies theirs whole.
+copies_by_device: dict[str, Callable[[torch.device], DeviceCopies]] = {"cuda": _stream_copies, "xpu": _stream_copies}
+"""By kind of device."""
+
+
+def copies_of(device: torch.device) -> DeviceCopies | None:
+    """Return how a device's memory is staged, None if it isn't."""
+    make = copies_by_device.get(device.type)
+    return None if make is None else make(device)
+
+
+def is_staged(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is in the memory of a device with staging; faster than `copies_of`.
+
+    Examples:
+        >>> is_staged(torch.empty(2))
+        False
+    """
+    return ("cpu" if tensor.is_cpu else tensor.device.type) in copies_by_device
+
+
+def staged_buffers(parts: Iterable[torch.Tensor], copies: DeviceCopies) -> Iterator[Buffer]:
+    r"""Yield the row-major bytes of parts, each in its own memory; the next one is copied meanwhile.
+
+    Args:
+        parts: in a device's memory.
+        copies: of that device.
+
+    Examples:
+        >>> parts = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8)
+        >>> [bytes(buffer) for buffer in staged_buffers(parts, plain_copies(parts.device))]
+        [b'\x01\x02', b'\x03\x04']
+    """
+    in_flight: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
+    try:
+        for part in parts:
+            bits = device_bits(part)
+            memory = copies.host_memory(bits.numel())
+            in_flight.append((memory, bits, copies.start([(memory, bits)])))
+            if len(in_flight) == 2:
+                yield _wait_for_first(in_flight, copies)
+        while in_flight:
+            yield _wait_for_first(in_flight, copies)
+    finally:
+        # Also after an exception: a copy still in progress would write to host memory that was freed and reused.
+        for _, _, token in in_flight:
+            copies.wait(token)
+
+
+def _wait_for_first(in_flight: deque[tuple[torch.Tensor, torch.Tensor, Any]], copies: DeviceCopies) -> Buffer:
+    copies.wait(in_flight[0][2])
+    return memoryview(in_flight.popleft()[0].numpy())
+
+
+# A tensor's row-major bytes as buffers.
+
+# In parts: a copy of the whole tensor would double the memory that saving it takes.
+STAGED_BYTES = 4 * 1024 * 1024
+"""The most that is copied at once of a tensor whose memory can't be written in place."""
+
+
+LAZY_BYTES = 4 * 1024 * 1024
+"""The most that is read at once of a lazy tensor: each read is planned, and opens its file, which takes about as long
+as reading a MiB."""
+
+_BLOCK_ROWS = 128  # of FP8 by blocks: a part that ends inside of one takes twice the work
+
+
+def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
+    r"""Yield the bytes of a tensor, in row-major order.
+
+    A contiguous tensor in the CPU's memory is yielded in place. Others (transposed, on an accelerator) are staged in
+    parts of at most `STAGED_BYTES`, lazy ones read in parts of `LAZY_BYTES`; on a device with streams, the next part
+    is copied while one is used.
+
+    Examples:
+        >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))
+        b'\x01\x03\x02\x04'
+    """
+    if not tensor.numel():
+        return
+    copies = copies_of(tensor.device) if isinstance(tensor, torch.Tensor) else None
+    if copies is not None:
+        yield from staged_buffers(cast(Iterator[torch.Tensor], _parts(tensor)), copies)
+    elif isinstance(tensor, torch.Tensor) and is_in_place(tensor):
+        yield byte_buffer(tensor)
+    else:
+        for part in _parts(tensor):
+            yield memoryview(row_major_bits(part.read() if isinstance(part, LazyTensor) else part).numpy())
+
+
+def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTensor]:
+    """Yield a tensor in parts of a limited size, or single elements, in row-major order."""
+    most = LAZY_BYTES if isinstance(tensor, LazyTensor) else STAGED_BYTES
+    if tensor.nbytes <= most or not tensor.ndim:
+        yield tensor
+        return
+    rows = max(1, most * tensor.shape[0] // tensor.nbytes)
+    if isinstance(tensor, LazyTensor) and rows > _BLOCK_ROWS:
+        rows -= rows % _BLOCK_ROWS
+    for start in range(0, tensor.shape[0], rows):
+        stop = min(start + rows, tensor.shape[0])
+        # A single row may still be too large: without its first axis it is split along the next one.
+        yield from _parts(tensor[start] if rows == 1 else tensor[start:stop])
+
+
+def is_in_place(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds its row-major bytes, readable by the CPU.
+
+    Examples:
+        >>> is_in_place(torch.ones(2, 3)), is_in_place(torch.ones(2, 3).T)
+        (True, False)
+    """
+    # torch conjugates and negates lazily: with these bits set, the memory holds other values than the tensor.
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

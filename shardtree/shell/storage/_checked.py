@@ -1,0 +1,287 @@
+"""What is read of a checkpoint's files and what of it is checked: their blocks by hashes, or byte ranges by CRC32s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+
+from ...core.codec import crc32
+from ...core.deferred import notebook_html
+from ...core.geometry import Column, rows_of
+from ...core.plans import Runs, Strided
+from ...errors import CorruptCheckpoint, error_text, plural, shorten, size_text
+from ._blocks import BLOCK_BYTES, NEARLY_WHOLE_BYTES, Hashes, covered_bytes
+from ._storage import Buffer, Reader
+
+Rows = TypeVar("Rows", Runs, Strided)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredFile:
+    """A file of a checkpoint, as the index describes it.
+
+    Attributes:
+        name: in the checkpoint's storage.
+        length: in bytes.
+        hashes: of its blocks, uint64 (blocks,); None where the format has none.
+        ranges: whose CRC32s the format has, in place of block hashes; each run and piece lies within one.
+    """
+
+    name: str
+    length: int
+    hashes: Hashes | None = None
+    ranges: ByteRanges | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ReadReport:
+    """What a load has read.
+
+    Attributes:
+        bytes_read: of tensors and objects.
+        blocks_checked: blocks whose hash was compared, or byte ranges whose checksum was.
+        blocks_unchecked: those that were read only in part, weren't to be checked, or have no hash.
+        files: files opened.
+        left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
+            them, and of those in a union of ranks' common states that no rank's target names; where all tensors are
+            loaded, the names of those that can't be read.
+        unfilled: paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
+        uncompared: keys of an optimizer's states that would have been loaded after a comparison of masters with
+            weights, had the options not said ``verify=None``.
+        bytes_sent: to other ranks, which wanted what this one read.
+        bytes_received: from other ranks.
+        exchange: why ranks read for each other or didn't, where ``exchange="auto"`` left that to the load.
+        kept: paths of the target's own values in the result, where a list, tuple or class needs what isn't stored.
+    """
+
+    bytes_read: int = 0
+    blocks_checked: int = 0
+    blocks_unchecked: int = 0
+    files: int = 0
+    left_out: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exchange: str = ""
+    kept: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return how much was read and checked, and what wasn't loaded, in a few lines.
+
+        Examples:
+            >>> print(ReadReport(1536, 4, 1, 2, left_out=("['step']",)))
+            1.5 kB read from 2 files; 4 blocks checked, 1 unchecked
+            1 left out: ['step']
+        """
+        blocks = f"{plural(self.blocks_checked, 'block')} checked, {self.blocks_unchecked} unchecked"
+        lines = [f"{size_text(self.bytes_read)} read from {plural(self.files, 'file')}; {blocks}"]
+        if self.bytes_sent or self.bytes_received:
+            lines.append(f"{size_text(self.bytes_sent)} sent to other ranks, {size_text(self.bytes_received)} received")
+        lines += [self.exchange] if self.exchange else []
+        for what, names in self._names():
+            if names:
+                lines.append(f"{len(names)} {what}: {', '.join(shorten(names, shown=3))}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        more = "".join(f", {len(names)} {what}" for what, names in self._names() if names)
+        return f"ReadReport({size_text(self.bytes_read)} read from {plural(self.files, 'file')}{more})"
+
+    def _names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        names = ("left out", self.left_out), ("unfilled", self.unfilled), ("uncompared", self.uncompared)
+        return *names, ("kept as the target has them", self.kept)
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+    def __add__(self, other: ReadReport) -> ReadReport:
+        return ReadReport(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+# What is checked
+
+
+def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list[int]:
+    """Return those byte ranges with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
+    enough = ranges.end - ranges.begin <= BLOCK_BYTES
+    if runs.byte.size:
+        enough = enough | (bytes_outside(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
+    numbers: list[int] = np.flatnonzero((ranges.crc32 != 0) & (everything | enough)).tolist()
+    return numbers
+
+
+# Errors
+
+
+def wrong_length(file: StoredFile, length: int, path: str) -> CorruptCheckpoint:
+    """Return the error for a file that isn't as long as the index says."""
+    return CorruptCheckpoint(
+        error_text(
+            f"load: {path!r} has the wrong length",
+            found=f"{length} bytes",
+            expected=f"{file.length} bytes",
+            fix="The file was cut or replaced after it was saved; load another checkpoint.",
+        )
+    )
+
+
+def damage_error(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
+    """Return the error for a file whose bytes aren't those that were saved."""
+    fix = "The medium or a later program damaged it; load another checkpoint."
+    return CorruptCheckpoint(error_text(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
+
+
+# Rows of one file
+
+
+def in_file_order(pieces: Strided) -> Strided:
+    """Return pieces sorted by file."""
+    return rows_of(pieces, np.argsort(pieces.file, kind="stable")) if pieces.file.size > 1 else pieces
+
+
+def of_file(rows: Rows, number: int) -> Rows:
+    """Return the rows of one file, of rows that are sorted by file."""
+    return rows_of(rows, slice(*np.searchsorted(rows.file, [number, number + 1]).tolist()))
+
+
+_STEP_BYTES = 1024 * 1024
+_POLYNOMIAL = 0xEDB88320
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteRanges:
+    """Byte ranges of a file, ascending, with their CRC32s.
+
+    Attributes:
+        begin: first byte of each, int64 (ranges,).
+        end: one past its last byte, int64 (ranges,).
+        crc32: of its bytes, 0 if the format recorded none, int64 (ranges,).
+    """
+
+    begin: Column
+    end: Column
+    crc32: Column
+
+
+class RangeHasher:
+    """Computes CRC32s of the bytes that are read, in parts each of which lies within one byte range.
+
+    Each part is in `hashes`: its first byte → (one past its last byte, its CRC32).
+    """
+
+    __slots__ = ("_at", "_begin", "_crc32", "_first", "hashes")
+
+    def __init__(self, ranges: ByteRanges) -> None:
+        self.hashes: dict[int, tuple[int, int]] = {}
+        self._begin = frozenset(ranges.begin.tolist())
+        self._first = self._at = -1
+        self._crc32 = 0
+
+    def update(self, buffer: Buffer, byte: int) -> None:
+        """Hash the file's bytes that begin at `byte`; they lie in one range."""
+        if byte != self._at or byte in self._begin:
+            self._first, self._crc32 = byte, 0
+        self._at = byte + buffer.nbytes
+        self._crc32 = crc32(buffer, self._crc32)
+        # Where several targets read the same bytes these come more than once; the longest part is kept.
+        if self._at > self.hashes.get(self._first, (0, 0))[0]:
+            self.hashes[self._first] = (self._at, self._crc32)
+
+
+def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
+    """Return the CRC32 of a byte range from those of its parts, None if the parts don't tile it.
+
+    Args:
+        hashes: first byte of a part → (one past its last byte, its CRC32).
+        begin: first byte of the range.
+        end: one past its last byte.
+
+    Examples:
+        >>> parts = {8: (12, crc32(b"some")), 12: (14, crc32(b"th"))}
+        >>> range_crc32(parts, 8, 14) == crc32(b"someth"), range_crc32(parts, 8, 15)
+        (True, None)
+    """
+    # CRC32s of adjacent parts can be combined, so that threads that read parts of one range needn't read them twice.
+    checksum, at = 0, begin
+    while at < end:
+        until, part = hashes.get(at, (0, 0))
+        if not at < until <= end:
+            return None
+        checksum = joined_crc32(checksum, part, until - at) if at > begin else part
+        at = until
+    return checksum
+
+
+def read_crc32(reader: Reader, begin: int, end: int) -> int:
+    """Read a byte range of a file and return its CRC32."""
+    scratch = memoryview(bytearray(min(_STEP_BYTES, end - begin)))
+    checksum = 0
+    for byte in range(begin, end, _STEP_BYTES):
+        part = scratch[: min(_STEP_BYTES, end - byte)]
+        reader.read_into(byte, [part])
+        checksum = crc32(part, checksum)
+    return checksum
+
+
+def joined_crc32(left: int, right: int, length: int) -> int:
+    """Return the CRC32 of two byte strings joined, from the CRC32 of each.
+
+    Args:
+        left: of the first.
+        right: of the second.
+        length: of the second, in bytes.
+
+    Examples:
+        >>> joined_crc32(crc32(b"check"), crc32(b"sum"), 3) == crc32(b"checksum")
+        True
+
+    References:
+        zlib's crc32_combine: the left sum times x to the number of bits that follow it, modulo the polynomial.
+    """
+    return _times(_shift(length), left) ^ right
+
+
+@lru_cache(maxsize=64)
+def _shift(length: int) -> int:
+    """Return x to the power of 8 * `length`, modulo the polynomial; the highest bit is that of x^0."""
+    # Square and multiply: the length can have 40 bits, and one step for each byte would take longer than reading it.
+    power, square = 1 << 31, 1 << 23
+    while length:
+        if length & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        length >>= 1
+    return power
+
+
+def _times(left: int, right: int) -> int:
+    """Return the product of two polynomials over GF(2), modulo the CRC's."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = right >> 1 ^ _POLYNOMIAL if right & 1 else right >> 1
+    return product
+
+
+def bytes_outside(ranges: ByteRanges, begin: Column, end: Column) -> Column:
+    """Return how many bytes of each byte range lie outside some spans.
+
+    Args:
+        ranges: of a file.
+        begin: first byte of each span, int64 (spans,), ascending; spans may overlap.
+        end: one past its last byte, int64 (spans,).
+
+    Examples:
+        >>> import numpy as np
+        >>> ranges = ByteRanges(np.array([0, 20]), np.array([10, 30]), np.array([0, 0]))
+        >>> bytes_outside(ranges, np.array([2, 4]), np.array([6, 25])).tolist()
+        [2, 5]
+    """
+    inside = covered_bytes(begin, end, ranges.end) - covered_bytes(begin, end, ranges.begin)
+    return ranges.end - ranges.begin - inside

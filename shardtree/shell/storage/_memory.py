@@ -1,0 +1,327 @@
+"""Files in this process's memory: for tests, and for passing on a checkpoint without a disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from ...errors import StorageError, error_text, plural
+from ._capabilities import Capabilities
+from ._storage import AnyBuffer, Buffer, Sibling, byte_view, inside, parts_in_file
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class MemoryStorage:
+    """A folder in memory, shared by the threads that hold the same object. Its clock counts changes.
+
+    Attributes:
+        lock: held while something changes.
+        beside: folders that saves have made beside this one, by the saves' names.
+
+    Examples:
+        >>> storage = MemoryStorage()
+        >>> storage.write("folder/a.bin", [memoryview(b"abc")], durable=True)
+        3
+        >>> storage.names("folder")
+        ('a.bin',)
+    """
+
+    _files: dict[str, tuple[bytearray, float]] = field(default_factory=dict)
+    _folders: dict[str, float] = field(default_factory=dict)
+    _ticks: Iterator[int] = field(default_factory=count)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    beside: dict[str, MemorySibling] = field(default_factory=dict)
+    _siblings: WeakValueDictionary[str, MemorySibling] = field(default_factory=WeakValueDictionary)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def __repr__(self) -> str:
+        # Not the files themselves: in a traceback or a notebook they would be all of a model.
+        return f"MemoryStorage({plural(len(self._files), 'file')})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a folder in memory can do beyond `Storage`."""
+        folders = ("make_folder", "is_folder", "remove_folder")
+        return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings", "locked")
+
+    def where(self, name: str = "") -> str:
+        """Return the name, marked as being in memory."""
+        return f"memory:{_plain(name)}"
+
+    def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
+        """Write a new file from buffers, in order, and return its length."""
+        # Joined before the lock is taken: a save may produce its buffers slowly, and others write meanwhile.
+        plain, where = _plain(name), self.where(name)
+        data = bytearray().join(byte_view(buffer, where) for buffer in buffers)
+        with self.lock:
+            self._files[plain] = (data, next(self._ticks))
+        return len(data)
+
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
+        """Write parts of a file of `length` bytes, of which other threads may write other parts."""
+        plain = _plain(name)
+        self._resize(plain, length)
+        for byte, buffer in parts_in_file(parts, length, self.where(name)):
+            with self.lock:
+                self._resize(plain, length)[byte : byte + buffer.nbytes] = buffer
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file another name, in one step."""
+        with self.lock:
+            data = self._data(old)
+            del self._files[_plain(old)]
+            self._files[_plain(new)] = (data, next(self._ticks))
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[BytesReader]:
+        """Open a file for reading."""
+        yield BytesReader(memoryview(self._data(name)), self.where(name))
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Give a file new content in one step."""
+        self.write(name, [memoryview(data)], durable=durable)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes."""
+        return bytes(self._data(name))
+
+    def length(self, name: str) -> int | None:
+        """Return a file's length in bytes, None if there is no such file."""
+        with self.lock:
+            entry = self._files.get(_plain(name))
+        return None if entry is None else len(entry[0])
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        """Return the names of what is directly inside a folder, sorted."""
+        start = f"{plain}/" if (plain := _plain(folder)) else ""
+        with self.lock:
+            paths = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
+        return tuple(sorted({name.partition("/")[0] for name in paths} - {""}))
+
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
+        """Make a folder; the storage's own is always there."""
+        with self.lock:
+            if plain := _plain(name):
+                self._folders.setdefault(plain, next(self._ticks))
+
+    def is_folder(self, name: str = "") -> bool:
+        """Return whether there is a folder of that name."""
+        plain = _plain(name)
+        return not plain or plain in self._folders or bool(self.names(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if it isn't there."""
+        with self.lock:
+            self._files.pop(_plain(name), None)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder if it is empty."""
+        if not self.names(name):
+            with self.lock:
+                self._folders.pop(_plain(name), None)
+
+    def changed(self, name: str) -> float | None:
+        """Return the tick of the last change to a file or folder."""
+        with self.lock:
+            entry = self._files.get(_plain(name))
+            return self._folders.get(_plain(name)) if entry is None else entry[1]
+
+    def sibling(self, name: str) -> Sibling:
+        """Return the folder beside this one that a save of that name makes."""
+        # One object for all ranks, of which only rank 0 makes the folder; if that never happens, it goes with the save.
+        with self.lock:
+            return self._siblings.setdefault(name, MemorySibling(self, name))
+
+    def siblings(self) -> tuple[str, ...]:
+        """Return the names of the saves that have made a folder beside this one, sorted."""
+        return tuple(sorted(self.beside))
+
+    @contextmanager
+    def locked(self, folder: str = "") -> Iterator[None]:
+        """Hold the one lock of all folders, which one thread has at a time; files can be changed without it."""
+        with self._turn:
+            yield
+
+    def clear(self) -> None:
+        """Remove all files and folders."""
+        with self.lock:
+            self._files.clear()
+            self._folders.clear()
+
+    def empty(self) -> MemoryStorage:
+        """Return an empty folder with the same clock."""
+        return MemoryStorage(_ticks=self._ticks, lock=self.lock)
+
+    def all_names(self) -> tuple[str, ...]:
+        """Return the names of all files, however deep."""
+        with self.lock:
+            return tuple(sorted(self._files))
+
+    def share(self, name: str, other: MemoryStorage) -> bool:
+        """Share another folder's file by the same name; return False if another file has that name here."""
+        with self.lock:
+            entry = other._files.get(_plain(name))
+            return entry is None or self._files.setdefault(_plain(name), entry)[0] is entry[0]
+
+    def swap(self, other: MemoryStorage) -> None:
+        """Exchange all files and folders with another folder."""
+        with self.lock:
+            _swap(self._files, other._files)
+            _swap(self._folders, other._folders)
+
+    def _resize(self, plain: str, length: int) -> bytearray:
+        """Give a file a length, and return its bytes."""
+        with self.lock:
+            data = self._files.get(plain, (bytearray(), 0.0))[0]
+            if len(data) != length:
+                # A new bytearray: one that a reader has a memoryview of can't change its size.
+                data = bytearray(data[:length]).ljust(length, b"\0")
+            self._files[plain] = (data, next(self._ticks))
+        return data
+
+    def _data(self, name: str) -> bytearray:
+        with self.lock:
+            entry = self._files.get(_plain(name))
+        if entry is None:
+            raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no such file"))
+        return entry[0]
+
+
+def _swap(one: dict[str, T], other: dict[str, T]) -> None:
+    both = dict(one), dict(other)
+    one.clear()
+    other.clear()
+    one.update(both[1])
+    other.update(both[0])
+
+
+def _plain(name: str) -> str:
+    return inside(name, "memory:")
+
+
+@dataclass(frozen=True, slots=True)
+class BytesReader:
+    """An open file whose bytes are all in memory: a `Reader` for storages that read files as wholes.
+
+    Attributes:
+        data: the bytes.
+        path: as error messages name the file.
+
+    Examples:
+        >>> part = bytearray(2)
+        >>> BytesReader(memoryview(b"abcd"), "letters").read_into(1, [memoryview(part)])
+        >>> part
+        bytearray(b'bc')
+    """
+
+    data: Buffer
+    path: str
+
+    @property
+    def length(self) -> int:
+        """The file's length in bytes."""
+        return self.data.nbytes
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        """Fill the buffers, one after the other, from consecutive bytes."""
+        for buffer in buffers:
+            part = self.data[byte : byte + buffer.nbytes]
+            if part.nbytes < buffer.nbytes:
+                missing = buffer.nbytes - part.nbytes
+                what = f"{self.path!r} ends at byte {self.length}"
+                raise StorageError(error_text(what, expected=f"{missing} bytes more"))
+            buffer[:] = part
+            byte += buffer.nbytes
+
+    def read(self, begin: int = 0, end: int | None = None) -> Buffer:
+        """Return a copy of a byte range of the file."""
+        part = memoryview(bytearray((self.length if end is None else end) - begin))
+        self.read_into(begin, [part])
+        return part
+
+
+# Replacing a folder in memory as a whole.
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class MemorySibling:
+    """A folder in memory that replaces another one.
+
+    Attributes:
+        target: the folder to replace.
+        name: of the save.
+        storage: the replacing folder.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> target = MemoryStorage()
+        >>> target.replace("old.txt", b"old", durable=False)
+        >>> sibling = MemorySibling(target, "save-1")
+        >>> sibling.make(b"note", durable=False)
+        >>> sibling.storage.replace("new.txt", b"new", durable=False)
+        >>> sibling.exchange(durable=False)
+        >>> target.names(), sibling.storage.names()
+        (('new.txt',), ('old.txt',))
+    """
+
+    target: MemoryStorage
+    name: str
+    storage: MemoryStorage = field(init=False)
+    _note: bytes | None = None
+    _exchanged: bool = False
+
+    def __post_init__(self) -> None:
+        """Make a folder with the clock of the one that it replaces."""
+        self.storage = self.target.empty()
+
+    def make(self, note: bytes, *, durable: bool) -> None:
+        """Make the folder with a note of its owner."""
+        with self.target.lock:
+            self.target.beside[self.name] = self
+            self._note = note
+
+    def note(self) -> bytes | None:
+        """Return the note, None if there is none."""
+        return self._note
+
+    def is_exchanged(self) -> bool | None:
+        """Return whether the old files are in it."""
+        return self._exchanged if self.name in self.target.beside else None
+
+    def changed(self) -> float | None:
+        """Return the tick of the last change in it."""
+        names = self.storage.all_names()
+        return max((self.storage.changed(name) or 0.0 for name in names), default=None)
+
+    def old_names(self) -> tuple[str, ...]:
+        """Return the names of all old files."""
+        return (self.storage if self._exchanged else self.target).all_names()
+
+    def check_shareable(self, names: Sequence[str]) -> None:
+        """Do nothing: memory can be shared."""
+
+    def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
+        """Share old files with the new folder; return the names that another file has there."""
+        pair = (self.target, self.storage)
+        new, old = pair if self._exchanged else pair[::-1]
+        return tuple(name for name in names if not new.share(name, old))
+
+    def exchange(self, *, durable: bool) -> None:
+        """Exchange the files of the two folders."""
+        with self.target.lock:
+            self.target.swap(self.storage)
+            self._exchanged = not self._exchanged
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        with self.target.lock:
+            self.target.beside.pop(self.name, None)
+            self.storage.clear()
+            self._note, self._exchanged = None, False

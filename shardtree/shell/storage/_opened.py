@@ -1,0 +1,108 @@
+"""Open files: where each read is a request, bytes come ahead of their reads, in few requests or many at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import BoundedSemaphore
+
+from ...errors import StorageError, error_text
+from ._capabilities import can
+from ._storage import Buffer, Reader, Storage
+from ._threads import in_threads
+
+
+def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[Reader]:
+    """Open a file whose length is known: where each look at a file is a request, that one is saved."""
+    if (read_range := can(storage).read_range) is not None:
+        return nullcontext(RequestReader(partial(read_range, name), storage.where(name), length))
+    return storage.open(name)
+
+
+_NEAR_BYTES = 16 * 1024
+"""Spans with no more than this between them come by one request."""
+
+_AT_ONCE = 32
+_requests = BoundedSemaphore(_AT_ONCE)
+"""Requests that a process makes ahead at a time, for all files together."""
+
+
+def fetch_ahead(reader: Reader, spans: Iterable[tuple[int, int]]) -> None:
+    """Fetch spans of an open file that will be read, all at once, where each read would be a request.
+
+    Args:
+        reader: of the file; it holds them until it fetches others.
+        spans: first byte of each, and one past its last, all in the file.
+
+    Raises:
+        StorageError: they can't be read.
+    """
+    if isinstance(reader, RequestReader):
+        reader.fetch(_merge_near(spans))
+
+
+def _merge_near(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in order, those that are near each other as one.
+
+    Examples:
+        >>> _merge_near([(40_000, 40_001), (10, 20), (0, 5)])
+        [(0, 20), (40000, 40001)]
+    """
+    runs: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if runs and begin <= runs[-1][1] + _NEAR_BYTES:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        else:
+            runs.append((begin, end))
+    return runs
+
+
+_AHEAD_BYTES = 8 * 1024 * 1024
+
+
+class RequestReader:
+    """An open file whose reads are requests; bytes that are read one after the other come in large ones."""
+
+    def __init__(self, read: Callable[[int, int], tuple[Buffer, int]], where: str, length: int) -> None:
+        self.length, self._read, self._where = length, read, where
+        self._begin, self._ahead, self._next = 0, memoryview(b""), 0
+        self._begins: list[int] = []
+        self._parts: list[Buffer] = []
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch spans at once, in order and apart from each other; reads inside of them make no request."""
+        self._begins = [begin for begin, _ in spans]
+        self._parts = in_threads(self._fetch_in_turn, spans, _AT_ONCE)
+
+    def _fetch_in_turn(self, span: tuple[int, int]) -> Buffer:
+        with _requests:
+            return self._fetch_span(*span)
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        data = self._bytes(byte, byte + sum(buffer.nbytes for buffer in buffers))
+        for buffer in buffers:
+            buffer[:], data = data[: buffer.nbytes], data[buffer.nbytes :]
+
+    def read(self, begin: int = 0, end: int | None = None) -> Buffer:
+        return memoryview(bytearray(self._bytes(begin, self.length if end is None else end)))
+
+    def _bytes(self, begin: int, end: int) -> Buffer:
+        number = bisect_right(self._begins, begin) - 1
+        if number >= 0 and end <= self._begins[number] + self._parts[number].nbytes:
+            return self._parts[number][begin - self._begins[number] : end - self._begins[number]]
+        at = begin - self._begin
+        if not (at >= 0 and end <= self._begin + self._ahead.nbytes):
+            # Only what goes on where the last read ended is likely to go on.
+            ahead = min(self.length, begin + _AHEAD_BYTES) if begin and begin == self._next else end
+            self._begin, self._ahead, at = begin, self._fetch_span(begin, max(end, ahead)), 0
+        self._next = end
+        return self._ahead[at : at + end - begin]
+
+    def _fetch_span(self, begin: int, end: int) -> Buffer:
+        data, length = self._read(begin, end)
+        if data.nbytes != end - begin:
+            what = f"{self._where!r} ends at byte {length}"
+            raise StorageError(error_text(what, found=f"{data.nbytes} bytes", expected=f"bytes {begin} to {end}"))
+        return data

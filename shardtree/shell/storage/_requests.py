@@ -1,0 +1,316 @@
+"""The requests that carry out a load plan: bytes of a file that are read together, where they go, what is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, starmap
+
+import numpy as np
+
+from ...core.geometry import Column, joined_rows, rows_of, span_numbers
+from ...core.plans import LoadPlan, ReadCost, Runs, Strided
+from ._blocks import (
+    BLOCK_BYTES,
+    NEARLY_WHOLE_BYTES,
+    BlockHasher,
+    Flags,
+    Verify,
+    block_spans,
+    checks_all,
+    missing,
+    touched_units,
+)
+from ._capabilities import can
+from ._checked import RangeHasher, StoredFile, in_file_order, of_file, ranges_to_check
+from ._storage import Storage
+from ._strided import GAP_BYTES, is_contiguous, last_byte, split_pieces, wide_reads
+from ._threads import usual_threads
+
+STEP_BYTES = 4 * BLOCK_BYTES
+"""What is hashed arrives in steps of this size, each hashed at once, while it is in the processor's cache. Steps end
+where blocks end."""
+
+WINDOW_BYTES = 16 * STEP_BYTES
+"""The most of a local file that a thread reads before it looks for more work."""
+
+REQUEST_BYTES = 8 * 1024 * 1024
+"""Requests to a store end at multiples of this, where blocks end, so that two of them don't fetch the same bytes;
+pieces that lie across one are fetched with what comes before."""
+
+_GAP_BYTES = 1024 * 1024
+"""A store sends unused bytes too if there are fewer of them in a row: a request costs more than they do."""
+
+_FAR = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a plan is cut into requests.
+
+    Attributes:
+        most_bytes: requests end at multiples of this.
+        whole: whether a request is fetched from its first byte to its last, as by a store. Then no long gap is in it,
+            what is little in all is one request, and pieces come in whole blocks. Else only what is wanted is read.
+    """
+
+    most_bytes: int
+    whole: bool
+
+    def nbytes(self, request: Request) -> int:
+        """Return how many bytes a request reads."""
+        if self.whole:
+            return request.end - request.begin
+        wide = wide_reads(request.low, request.high)
+        return int(request.runs.length.sum()) + sum(end - begin for _, begin, end in wide)
+
+
+def cut_of(storage: Storage | None, plan: LoadPlan) -> Cut:
+    """Return how a plan is cut for a storage; None for local files."""
+    if storage is not None and can(storage).read_range is not None:
+        return Cut(REQUEST_BYTES * can(storage).request_scale, whole=True)
+    # Smaller windows than usual if there is little to read, so that each thread gets a share.
+    share = -(-plan.bytes_read // (usual_threads() * STEP_BYTES)) * STEP_BYTES
+    return Cut(min(WINDOW_BYTES, max(WINDOW_BYTES // 4, share)), whole=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A byte range of a file, and what is read of it and copied out of it by one thread.
+
+    Attributes:
+        file: number of the file.
+        begin: first byte.
+        end: one past the last byte.
+        runs: what goes to one place as it lies there, in file order, none overlapping another; with the target -1 where
+            it is read only to be hashed.
+        pieces: what is copied item by item, in the order of `low`.
+        low: first byte that is read for each piece, int64 (pieces,).
+        high: one past the last, int64 (pieces,).
+    """
+
+    file: int
+    begin: int
+    end: int
+    runs: Runs
+    pieces: Strided
+    low: Column
+    high: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checks:
+    """What of a file is checked while it is read.
+
+    Attributes:
+        file: which file.
+        units: how many blocks are read from, or how many byte ranges the file has.
+        blocks: those that are checked by their hashes, bool (blocks,); None where none is.
+        ranges: numbers of the byte ranges that are checked by their CRC32s.
+    """
+
+    file: StoredFile
+    units: int
+    blocks: Flags | None = None
+    ranges: Sequence[int] = ()
+
+    def hasher(self) -> BlockHasher | RangeHasher | None:
+        """Return what hashes the bytes that a request reads, None where nothing is checked."""
+        if self.file.ranges is not None and self.ranges:
+            return RangeHasher(self.file.ranges)
+        return None if self.blocks is None else BlockHasher(self.file.length)
+
+    def looks_at(self, begin: int, end: int) -> bool:
+        """Return whether any of some bytes is in a block that is checked."""
+        return self.blocks is not None and bool(self.blocks[begin // BLOCK_BYTES : -(-end // BLOCK_BYTES)].any())
+
+
+def requests_of(
+    files: Mapping[int, StoredFile], plan: LoadPlan, verify: Verify, cut: Cut
+) -> tuple[list[Request], dict[int, Checks]]:
+    """Return the requests that carry out a plan, by file and byte, and what is checked of each file.
+
+    Each byte that is checked comes by a request that has all of its block or byte range, or the next part of it.
+
+    Args:
+        files: by their number in the plan.
+        plan: what to read.
+        verify: which blocks are checked.
+        cut: how requests are cut.
+
+    Examples:
+        >>> from shardtree.core.plans import runs_plan
+        >>> column = lambda *numbers: np.array(numbers)
+        >>> runs = Runs(column(0, 0), column(10, 5_000_000), column(0, 0), column(0, 100), column(100, 100))
+        >>> file, cut = StoredFile("w", 6_000_000, np.zeros(23, np.uint64)), Cut(REQUEST_BYTES, whole=True)
+        >>> [(each.begin, each.end) for each in requests_of({0: file}, runs_plan(runs), None, cut)[0]]
+        [(10, 110), (5000000, 5000100)]
+        >>> [(each.begin, each.end) for each in requests_of({0: file}, runs_plan(runs), "all", cut)[0]]
+        [(0, 262144), (4980736, 5242880)]
+    """
+    runs, pieces = plan.runs, in_file_order(plan.strided)
+    requests, checks = list[Request](), dict[int, Checks]()
+    for number in np.union1d(runs.file, pieces.file).tolist():
+        own = of_file(runs, number), of_file(pieces, number)
+        new, checks[number] = _requests_of_file(files[number], number, *own, verify, cut)
+        requests += new
+    return requests, checks
+
+
+def fetch_cost(
+    files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole", storage: Storage | None = None
+) -> ReadCost:
+    """Return what `fetch` would read for a plan.
+
+    A byte range in which strided pieces lie counts as read whole, as it is.
+
+    Args:
+        files: by their number in the plan.
+        plan: what would be read.
+        verify: which blocks would be checked against their hashes.
+        storage: from which; None for a local folder.
+
+    Examples:
+        >>> one = np.ones(1, dtype=np.int64)
+        >>> from shardtree.core.plans import runs_plan
+        >>> plan = runs_plan(Runs(file=one, byte=one, target=one - 1, target_byte=one - 1, length=one * 8))
+        >>> fetch_cost({1: StoredFile("a", 100)}, plan)
+        ReadCost(bytes_wanted=8, bytes_read=8, pieces=1, files=1)
+    """
+    cut = cut_of(storage, plan)
+    requests, checks = requests_of(files, plan, verify, cut)
+    pieces = len(plan.runs.file) + len(plan.strided.file)
+    return ReadCost(plan.bytes_read, sum(map(cut.nbytes, requests)), pieces, len(checks))
+
+
+def _requests_of_file(
+    file: StoredFile, number: int, runs: Runs, pieces: Strided, verify: Verify, cut: Cut
+) -> tuple[list[Request], Checks]:
+    direct, pieces = _apart(runs if runs.length.all() else rows_of(runs, runs.length > 0), pieces)
+    pieces = split_pieces(pieces, _GAP_BYTES if cut.whole else GAP_BYTES)
+    check, *whole = _checks_of(file, direct, pieces, runs, verify, cut)
+    direct = _cut_runs(with_left_out(direct, number, *whole), cut.most_bytes)
+    low, high = _widen(pieces, check)
+    if low.size > 1:
+        order = np.argsort(low, kind="stable")
+        pieces, low, high = rows_of(pieces, order), low[order], high[order]
+    begin, end = np.concatenate((direct.byte, low)), np.concatenate((direct.byte + direct.length, high))
+    group = _groups(begin, end, cut)
+    count = int(group.max(initial=-1)) + 1
+    first, last = np.full(count, _FAR), np.zeros(count, dtype=np.int64)
+    np.minimum.at(first, group, begin)
+    np.maximum.at(last, group, end)
+    # Runs and pieces are in the order of their groups already.
+    of_runs, of_pieces = (
+        starmap(slice, pairwise(part.searchsorted(np.arange(count + 1)).tolist()))
+        for part in (group[: direct.byte.size], group[direct.byte.size :])
+    )
+    return [
+        Request(number, low_byte, high_byte, rows_of(direct, run), rows_of(pieces, piece), low[piece], high[piece])
+        for low_byte, high_byte, run, piece in zip(first.tolist(), last.tolist(), of_runs, of_pieces, strict=True)
+    ], check
+
+
+def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
+    """Return the runs of a file that overlap no other, and the pieces with those that do, since they are copied too."""
+    meets = runs.byte[1:] < np.maximum.accumulate(runs.byte + runs.length)[:-1]
+    if not meets.any():
+        return runs, pieces
+    cluster = np.append(0, (~meets).cumsum())
+    overlaps = np.bincount(cluster)[cluster] > 1
+    rows = rows_of(runs, overlaps)
+    shape = np.ones((rows.file.size, max(1, pieces.shape.shape[1])), dtype=np.int64)
+    shape[:, -1] = rows.length
+    ones = np.ones_like(shape)
+    copies = Strided(rows.file, rows.byte, rows.target, rows.target_byte, shape, ones, ones, ones[:, 0])
+    return rows_of(runs, ~overlaps), joined_rows([pieces, copies]) if pieces.file.size else copies
+
+
+def _checks_of(
+    file: StoredFile, direct: Runs, pieces: Strided, runs: Runs, verify: Verify, cut: Cut
+) -> tuple[Checks, Column, Column]:
+    """Return what is checked of a file, and begin and end of what therefore is to be read whole beside the pieces."""
+    if file.ranges is not None:
+        numbers = [] if verify is None else ranges_to_check(file.ranges, runs, everything=verify == "all")
+        ranges = file.ranges
+        return Checks(file, ranges.begin.size, ranges=numbers), ranges.begin[numbers], ranges.end[numbers]
+    begin, end = direct.byte, direct.byte + direct.length
+    by_runs = touched_units(begin, end, file.length, BLOCK_BYTES)
+    by_pieces = touched_units(pieces.byte, last_byte(pieces), file.length, BLOCK_BYTES)
+    blocks = by_runs | by_pieces
+    count = int(np.count_nonzero(blocks))
+    if verify is None or file.hashes is None:
+        return Checks(file, count), begin[:0], begin[:0]
+    if not checks_all(file.length, verify):
+        rows = is_contiguous(pieces)
+        begin, end = np.append(begin, pieces.byte[rows]), np.append(end, last_byte(pieces)[rows])
+        order = np.argsort(begin, kind="stable")
+        nearly = missing(begin[order], end[order], file.length) <= NEARLY_WHOLE_BYTES
+        blocks &= nearly | by_pieces if cut.whole else nearly
+    return Checks(file, count, blocks if blocks.any() else None), *block_spans(blocks & by_runs, file.length)
+
+
+def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
+    """Return begin and end of what is read for each piece: all of a block that is checked."""
+    low, high = pieces.byte, last_byte(pieces)
+    if check.blocks is None:
+        return low, high
+    first, last = low // BLOCK_BYTES, (high - 1) // BLOCK_BYTES
+    is_first, is_last = (check.blocks.take(number, mode="clip") for number in (first, last))
+    end = np.minimum((last + 1) * BLOCK_BYTES, check.file.length)
+    return np.where(is_first, first * BLOCK_BYTES, low), np.where(is_last, end, high)
+
+
+def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
+    """Return runs, and what of some spans lies in none of them, with the target -1; in file order."""
+    if not low.size:
+        return runs
+    gap_low, gap_high = np.append(0, runs.byte + runs.length), np.append(runs.byte, _FAR)
+    gaps = gap_low < gap_high
+    gap_low, gap_high = gap_low[gaps], gap_high[gaps]
+    first = high.searchsorted(gap_low, side="right")
+    count = np.maximum(low.searchsorted(gap_high) - first, 0)
+    gap, span = span_numbers(first, count)
+    begin, end = np.maximum(gap_low[gap], low[span]), np.minimum(gap_high[gap], high[span])
+    rows = np.flatnonzero(begin < end)
+    if not rows.size:
+        return runs
+    none = np.zeros_like(rows)
+    both = joined_rows([runs, Runs(none + file, begin[rows], none - 1, none, end[rows] - begin[rows])])
+    return rows_of(both, np.argsort(both.byte, kind="stable"))
+
+
+def _groups(begin: Column, end: Column, cut: Cut) -> Column:
+    """Return the number of the request that each span belongs to, ascending by their first bytes, int64 (spans,)."""
+    order = np.argsort(begin, kind="stable")
+    low, reach = begin[order], np.maximum.accumulate(end[order])
+    cell = low // cut.most_bytes
+    is_next = cell[1:] != cell[:-1]
+    if cut.whole:
+        breaks = low[1:] > reach[:-1] + _GAP_BYTES
+        cluster = np.append(0, breaks.cumsum())[: low.size]
+        first, last = (np.searchsorted(cluster, cluster, side=side) for side in ("left", "right"))
+        # What is little in all comes by one request, wherever it lies.
+        is_long = reach[last - 1] - low[first] > cut.most_bytes * 3 // 2
+        is_next = breaks | (is_next & is_long[1:])
+    group = np.zeros(low.size, dtype=np.int64)
+    group[order[1:]] = is_next.cumsum()
+    return group
+
+
+def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
+    """Return runs, cut where requests end."""
+    if (runs.byte // most_bytes == (runs.byte + runs.length - 1) // most_bytes).all():
+        return runs
+    row, begin, end = _cells(runs.byte, runs.byte + runs.length, most_bytes)
+    target_byte = runs.target_byte[row] + begin - runs.byte[row]
+    return Runs(runs.file[row], begin, runs.target[row], target_byte, end - begin)
+
+
+def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column, Column]:
+    """Return spans cut where requests end: of each part the number of its span, its begin and its end."""
+    first = begin // most_bytes
+    count = (end - 1) // most_bytes - first + 1
+    row, number = span_numbers(first, count)
+    low, high = number * most_bytes, (number + 1) * most_bytes
+    return row, np.maximum(begin[row], low), np.minimum(end[row], high)

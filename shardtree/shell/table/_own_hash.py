@@ -1,0 +1,37 @@
+"""The hash that metadata.json holds of its own other bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import ne
+from typing import Any
+
+from ...core.codec import canonical_json
+from ..storage import digest
+
+
+def encode_metadata(fields: Mapping[str, Any]) -> bytes:
+    """Return metadata.json's bytes: canonical JSON of the fields, with the hash of its own other bytes.
+
+    Examples:
+        >>> encode_metadata({"sharded_backend": "safetensors"})
+        b'{"digest":"20af11980b75f348","sharded_backend":"safetensors"}'
+    """
+    plain = {name: value for name, value in fields.items() if name != "digest"}
+    return canonical_json({**plain, "digest": digest(canonical_json(plain))})
+
+
+def has_misnamed_digest(fields: Mapping[str, Any]) -> bool:
+    """Return whether a field is the hash of all others, by a name that one character keeps from being `digest`.
+
+    Without this, a bit that flips in that name would leave a file that seems never to have had a hash.
+
+    Examples:
+        >>> import json
+        >>> text = encode_metadata({"sharded_backend": "dcp"}).decode()
+        >>> has_misnamed_digest(json.loads(text.replace("digest", "digert")))
+        True
+    """
+    near = [name for name in fields if len(name) == 6 and sum(map(ne, name, "digest")) == 1]
+    others = {name: value for name, value in fields.items() if name not in near}
+    return len(near) == 1 and fields[near[0]] == digest(canonical_json(others))

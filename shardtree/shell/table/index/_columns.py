@@ -1,0 +1,388 @@
+"""The global index in columns: which tensor, which box, which file, which byte; its texts, and lookups in its rows.
+
+Columns, since a checkpoint may have a million chunks: they stay in the file's bytes, and nothing is made for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....core.codec import check_storable, dtype_from_name
+from ....core.geometry import Column, box_column, span_numbers
+from ....core.layouts import ShardColumns, TensorKind
+from ....core.mapping import ShardedTensor, whole_tensors
+from ....core.plans import StoredChunks
+from ....errors import UnsupportedValue
+from ...storage import Hashes, StoredFile
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """Everything about a checkpoint but the elements. Texts are utf-8, one after the other, with where each starts.
+
+    Attributes:
+        key_text: tensors' keys, sorted, uint8 (characters,).
+        key_start: int64 (keys + 1,).
+        key_axes: rank of each tensor, int64 (keys,).
+        key_prepended: how many of the axes are prepended, int64 (keys,).
+        key_dtype: number of the dtype's name, int64 (keys,).
+        key_shape: global shapes, right-aligned, int64 (keys, axes).
+        dtype_text: names of the dtypes, uint8 (characters,).
+        dtype_start: int64 (dtypes + 1,).
+        chunk_key: number of the key, ascending, int64 (chunks,).
+        chunk_offset: right-aligned, int64 (chunks, axes).
+        chunk_shape: right-aligned, int64 (chunks, axes).
+        chunk_start: first element of the flat range, -1 for a whole box, int64 (chunks,).
+        chunk_stop: int64 (chunks,).
+        chunk_file: number of the file, int64 (chunks,).
+        chunk_byte: where the chunk begins in the file, int64 (chunks,).
+        chunk_length: in bytes, int64 (chunks,).
+        object_text: objects' unique keys, sorted, uint8 (characters,).
+        object_start: int64 (objects + 1,).
+        object_file: int64 (objects,).
+        object_byte: int64 (objects,).
+        object_length: int64 (objects,).
+        file_text: names inside the checkpoint, uint8 (characters,).
+        file_start: int64 (files + 1,).
+        file_length: in bytes, int64 (files,).
+        file_block: number of each file's first block hash, int64 (files + 1,).
+        block_hash: XXH3-64 of each block, file by file, uint64 (blocks,).
+        x_fingerprint: of each tensor, uint64 (keys,); None if the save stored none.
+    """
+
+    key_text: Bytes
+    key_start: Column
+    key_axes: Column
+    key_prepended: Column
+    key_dtype: Column
+    key_shape: Column
+    dtype_text: Bytes
+    dtype_start: Column
+    chunk_key: Column
+    chunk_offset: Column
+    chunk_shape: Column
+    chunk_start: Column
+    chunk_stop: Column
+    chunk_file: Column
+    chunk_byte: Column
+    chunk_length: Column
+    object_text: Bytes
+    object_start: Column
+    object_file: Column
+    object_byte: Column
+    object_length: Column
+    file_text: Bytes
+    file_start: Column
+    file_length: Column
+    file_block: Column
+    block_hash: Hashes
+    x_fingerprint: Hashes | None = None
+
+
+OPTIONAL_COLUMNS = ("x_fingerprint",)
+COLUMNS = tuple(field.name for field in fields(Index) if field.name not in OPTIONAL_COLUMNS)
+
+
+# Texts as one utf-8 column, with where each starts
+
+
+def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
+    """Return texts as one utf-8 column, and where each starts.
+
+    Examples:
+        >>> text, start = text_columns(["ab", "c"])
+        >>> bytes(text), start.tolist()
+        (b'abc', [0, 2, 3])
+    """
+    encodings = [text.encode("utf-8") for text in texts]
+    start = np.zeros(len(encodings) + 1, dtype=np.int64)
+    np.cumsum([len(text) for text in encodings], out=start[1:])
+    return np.frombuffer(b"".join(encodings), dtype=np.uint8), start
+
+
+def text_at(text: Bytes, start: Column, number: int) -> str:
+    """Return one text of a text column.
+
+    Examples:
+        >>> text_at(*text_columns(["ab", "c"]), 1)
+        'c'
+    """
+    return text[start[number] : start[number + 1]].tobytes().decode("utf-8")
+
+
+def texts(text: Bytes, start: Column) -> list[str]:
+    """Return all texts of a text column.
+
+    Examples:
+        >>> texts(*text_columns(["ab", "c"]))
+        ['ab', 'c']
+    """
+    data, places = text.tobytes(), start.tolist()
+    if data.isascii():  # one decode for all: characters are bytes then
+        whole = data.decode("ascii")
+        return [whole[begin:end] for begin, end in pairwise(places)]
+    return [data[begin:end].decode("utf-8") for begin, end in pairwise(places)]
+
+
+_MOST_WORDS = 64
+
+
+def ascend(text: Bytes, start: Column) -> bool:
+    """Return whether the texts of a text column are sorted by their bytes, each once.
+
+    Examples:
+        >>> [ascend(*text_columns(texts)) for texts in (["a", "ab", "b"], ["b", "ab"], ["a", "a"])]
+        [True, False, False]
+    """
+    # Eight bytes of all texts at a time, as numbers: a text for each would take most of an open's time.
+    buffer = np.concatenate([text, np.zeros(8, dtype=np.uint8)])
+    words = np.ndarray(text.size + 1, dtype=">u8", buffer=buffer, strides=(1,))
+    begin, length = start[:-1], np.diff(start)
+    row = np.arange(max(length.size - 1, 0))  # of texts that are equal to the next one so far
+    for at in range(0, 8 * _MOST_WORDS, 8):
+        if row.size == length.size - 1:
+            word = _words_at(words, begin + at, length - at)
+            left, right = word[:-1], word[1:]
+        else:
+            left, right = (_words_at(words, begin[rows] + at, length[rows] - at) for rows in (row, row + 1))
+        if (left > right).any():
+            return False
+        row = row[left == right]
+        # Padding counts for nothing: of texts that are equal so far, the one that ends is the smaller one.
+        at_end = row[np.maximum(length[row], length[row + 1]) <= at + 8]
+        if (length[at_end] >= length[at_end + 1]).any():
+            return False
+        if at_end.size == row.size:
+            return True
+        row = np.setdiff1d(row, at_end, assume_unique=True) if at_end.size else row
+    edges = start.tolist()
+    triples = (edges[number : number + 3] for number in row.tolist())
+    return all(text[low:middle].tobytes() < text[middle:high].tobytes() for low, middle, high in triples)
+
+
+def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint64]:
+    """Return the eight bytes at some places as numbers, zeros for those beyond so many that are left."""
+    if left.min(initial=8) >= 8:
+        return words[at].astype(np.uint64)
+    word = words[np.minimum(at, words.size - 1)].astype(np.uint64)
+    spare = (64 - 8 * left).clip(0, 63).astype(np.uint64)
+    return np.where(left > 0, word >> spare << spare, np.uint64(0))
+
+
+def find_texts(text: Bytes, start: Column, names: Sequence[str]) -> list[int]:
+    """Return the numbers of texts in a sorted text column; -1 for one that isn't there.
+
+    A few are looked up by bisection, so that one key of a million needs no pass over all of them.
+
+    Examples:
+        >>> find_texts(*text_columns(["ab", "c"]), ["c", "x"])
+        [1, -1]
+    """
+    if len(names) * 32 < start.size:
+        return [_bisect(text, start, name.encode("utf-8")) for name in names]
+    stored_names = texts(text, start)
+    if stored_names == list(names):
+        return list(range(len(stored_names)))
+    numbers = {name: number for number, name in enumerate(stored_names)}
+    return [numbers.get(name, -1) for name in names]
+
+
+def _bisect(text: Bytes, start: Column, name: bytes) -> int:
+    low, high = 0, start.size - 1
+    while low < high:
+        middle = (low + high) // 2
+        if text[start[middle] : start[middle + 1]].tobytes() < name:
+            low = middle + 1
+        else:
+            high = middle
+    is_there = low < start.size - 1 and text[start[low] : start[low + 1]].tobytes() == name
+    return low if is_there else -1
+
+
+# Lookups in the rows of an index: a tensor, its chunks and its files
+
+_AT_ONCE = 64
+"""So few that a loop which drops the shards as it goes doesn't trigger the garbage collector, so many that one call for
+all of them pays."""
+
+
+def item_sizes(index: Index) -> Column:
+    """Return how many bytes an element of each of an index's dtypes has, -1 if this torch can't read it."""
+    dtypes = map(_readable_or_none, texts(index.dtype_text, index.dtype_start))
+    return np.array([-1 if dtype is None else dtype.itemsize for dtype in dtypes], dtype=np.int64)
+
+
+def _readable_or_none(name: str) -> torch.dtype | None:
+    try:
+        return _readable(name)
+    except UnsupportedValue:
+        return None
+
+
+def _readable(name: str) -> torch.dtype:
+    dtype = dtype_from_name(name)
+    check_storable(dtype, "open: dtype in the index")
+    return dtype
+
+
+def kind_at(index: Index, number: int) -> TensorKind:
+    """Return the kind of a stored tensor.
+
+    Raises:
+        UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
+    """
+    axes = int(index.key_axes[number])
+    shape = index.key_shape[number, index.key_shape.shape[1] - axes :].tolist()
+    name = text_at(index.dtype_text, index.dtype_start, int(index.key_dtype[number]))
+    try:
+        return TensorKind(_readable(name), tuple(shape), int(index.key_prepended[number]))
+    except UnsupportedValue as error:
+        key = text_at(index.key_text, index.key_start, number)[:100]
+        raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
+
+
+def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
+    """Return the kinds of several stored tensors.
+
+    Raises:
+        UnsupportedValue: as `kind_at`.
+    """
+    rows = np.array(numbers, dtype=np.int64)
+    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
+    dtypes = [by_number[number] for number in index.key_dtype[rows].tolist()]
+    if None in dtypes:
+        return [kind_at(index, number) for number in numbers]
+    # A model repeats few kinds in many layers; each is one object.
+    kinds: dict[tuple[Any, ...], TensorKind] = {}
+    fields = zip(dtypes, _shapes(index, rows), index.key_prepended[rows].tolist(), strict=True)
+    return [kinds.get(each) or kinds.setdefault(each, TensorKind(*each)) for each in fields]
+
+
+def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
+    """Return whether tensors are stored in the given global shapes and dtypes, by comparing columns.
+
+    Args:
+        index: the checkpoint's index.
+        numbers: the tensors' numbers in the index, -1 for one that isn't there, int64 (tensors,).
+        kinds: the expected kind of each; prepended axes aren't compared.
+    """
+    if (numbers < 0).any():
+        return False
+    width = index.key_shape.shape[1]
+    expected_shapes = [kind.global_shape for kind in kinds]
+    axes = np.fromiter(map(len, expected_shapes), dtype=np.int64, count=len(kinds))
+    try:
+        shapes = box_column(expected_shapes, fill=1, axes=width)
+    except OverflowError:  # larger than anything that is stored
+        return False
+    if shapes.shape[1] > width or (axes != index.key_axes[numbers]).any() or (shapes != index.key_shape[numbers]).any():
+        return False
+    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
+    return [by_number[number] for number in index.key_dtype[numbers].tolist()] == [kind.dtype for kind in kinds]
+
+
+def chunks_of(index: Index, numbers: Column) -> StoredChunks:
+    """Return the stored chunks of the given tensors.
+
+    Args:
+        index: the checkpoint's index.
+        numbers: the tensors' numbers in the index, each once, int64 (tensors,); the result numbers them by position.
+    """
+    first = np.searchsorted(index.chunk_key, numbers, side="left")
+    count = np.searchsorted(index.chunk_key, numbers, side="right") - first
+    rows = _rows_of(first, count)
+    # Most loads ask for all tensors: then the index's own column is the result, without a copy.
+    all_of_them = isinstance(rows, slice) and (numbers == np.arange(numbers.size)).all()
+    return StoredChunks(
+        key=index.chunk_key[rows] if all_of_them else np.repeat(np.arange(numbers.size), count),
+        offset=index.chunk_offset[rows],
+        shape=index.chunk_shape[rows],
+        start=index.chunk_start[rows],
+        stop=index.chunk_stop[rows],
+        file=index.chunk_file[rows],
+        byte=index.chunk_byte[rows],
+    )
+
+
+def _rows_of(first: Column, count: Column) -> Column | slice:
+    """Return the rows of several ranges; a slice if they are adjacent, since indexing by a slice copies nothing."""
+    if first.size and (first[1:] == first[:-1] + count[:-1]).all():
+        return slice(int(first[0]), int(first[-1] + count[-1]))
+    return span_numbers(first, count)[1]
+
+
+def file_at(index: Index, number: int) -> StoredFile:
+    """Return a data file of the checkpoint, with its block hashes."""
+    hashes = index.block_hash[index.file_block[number] : index.file_block[number + 1]]
+    name, length = text_at(index.file_text, index.file_start, number), int(index.file_length[number])
+    return StoredFile(name, length, hashes if hashes.size else None)
+
+
+def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
+    """Return a stored tensor as one shard without data."""
+    kind = kind_at(index, number)
+    (shard,) = whole_tensors([key], [kind.dtype], [kind.global_shape])
+    return shard
+
+
+def whole_shards(index: Index) -> Iterator[ShardedTensor]:
+    """Yield each stored tensor as one shard without data, made a few at a time.
+
+    Raises:
+        UnsupportedValue: this torch lacks a tensor's dtype; those before it come first.
+    """
+    keys, shapes = texts(index.key_text, index.key_start), _shapes(index, np.arange(index.key_axes.size))
+    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
+    dtypes = [by_number[number] for number in index.key_dtype.tolist()]
+    for first in range(0, len(keys), _AT_ONCE):
+        rows = slice(first, first + _AT_ONCE)
+        if None in dtypes[rows]:
+            yield from (whole_shard(index, number, keys[number]) for number in range(len(keys))[rows])
+        else:
+            yield from whole_tensors(keys[rows], dtypes[rows], shapes[rows])
+
+
+def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
+    """Return the global shape of each of some tensors."""
+    axes = index.key_shape.shape[1]
+    # Converted column by column: a list for each row would keep the garbage collector busy.
+    shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))
+    skips = (axes - index.key_axes[rows]).tolist()
+    return [shape[skip:] for shape, skip in zip(shapes, skips, strict=True)] if any(skips) else shapes
+
+
+def stored_columns(
+    kinds: Mapping[str, TensorKind],
+    key: Column,
+    offset: Column,
+    shape: Column,
+    start: Column | None = None,
+    stop: Column | None = None,
+) -> ShardColumns:
+    """Return what is stored as shards of no rank, each once: whole boxes, unless flat ranges are given."""
+    whole = np.full(len(key), -1, dtype=np.int64)
+    return ShardColumns(
+        tuple(kinds),
+        tuple(kinds.values()),
+        key,
+        offset,
+        shape,
+        start=whole if start is None else start,
+        stop=whole if stop is None else stop,
+        rank=np.zeros(len(key), dtype=np.int64),
+        main=np.ones(len(key), dtype=np.bool_),
+    )
+
+
+def int64(values: Sequence[int]) -> Column:
+    """Return numbers as a column."""
+    return np.array(values, dtype=np.int64)

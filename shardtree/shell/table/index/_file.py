@@ -1,0 +1,400 @@
+"""The index, built of shards and their places, and as a file, which is checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ....core.codec import Entry, decode_header, dtype_name, encode_header
+from ....core.geometry import Column, box_column, volumes, widen
+from ....core.layouts import ShardColumns
+from ....errors import CheckpointingException, CorruptCheckpoint, error_text, plural
+from ...storage import BLOCK_BYTES, Buffer, StoredFile, in_threads
+from .._metadata import read_checked, write_checked
+from .._values import Checkpoint, Fields, PendingSave
+from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_at, text_columns, texts
+
+ObjectRow = tuple[str, int, int, int]
+"""An object's unique key, the number of its file, its first byte there and its length in bytes."""
+
+
+def build_index(
+    columns: ShardColumns,
+    file: Column,
+    byte: Column,
+    *,
+    files: Sequence[StoredFile],
+    objects: Sequence[ObjectRow] = (),
+) -> Index:
+    """Return the index of stored shards and objects.
+
+    Args:
+        columns: the shards, in any order; their ranks don't matter.
+        file: the number of each one's file, int64 (shards,).
+        byte: where each begins in its file, int64 (shards,).
+        files: the files, with their block hashes if they have any.
+        objects: the objects, in any order.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))])
+        >>> index = build_index(columns, np.array([0]), np.array([64]), files=[StoredFile("w.bin", 88)])
+        >>> index.chunk_byte.tolist(), index.chunk_length.tolist()
+        ([64], [24])
+    """
+    # Sorted by key, so that a tensor's chunks are neighbours: they are found by bisection.
+    order = np.lexsort((columns.start, *columns.offset.T[::-1], columns.key))
+    key = columns.key[order]
+    key_text, key_start = text_columns(columns.keys)
+    # Names, not numbers of ours: torch adds dtypes faster than a format adds versions.
+    dtypes = sorted({dtype_name(kind.dtype) for kind in columns.kinds})
+    number = {name: position for position, name in enumerate(dtypes)}
+    dtype_text, dtype_start = text_columns(dtypes)
+    # Right-aligned matrices of one width: a plan handles all tensors at once, and row-major order stays as it is.
+    shapes = widen(box_column([kind.global_shape for kind in columns.kinds], fill=1), columns.offset.shape[1], 1)
+    offset, shape = widen(columns.offset, shapes.shape[1], 0), widen(columns.shape, shapes.shape[1], 1)
+    elements = np.where(columns.start < 0, volumes(shape), columns.stop - columns.start)
+    rows = sorted(objects)
+    object_text, object_start = text_columns([row[0] for row in rows])
+    numbers = np.array([row[1:] for row in rows], dtype=np.int64).reshape(-1, 3)
+    file_text, file_start = text_columns([one.name for one in files])
+    hashes = [np.zeros(0, dtype=np.uint64) if one.hashes is None else one.hashes for one in files]
+    return Index(
+        key_text=key_text,
+        key_start=key_start,
+        key_axes=int64([len(kind.global_shape) for kind in columns.kinds]),
+        key_prepended=int64([kind.prepend_axis_num for kind in columns.kinds]),
+        key_dtype=int64([number[dtype_name(kind.dtype)] for kind in columns.kinds]),
+        key_shape=shapes,
+        dtype_text=dtype_text,
+        dtype_start=dtype_start,
+        chunk_key=key,
+        chunk_offset=offset[order],
+        chunk_shape=shape[order],
+        chunk_start=columns.start[order],
+        chunk_stop=columns.stop[order],
+        chunk_file=file[order],
+        chunk_byte=byte[order],
+        chunk_length=(elements * columns.item_size[columns.key])[order],
+        object_text=object_text,
+        object_start=object_start,
+        object_file=numbers[:, 0],
+        object_byte=numbers[:, 1],
+        object_length=numbers[:, 2],
+        file_text=file_text,
+        file_start=file_start,
+        file_length=int64([one.length for one in files]),
+        file_block=np.cumsum([0, *(one.size for one in hashes)], dtype=np.int64),
+        block_hash=np.concatenate([*hashes, np.zeros(0, dtype=np.uint64)]),
+    )
+
+
+# The file: columns as safetensors
+
+
+_TAGS = {"uint8": "U8", "int64": "I64", "uint64": "U64"}
+_NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
+
+
+def encode_index(index: Index) -> bytes:
+    """Return the index as the bytes of a safetensors file."""
+    present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
+    columns = {name: np.ascontiguousarray(getattr(index, name)) for name in present}
+    # 8-byte columns first: each is then aligned in the file's bytes, so that a reader uses it where it lies.
+    by_size = sorted(columns.items(), key=lambda column: -column[1].itemsize)
+    entries, offset = [], 0
+    for name, column in by_size:
+        tag = _TAGS[column.dtype.name]
+        entries.append(Entry(name, tag, column.shape, offset, offset + column.nbytes))
+        offset += column.nbytes
+    return b"".join([encode_header(entries), *(column.tobytes() for _, column in by_size)])
+
+
+def decode_index(data: Buffer, what: str) -> Index:
+    """Return the index that a file's bytes hold, its columns as views of them.
+
+    Args:
+        data: the whole file.
+        what: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpoint: a column is missing or of another kind, or columns contradict each other.
+    """
+    entries, start = decode_header(data, data.nbytes)
+    columns: dict[str, Any] = {}
+    for entry in entries:
+        if entry.name in COLUMNS or entry.name in OPTIONAL_COLUMNS:
+            dtype = _NUMPY.get(entry.tag)
+            if dtype is None:
+                raise unsound_index(what, f"column {entry.name!r} has dtype {entry.tag}")
+            part = data[start + entry.start : start + entry.stop]
+            columns[entry.name] = np.frombuffer(part, dtype=dtype).reshape(entry.shape)
+        elif not entry.name.startswith("x_"):
+            raise unsound_index(what, f"unknown column {entry.name!r}: it was written by a later version")
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise unsound_index(what, f"columns {', '.join(missing)} are missing")
+    index = sound_index(Index(**columns), what)
+    if problem := _unstored(index):
+        raise unsound_index(what, problem)
+    return index
+
+
+def read_index(checkpoint: Checkpoint) -> Index:
+    """Return the index that `save_with_index` wrote, its columns as views of the file's bytes.
+
+    Raises:
+        CorruptCheckpoint: the file isn't what was saved.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> storage = st.storage.MemoryStorage()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))}, storage)
+        >>> read_index(st.open_checkpoint(storage).checkpoint).key_shape.tolist()
+        [[2, 3]]
+    """
+    return decode_index(*read_checked(checkpoint, "index"))
+
+
+def write_index(pending: PendingSave, index: Index) -> Fields:
+    """Write the index into the save's folder, and return its fields of metadata.json."""
+    name = f"{pending.save_id}/index-0.safetensors"
+    entry = write_checked(pending.storage, name, encode_index(index), durable=pending.options.durable)
+    return {"save_id": pending.save_id, "index": entry}
+
+
+# Whether an index that was read is sound: its columns fit together, so that loads are planned without more checks. Rows
+# are checked a few thousand at a time, by several threads: of whole columns of millions, most of the time would go into
+# new memory for what is made of them.
+
+_MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
+_MOST_AXES = 256
+_MOST_BYTES = 2.0**62  # in all files together, so that sums of lengths stay within int64
+_ROWS = 2**14
+"""Rows that are checked at once: so few that what is made of them stays in a core's cache."""
+
+
+def sound_index(index: Index, what: str) -> Index:
+    """Return an index that was read from a file.
+
+    Raises:
+        CorruptCheckpoint: its columns don't fit together.
+    """
+    # A right hash proves nothing: anyone who makes a checkpoint computes its hashes too.
+    try:
+        problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
+    except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise unsound_index(what, problem)
+    return index
+
+
+def unsound_index(what: str, found: str) -> CorruptCheckpoint:
+    """Return the error of a file that isn't an index of ours."""
+    fix = "The file was damaged or made by another program; load another checkpoint."
+    return CorruptCheckpoint(error_text(f"open: the index {what!r} is not sound", found=found, fix=fix))
+
+
+def index_problem(index: Index) -> str | None:
+    """Return what is wrong with an index, None if loads can be planned on it without further checks.
+
+    Whether all blocks need hashes is checked by each format.
+    """
+    # In this order: each check relies on what the ones before it have made sure of.
+    return (
+        _kinds(index)
+        or _lengths(index)
+        or _texts(index)
+        or _in_parts(partial(_keys, index), index.key_axes.size)
+        or _files(index)
+        or _places(index)
+    )
+
+
+def _in_parts(check: Callable[[slice], str | None], rows: int) -> str | None:
+    """Return the first problem in some rows, None if there is none."""
+    problems = in_threads(check, (slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)))
+    return next(filter(None, problems), None)
+
+
+def _kinds(index: Index) -> str | None:
+    for name in COLUMNS:
+        column = getattr(index, name)
+        kind = "uint64" if name == "block_hash" else "uint8" if name.endswith("_text") else "int64"
+        if column.dtype.name != kind or column.ndim != (2 if name in _MATRICES else 1):
+            return f"column {name!r} is {column.dtype.name} {column.shape}"
+    fingerprints = index.x_fingerprint
+    if fingerprints is not None and (fingerprints.dtype.name, fingerprints.shape) != ("uint64", index.key_axes.shape):
+        return f"column 'x_fingerprint' is {fingerprints.dtype.name} {fingerprints.shape}"
+    axes = {getattr(index, name).shape[1] for name in _MATRICES}
+    return None if len(axes) == 1 and 1 <= max(axes) <= _MOST_AXES else f"the boxes' columns have {axes} axes"
+
+
+def _lengths(index: Index) -> str | None:
+    rows = {"key": "key_axes", "chunk": "chunk_key", "object": "object_file", "file": "file_length", "dtype": ""}
+    for name in COLUMNS:
+        group, _, what = name.partition("_")
+        if group not in rows or what == "text":
+            continue
+        if group == "dtype" or name == "file_block" or (what == "start" and group != "chunk"):
+            expected = getattr(index, f"{group}_start").size
+        else:
+            expected = getattr(index, rows[group]).size
+        if len(getattr(index, name)) != expected:
+            return f"column {name!r} has {len(getattr(index, name))} rows where {expected} are needed"
+    counts = (("key", index.key_axes), ("object", index.object_file), ("file", index.file_length))
+    wrong = [group for group, column in counts if getattr(index, f"{group}_start").size != column.size + 1]
+    return f"the texts of {wrong} don't fit their rows" if wrong else None
+
+
+def _texts(index: Index) -> str | None:
+    for group in ("key", "dtype", "object", "file"):
+        start, text = getattr(index, f"{group}_start"), getattr(index, f"{group}_text")
+        if not start.size or start[0] != 0 or start[-1] != text.size or not _grow(start):
+            return f"the texts of {group!r} don't tile their column"
+        if text.max(initial=0) > 127:
+            texts(text, start)  # raises if they aren't text
+        # Keys are found by bisection, which needs them sorted and each once.
+        if group in ("key", "object") and not _ascend(text, start):
+            return f"the texts of {group!r} aren't sorted, each once"
+    # Raises if they aren't text. An unknown dtype is an error of its own tensor alone: the others still load.
+    texts(index.dtype_text, index.dtype_start)
+    return None
+
+
+def _grow(start: Column) -> bool:
+    return all(in_threads(lambda rows: bool((start[rows][1:] > start[rows][:-1]).all()), _with_next(start.size)))
+
+
+def _ascend(text: Bytes, start: Column) -> bool:
+    def in_order(rows: slice) -> bool:
+        edges = start[rows.start : rows.stop + 1]
+        return ascend(text[edges[0] : edges[-1]], edges - edges[0])
+
+    return all(in_threads(in_order, _with_next(start.size - 1)))
+
+
+def _with_next(rows: int) -> list[slice]:
+    """Return parts of some rows, each with the first row of the next part, to compare neighbours."""
+    return [slice(first, min(first + _ROWS + 1, rows)) for first in range(0, rows, _ROWS)]
+
+
+def _keys(index: Index, rows: slice) -> str | None:
+    axes, shape, front = index.key_axes[rows], index.key_shape[rows], index.key_prepended[rows]
+    width, dtype = shape.shape[1], index.key_dtype[rows]
+    if axes.min() < 0 or axes.max() > width:
+        return "a tensor has more axes than its shape"
+    if ((front < 0) | (front > axes)).any():
+        return "a tensor has more prepended axes than axes"
+    if dtype.min() < 0 or dtype.max() >= index.dtype_start.size - 1:
+        return "a dtype's number is out of range"
+    padding = np.arange(width) < width - axes[:, None]
+    with np.errstate(over="ignore"):
+        elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
+    # So few that an int64 counts the bytes of all.
+    if shape.min() < 0 or (padding & (shape != 1)).any() or (elements > 2.0**58).any():
+        return "a global shape is out of range"
+    return None
+
+
+def _files(index: Index) -> str | None:
+    blocks = index.file_block
+    if (index.file_length < 0).any() or blocks[0] != 0 or blocks[-1] != index.block_hash.size:
+        return "the files' lengths or blocks are out of range"
+    return "the files' blocks are out of order" if (np.diff(blocks) < 0).any() else None
+
+
+def _places(index: Index) -> str | None:
+    problem = _in_parts(partial(_places_of, index, item_sizes(index)), index.chunk_key.size)
+    if problem is None and _outside(index, index.object_file, index.object_byte, index.object_length):
+        return _BEYOND
+    return problem
+
+
+def _unstored(index: Index) -> str | None:
+    # A save without all ranks leaves gaps in tensors. Here, unlike in other formats, empty parts are chunks, too.
+    lacking = np.ones(index.key_axes.size, dtype=np.bool_)
+    lacking[index.chunk_key] = False
+    keys = [key for key in np.flatnonzero(lacking).tolist() if index.key_shape[key].all()]
+    names = (text_at(index.key_text, index.key_start, key)[:200] for key in keys)
+    return f"{plural(len(keys), 'tensor')} without a chunk, such as {next(names)!r}" if keys else None
+
+
+_BEYOND = "a chunk or object reaches beyond its file"
+
+
+def _places_of(index: Index, size_of_dtype: Column, rows: slice) -> str | None:
+    # With the row before, so that keys ascend from one part to the next too.
+    near = index.chunk_key[max(rows.start - 1, 0) : rows.stop]
+    if near[0] < 0 or near[-1] >= index.key_axes.size or (near[1:] < near[:-1]).any():
+        return "a chunk's key is out of range"
+    key, offset, shape = index.chunk_key[rows], index.chunk_offset[rows], index.chunk_shape[rows]
+    room = index.key_shape[key] - offset
+    if offset.min() < 0 or shape.min() < 0 or room.min() < 0:
+        return "a chunk's box is out of range"
+    if (shape > room).any():
+        return "a chunk's box reaches beyond its tensor"
+    start, stop, elements = index.chunk_start[rows], index.chunk_stop[rows], volumes(shape)
+    whole = (start == -1) & (stop == -1)
+    if not (whole | ((start >= 0) & (start <= stop) & (stop <= elements))).all():
+        return "a chunk's flat range is out of range"
+    size, length = size_of_dtype[index.key_dtype[key]], index.chunk_length[rows]
+    if ((size >= 0) & (np.where(whole, elements, stop - start) * size != length)).any():
+        return "a chunk's length isn't that of its elements"
+    return _BEYOND if _outside(index, index.chunk_file[rows], index.chunk_byte[rows], length) else None
+
+
+def shared_bytes_problem(index: Index) -> str | None:
+    """Return what is wrong if bytes of a file belong to more than one chunk or object, or a file is listed twice."""
+    # No save writes that, and it guards against a small file that becomes gigabytes of tensors. Names are compared by
+    # their parts: "a//b" is the same file as "a/b".
+    names = texts(index.file_text, index.file_start)
+    if len({"/".join(PurePosixPath(name).parts) for name in names}) != len(names):
+        return "a file is there twice"
+    file, begin, length = index.chunk_file, index.chunk_byte, index.chunk_length
+    if index.object_file.size:
+        file = np.concatenate([file, index.object_file])
+        begin = np.concatenate([begin, index.object_byte])
+        length = np.concatenate([length, index.object_length])
+    if index.file_length.astype(np.float64).sum() > _MOST_BYTES:
+        return "the files are longer than any storage is large"
+    return "two chunks or objects share bytes of a file" if overlap(index.file_length, file, begin, length) else None
+
+
+def overlap(file_length: Column, file: Column, begin: Column, length: Column) -> bool:
+    """Return whether any byte ranges of files overlap; each lies in its file, int64 (ranges,) each.
+
+    Examples:
+        >>> ten, zero = np.array([10, 10]), np.array([0, 0])
+        >>> overlap(ten, np.array([0, 1]), zero, ten), overlap(ten, zero, np.array([0, 4]), np.array([5, 5]))
+        (False, True)
+    """
+    base = np.cumsum(file_length) - file_length
+    begins = base[file]
+    begins += begin
+    ends = begins + length
+    if length.min(initial=1) <= 0:
+        begins, ends = begins[length > 0], ends[length > 0]
+    # Disjoint ranges begin and end alternately, so starts and ends can be sorted apart: two sorts of plain numbers take
+    # a fraction of the time of one sort of rows.
+    in_threads(np.ndarray.sort, [begins, ends], threads=2 if begins.size > _ROWS else 1)
+    return bool((begins[1:] < ends[:-1]).any())
+
+
+def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
+    if ((file < 0) | (file >= index.file_length.size) | (byte < 0) | (length < 0)).any():
+        return True
+    return bool((byte > index.file_length[file] - length).any()) if file.size else False
+
+
+def blocks_problem(index: Index) -> str | None:
+    """Return what is wrong with the blocks of an index's files, None if nothing is."""
+    blocks = np.diff(index.file_block)
+    # A file that several ranks wrote has no hashes: no rank saw all bytes of a block. Nor has one without checksums.
+    fits = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)
+    return None if fits.all() else "a file's blocks don't tile it"

@@ -1,0 +1,335 @@
+"""Loading by an index: only the bytes that are needed, straight into the targets' memory; and the cost of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ....core import plans
+from ....core.ambient import collector_paused
+from ....core.geometry import Column
+from ....core.layouts import ShardColumns, TensorKind, shard_columns
+from ....core.mapping import ShardedTensor
+from ....core.plans import LoadPlan
+from ....errors import CorruptCheckpoint, IntegrityError, StorageError, error_text
+from ...storage import ReadReport, StoredFile, can, fetch, fetch_cost, fetch_run
+from .._checks import check_fit
+from .._metadata import check_lengths
+from .._values import Checkpoint
+from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, texts
+from ._metadata import DeferredMetadata, IndexMetadata
+
+# A box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan, which
+# would take longer than the read
+
+MOST_BYTES = 4 * 1024 * 1024
+"""A longer run is read by several threads."""
+
+
+class Run(NamedTuple):
+    """The bytes of a stored box, consecutive in a file.
+
+    Attributes:
+        file: number of the file.
+        byte: where they begin in it.
+        length: in bytes.
+    """
+
+    file: int
+    byte: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What is looked up of a tensor before a box of it is read.
+
+    Attributes:
+        kind: its dtype and shape.
+        first: number of its first chunk.
+        last: number of the chunk after its last one.
+        chunk: its chunk, where it has one only.
+    """
+
+    kind: TensorKind
+    first: int
+    last: int
+    chunk: StoredChunk | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk that is a whole box.
+
+    Attributes:
+        offset: of the box, a number an axis.
+        shape: of the box.
+        number: of the chunk's file.
+        file: the chunk's file.
+        byte: where it begins there.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    number: int
+    file: StoredFile
+    byte: int
+
+
+Find = Callable[[str], StoredTensor | None]
+"""From a tensor's key to what is stored of it, None if nothing is."""
+
+_REMEMBERED = 1024
+
+
+def _stored_tensor(index: Index, key: str) -> StoredTensor | None:
+    (number,) = find_texts(index.key_text, index.key_start, [key])
+    if number < 0:
+        return None
+    first, last = index.chunk_key.searchsorted((number, number + 1)).tolist()
+    kind = kind_at(index, number)
+    chunk = _chunk_at(index, first, len(kind.global_shape)) if last - first == 1 else None
+    return StoredTensor(kind, first, last, chunk)
+
+
+def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
+    if index.chunk_start[row] >= 0:
+        return None
+    first = index.chunk_shape.shape[1] - axes
+    offset, shape = (tuple(column[row, first:].tolist()) for column in (index.chunk_offset, index.chunk_shape))
+    number = int(index.chunk_file[row])
+    return StoredChunk(offset, shape, number, file_at(index, number), int(index.chunk_byte[row]))
+
+
+def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, Run] | None:
+    """Return where a requested box lies if it is one run of one chunk and fits what is stored, else None.
+
+    Args:
+        index: what is stored.
+        shard: what is asked for.
+        find: looks tensors up in the index.
+    """
+    tensor = (find or partial(_stored_tensor, index))(shard.key)
+    if tensor is None or shard.flattened_range is not None:
+        return None
+    kind, chunk = tensor.kind, tensor.chunk
+    if kind.dtype is not shard.dtype or kind.global_shape != shard.global_shape:
+        return None
+    at, box = shard.global_offset, shard.local_shape
+    if shard.prepend_axis_num:
+        box = (1,) * shard.prepend_axis_num + box
+    if chunk is None:
+        row = _only_chunk(index, tensor.first, tensor.last, at, box)
+        chunk = None if row is None else _chunk_at(index, row, len(box))
+        if chunk is None:
+            return None
+    element = _first_element(chunk, at, box)
+    if element is None:
+        return None
+    size = kind.dtype.itemsize
+    return chunk.file, Run(chunk.number, chunk.byte + element * size, prod(box) * size)
+
+
+def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
+    """Return where in a chunk a box begins that lies inside with its elements adjacent, else None."""
+    # Once a box is longer than 1 along an axis, it must be whole along those that follow.
+    element, is_long = 0, False
+    for axis, size in enumerate(box):
+        begin, whole = offset[axis] - chunk.offset[axis], chunk.shape[axis]
+        if begin < 0 or begin + size > whole or not size or (is_long and size != whole):
+            return None
+        is_long = is_long or size != 1
+        element = element * whole + begin
+    return element
+
+
+def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
+    """Return the one chunk of a tensor that has elements of a box, None if several have, or none."""
+    axes = index.chunk_shape.shape[1] - len(box)
+    begin, end = (columns[first:last, axes:] for columns in (index.chunk_offset, index.chunk_shape))
+    meets = ((begin < np.add(offset, box)) & (begin + end > offset)).all(axis=1)
+    rows = np.flatnonzero(meets).tolist()
+    return first + rows[0] if len(rows) == 1 else None
+
+
+def run_plan(run: Run) -> LoadPlan:
+    """Return the plan that reads a run into the first of the targets."""
+    file, byte, length = (np.array([number], dtype=np.int64) for number in run)
+    zero: Column = np.zeros(1, dtype=np.int64)
+    return plans.runs_plan(plans.Runs(file, byte, zero, zero, length))
+
+
+# Loading through a plan
+
+
+def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous tensor on the CPU or a device with staged copies; return what was read.
+
+    This is LOAD_SHARDED of any format whose chunks are row-major bytes in files.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype.
+        CorruptCheckpoint: stored bytes aren't what was saved.
+    """
+    options = checkpoint.options
+    place = single_run(index, shards[0], _finder_of(checkpoint, index)) if len(shards) == 1 else None
+    if place is not None and (run := place[1]).length <= MOST_BYTES:
+        report = fetch_run(checkpoint.storage, place[0], run.byte, shards[0].data, verify=options.verify)
+        if report is not None:
+            options.progress(run.length)
+            return report
+    # The collector would look through a large tree again and again while nothing is freed.
+    with collector_paused():
+        plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
+    return read_planned(checkpoint, index, plan, [shard.data for shard in shards])
+
+
+def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
+    newest = checkpoint.once(_Newest)
+    if newest.find is None or newest.index is not index:
+        # Remembered: a lookup takes longer than the read of a few rows, and who reads rows reads many of one tensor.
+        newest.index, newest.find = index, lru_cache(_REMEMBERED)(partial(_stored_tensor, index))
+    return newest.find
+
+
+class _Newest:
+    """The index of a checkpoint that was read by last, and what looks tensors up in it."""
+
+    __slots__ = ("find", "index")
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.index: Index | None = None
+        self.find: Find | None = None
+
+
+def plan_shards(
+    index: Index,
+    shards: Sequence[ShardedTensor],
+    columns: ShardColumns,
+    gaps: Mapping[str, str] = MappingProxyType({}),
+) -> LoadPlan:
+    """Return the plan that fills shards from a checkpoint, after checking that it can.
+
+    Args:
+        index: what is stored.
+        shards: what is asked for.
+        columns: the same shards as columns.
+        gaps: Reasons that elements of a tensor have no values, by its key.
+    """
+    if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
+        return run_plan(run[1])
+    numbers = np.array(find_texts(index.key_text, index.key_start, columns.keys), dtype=np.int64)
+    if not stored_alike(index, numbers, columns.kinds):
+        check_fit(_misfits(index, shards, cast=False, refusals={})[1])
+    plan = plans.plan_load(columns, chunks_of(index, numbers))
+    # Overlap inside one tensor isn't found when the index is opened: that would take a comparison of all chunks.
+    if plan.doubled.size:
+        keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
+        raise IntegrityError(
+            error_text("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys)
+        )
+    partly = np.flatnonzero(plan.covered != columns.elements)
+    if partly.size:
+        lacking = [shards[row] for row in partly.tolist()]
+        kinds, _ = _misfits(index, lacking, cast=False, refusals={})
+        check_fit(plans.find_gaps(lacking, plan.covered[partly], kinds, gaps))
+    return plan
+
+
+def _misfits(
+    index: Index, shards: Sequence[ShardedTensor], *, cast: bool, refusals: Mapping[str, str]
+) -> tuple[dict[str, TensorKind], list[plans.Misfit]]:
+    """Return what is stored of shards' tensors, by key, and which aren't stored, or in another shape or dtype."""
+    keys = sorted({shard.key for shard in shards})
+    numbers = {
+        key: number
+        for key, number in zip(keys, find_texts(index.key_text, index.key_start, keys), strict=True)
+        if number >= 0
+    }
+    kinds = dict(zip(numbers, kinds_at(index, [*numbers.values()]), strict=True))
+    rest = [key for key in keys if key not in refusals]
+    misfits: list[plans.Misfit] = [plans.Refusal(key, refusals[key]) for key in keys if key in refusals]
+    if not kinds.keys() >= {*rest}:
+        misfits += plans.find_unexpected(rest, [*texts(index.key_text, index.key_start)])
+    stored_shards = [shard for shard in shards if shard.key in kinds]
+    return kinds, [*misfits, *plans.find_mismatches(stored_shards, kinds, cast=cast)]
+
+
+def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
+    """Execute a plan, after checking that its files have the lengths in the index.
+
+    Args:
+        checkpoint: where the files are, and how they are read.
+        index: on which the plan was made.
+        plan: what to read.
+        memories: for each requested shard its memory, a contiguous tensor, written in place.
+    """
+    files = {number: file_at(index, number) for number in plan.files}
+    options = checkpoint.options
+    read = partial(fetch, checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+    if can(checkpoint.storage).read_range is None:
+        check_lengths(checkpoint, files.values())
+        return read()
+    try:
+        return read()  # every answer has its file's length
+    except (StorageError, CorruptCheckpoint):
+        # A file that is gone is damage, or was replaced by another save, rather than a fault of the storage.
+        check_lengths(checkpoint, files.values())
+        raise
+
+
+# Explaining a load: problems and bytes, from the index alone
+
+_CONTRADICTION = "its stored chunks overlap; the checkpoint contradicts itself"
+
+
+def explain_from_index(
+    checkpoint: Checkpoint, metadata: IndexMetadata | DeferredMetadata, shards: Sequence[ShardedTensor], *, cast: bool
+) -> plans.Prospect:
+    """Return the problems and the cost of loading shards of any format with an index; reads no tensor.
+
+    Args:
+        checkpoint: what would be loaded.
+        metadata: what is stored of it.
+        shards: what is asked for; their data isn't looked at.
+        cast: whether dtypes are converted.
+    """
+    keys = {shard.key for shard in shards}
+    base = metadata if isinstance(metadata, IndexMetadata) else metadata.stored
+    refusals = base.untaken if base.refused is None else base.refused(keys)
+    index = (metadata if isinstance(metadata, IndexMetadata) else metadata.of(keys - refusals.keys())).index
+    kinds, misfits = _misfits(index, shards, cast=cast, refusals=refusals)
+    wrong = {misfit.key for misfit in misfits}
+    dtypes = ((shard, kinds[shard.key].dtype) for shard in shards if shard.key in kinds and shard.key not in wrong)
+    fit = [shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype) for shard, dtype in dtypes]
+    columns = shard_columns(fit)
+    numbers = find_texts(index.key_text, index.key_start, columns.keys)
+    plan = plans.plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
+    overlaps = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
+    cost = partial(planned_cost, checkpoint, index, plan) if base.cost is None else partial(base.cost, fit, plan)
+    problems = (*misfits, *overlaps, *plans.find_gaps(fit, plan.covered, kinds, base.gaps))
+    return plans.Prospect(problems, cost, tuple(base.uncompared(keys)))
+
+
+def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.ReadCost:
+    """Return the cost of a plan, after checking that its files have the lengths in the index.
+
+    Args:
+        checkpoint: where the files are, and how they are read.
+        index: on which the plan was made.
+        plan: what would be read.
+
+    Raises:
+        CorruptCheckpoint: a file isn't there, or is longer or shorter.
+    """
+    files = {number: file_at(index, number) for number in plan.files}
+    check_lengths(checkpoint, files.values())
+    return fetch_cost(files, plan, verify=checkpoint.options.verify, storage=checkpoint.storage)

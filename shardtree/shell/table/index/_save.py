@@ -1,0 +1,374 @@
+"""Saving with an index: each rank reports what it wrote where, and rank 0 builds the index."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ....core.codec import check_storable, encode_tree
+from ....core.fingerprints import add_fingerprints, column_parts
+from ....core.geometry import Column, as_int64, narrowed
+from ....core.layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
+from ....core.mapping import ShardedObject, ShardedTensor
+from ....errors import CheckpointingException, StorageError, StrategyError, UnsupportedValue, error_text
+from ...storage import (
+    AnyBuffer,
+    BlockHasher,
+    Buffer,
+    Hashes,
+    Listed,
+    Storage,
+    StoredFile,
+    byte_view,
+    can,
+    hash_column,
+    hashed,
+    make_folder,
+    sync_folder,
+    tensor_buffers,
+)
+from .._checks import check_objects_written, check_seen, checked_data
+from .._save_folders import RANK_FILE, abandoning, remove_orphaned, remove_unless_committed
+from .._values import AsyncRequest, Fields, PendingSave
+from ._columns import Index
+from ._file import build_index, write_index
+
+logger = logging.getLogger("shardtree")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """A tensor shard or an object, and where its bytes are.
+
+    Attributes:
+        item: what is stored.
+        byte: where it begins in its file.
+        length: in bytes.
+    """
+
+    item: ShardedTensor | ShardedObject
+    byte: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankFiles:
+    """What one rank wrote, in columns; ranks send it to rank 0 before the commit.
+
+    Attributes:
+        files: names of its data files.
+        lengths: theirs, in bytes.
+        hashes: of their blocks, file by file; None without checksums.
+        columns: the tensor shards that it wrote.
+        file: number of the rank's file for each shard, int64 (shards,).
+        byte: where each shard begins in it, int64 (shards,).
+        objects: unique key, file, byte and length in bytes of each object.
+        totals: each shard's share of its tensor's fingerprint, uint64 (shards,); None without fingerprints.
+    """
+
+    files: tuple[str, ...]
+    lengths: tuple[int, ...]
+    hashes: tuple[Hashes | None, ...]
+    columns: ShardColumns
+    file: Column
+    byte: Column
+    objects: tuple[tuple[str, int, int, int], ...]
+    totals: Hashes | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to pickle it, as ranks send it to rank 0: places in narrow integers."""
+        places = narrowed(self.file), narrowed(self.byte)
+        return _from_narrow, (self.files, self.lengths, self.hashes, self.columns, *places, self.objects, self.totals)
+
+
+def _from_narrow(
+    files: tuple[str, ...],
+    lengths: tuple[int, ...],
+    hashes: Any,
+    columns: ShardColumns,
+    file: Any,
+    byte: Any,
+    *rest: Any,
+) -> RankFiles:
+    return RankFiles(files, lengths, hashes, columns, as_int64(file), as_int64(byte), *rest)
+
+
+def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
+    """Return the request of a format that keeps its shards as bytes in files: what SAVE_SHARDED returns.
+
+    The commit writes the index and returns its place. The files of a failed save are removed, and so are, after a
+    commit, the folders of the save that was replaced and of interrupted ones.
+
+    Args:
+        pending: the checkpoint; all files go into the folder `pending.save_id`, named by `rank_file`.
+        write: writes this rank's files, without any collective, and returns what is where: see `rank_files`.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> request = save_with_index(pending, lambda: rank_files(pending, []))
+        >>> sorted(request.execute_sync())
+        ['index', 'save_id']
+    """
+    seen = _FolderView(pending.storage)
+    return AsyncRequest(
+        world=pending.world,
+        async_fn=write,
+        commit=partial(_commit, pending, seen),
+        abandon=partial(_abandon, pending),
+        clean_up=partial(_clean_up, pending, seen),
+        removes_saves=True,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _FolderView:
+    """The folder, or where each look at it is a request, what was listed of it right before the commit."""
+
+    storage: Storage
+
+
+def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
+    """Return the name of a rank's data file, in the save's folder.
+
+    Args:
+        pending: the checkpoint.
+        suffix: the format's, lower-case letters and digits.
+        number: counts the rank's files.
+
+    Raises:
+        StrategyError: the suffix or the number can't be in the name of a file that the clean-up knows.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> rank_file(PendingSave(MemoryStorage(), "save-1", one_process()), "tar")
+        'save-1/00000-of-00001.tar'
+    """
+    part = f"-{number}" if number else ""
+    name = f"{pending.save_id}/{pending.world.rank:05d}-of-{pending.world.size:05d}{part}.{suffix}"
+    return _check_rank_file(name, pending.save_id)
+
+
+def _check_rank_file(name: str, folder: str) -> str:
+    """Return the name of a rank's data file, if it is one that the clean-up of replaced and failed saves removes.
+
+    Args:
+        name: The file's name in the checkpoint.
+        folder: The save's folder.
+
+    Raises:
+        StrategyError: it isn't.
+    """
+    above, _, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
+    if above != folder or RANK_FILE.fullmatch(last) is None:
+        expected = f"{folder}/<rank>-of-<ranks>.<suffix>, of lower-case letters and digits"
+        fix = "Name data files by `rank_file(pending, suffix, number)`; others would stay when the save is replaced."
+        raise StrategyError(error_text("save: a data file with another name", found=name, expected=expected, fix=fix))
+    return name
+
+
+def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> Iterator[Buffer]:
+    r"""Yield the bytes to store of an item: a tensor's in row-major order, or an object's data in the common codec.
+
+    Raises:
+        UnsupportedValue: the codec can't hold an object's data, and `allow_pickle` isn't given.
+        ShapeError: a tensor was changed since the save began.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1, 2], dtype=torch.uint8))
+        >>> list(map(bytes, item_buffers(pending, shard)))
+        [b'\x01\x02']
+    """
+    if isinstance(item, ShardedTensor):
+        check_storable(item.dtype, f"save: {item.key!r}")
+        yield from tensor_buffers(checked_data(item))
+    else:
+        yield memoryview(encoded_object(item, allow_pickle=pending.options.allow_pickle))
+
+
+@contextmanager
+def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
+    """Name a sharded object in errors about its data: of an optimizer's state, its key says the parameter.
+
+    Args:
+        unique_key: The object's.
+        place: The path that stands for its data in such errors.
+
+    Raises:
+        CheckpointingException: What was raised, with the object's name.
+
+    Examples:
+        >>> with naming_data_of("f/shard_0_1"):
+        ...     raise UnsupportedValue("tree can't be stored")
+        Traceback (most recent call last):
+        shardtree.errors.UnsupportedValue: save: ShardedObject 'f/shard_0_1', whose data is tree: tree can't be stored
+    """
+    try:
+        yield
+    except UnsupportedValue as error:
+        # In the text itself: of another rank's error only that arrives.
+        raise UnsupportedValue(f"save: ShardedObject {unique_key!r}, whose data is {place}: {error}") from error
+    except CheckpointingException as error:
+        error.add_note(f"save: ShardedObject {unique_key!r}, whose data is {place}")
+        raise
+
+
+def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
+    """Return an object's data in the common codec; an error names the object."""
+    with naming_data_of(item.unique_key):
+        return encode_tree(item.data, allow_pickle=allow_pickle)
+
+
+def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) -> StoredFile:
+    """Write a data file with the hashes of its blocks, as the save's options say.
+
+    Args:
+        pending: the save.
+        name: the file's, as `rank_file` makes it.
+        buffers: its bytes in order: bytes, bytearrays, memoryviews, arrays, or what else memoryview takes, contiguous;
+            `item_buffers` yields those of an item.
+
+    Raises:
+        StorageError: it can't be written, or one of them is no buffer.
+        StrategyError: the clean-up knows no such name.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> write_file(pending, rank_file(pending, "raw"), [b"abc", np.zeros(2)]).length
+        19
+    """
+    options, storage = pending.options, pending.storage
+    _check_rank_file(name, pending.save_id)
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    make_folder(storage, pending.save_id, durable=options.durable)
+    hasher, where = BlockHasher(), storage.where(name)
+    views = (byte_view(buffer, where) for buffer in buffers)
+    length = storage.write(name, hashed(views, hasher) if options.checksums else views, durable=options.durable)
+    if options.durable:
+        sync_folder(storage, pending.save_id)
+    options.progress(length)
+    return StoredFile(name, length, hash_column(hasher) if options.checksums else None)
+
+
+def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
+    """Return what a rank wrote, file by file, as the columns that `save_with_index` asks for.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1, 2], dtype=torch.uint8))
+        >>> rank_files(pending, [(StoredFile("a.raw", 10), [StoredItem(shard, 8, 2)])]).byte.tolist()
+        [8]
+    """
+    places = [(number, each.item, each.byte, each.length) for number, (_, items) in enumerate(files) for each in items]
+    tensors = [(item, number, byte) for number, item, byte, _ in places if isinstance(item, ShardedTensor)]
+    return RankFiles(
+        files=tuple(file.name for file, _ in files),
+        lengths=tuple(file.length for file, _ in files),
+        hashes=tuple(file.hashes for file, _ in files),
+        columns=shard_columns([item for item, *_ in tensors], pending.world.rank),
+        file=np.array([number for _, number, _ in tensors], dtype=np.int64),
+        byte=np.array([byte for *_, byte in tensors], dtype=np.int64),
+        objects=tuple(
+            (item.unique_key, number, byte, length)
+            for number, item, byte, length in places
+            if isinstance(item, ShardedObject)
+        ),
+    )
+
+
+def collect_index(parts: Sequence[RankFiles]) -> Index:
+    """Return the index of a checkpoint, given what its ranks wrote.
+
+    Raises:
+        IntegrityError: ranks disagree about a tensor, two wrote the same object, a tensor is named like one, or the
+            shards that have fingerprints don't make whole tensors.
+    """
+    columns = join_columns([part.columns for part in parts])
+    check_stored_shards(columns)
+    first_file = np.cumsum([0, *(len(part.files) for part in parts)])
+    files = [
+        StoredFile(name, length, hashes)
+        for part in parts
+        for name, length, hashes in zip(part.files, part.lengths, part.hashes, strict=True)
+    ]
+    objects = sorted(
+        (key, file + int(base), byte, length)
+        for part, base in zip(parts, first_file, strict=False)
+        for key, file, byte, length in part.objects
+    )
+    check_objects_written([row[0] for row in objects], columns.keys)
+    index = build_index(
+        columns,
+        _join([part.file + base for part, base in zip(parts, first_file, strict=False)]),
+        _join([part.byte for part in parts]),
+        files=files,
+        objects=objects,
+    )
+    totals = [part.totals for part in parts if part.totals is not None]
+    if not totals:
+        return index
+    fingerprints = add_fingerprints([column_parts(columns, np.concatenate(totals))])
+    return replace(index, x_fingerprint=np.array([fingerprints[key] for key in columns.keys], dtype=np.uint64))
+
+
+def _join(columns: Sequence[Column]) -> Column:
+    return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
+
+
+def _commit(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
+    for name in chain.from_iterable(part.files for part in parts):
+        _check_rank_file(name, pending.save_id)
+    index = partial(write_index, pending, collect_index(parts))
+    if can(pending.storage).entries is None:
+        _check_files(pending.storage, parts)
+        return index()
+    # One listing, beside the index: it shows whether all files are there, and then what has to be removed.
+    seen.storage = Listed(pending.storage)
+    with ThreadPoolExecutor(1) as thread:
+        fields = thread.submit(index)
+        _check_files(seen.storage, parts)
+        return fields.result()
+
+
+def _check_files(storage: Storage, parts: Sequence[RankFiles]) -> None:
+    for rank, part in enumerate(parts):
+        check_seen(storage, zip(part.files, part.lengths, strict=True), f"rank {rank}")
+
+
+def _abandon(pending: PendingSave) -> None:
+    """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
+    if pending.world.rank != 0:
+        return
+    with abandoning(pending.storage.where(pending.save_id)):
+        remove_unless_committed(pending.storage, pending.save_id)
+
+
+def _clean_up(pending: PendingSave, seen: _FolderView) -> None:
+    if pending.world.rank != 0:
+        return
+    try:
+        storage, options = pending.storage, pending.options
+        listing, seen.storage = seen.storage, storage
+        remove_orphaned(storage, listing, keep=pending.save_id, before=pending.before, stale_after=options.stale_after)
+    except StorageError as error:
+        # No failure of this save, whose checkpoint counts by now; the next save tries again.
+        logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)

@@ -1,0 +1,276 @@
+"""Saving in the native format: a rank's data files, each written by a thread of its own; and checking a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Event
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....core.ambient import collector_paused
+from ....core.codec import encode_tree
+from ....core.fingerprints import add_fingerprints, piece_total, run_pieces
+from ....core.geometry import Column
+from ....core.layouts import ShardColumns, select_rows, shard_columns
+from ....core.mapping import ShardedObject, ShardedTensor
+from ....errors import CheckpointingException, error_text
+from ...storage import (
+    STAGED_BYTES,
+    BlockHasher,
+    Buffer,
+    Hashes,
+    SizedBuffers,
+    hash_column,
+    hashed,
+    in_parts,
+    in_threads,
+    in_turn,
+    is_in_place,
+    make_folder,
+    reported,
+    sync_folder,
+    tensor_buffers,
+    usual_threads,
+)
+from .._checks import checked_data
+from .._findings import Damage, Finding, stored_parts
+from .._metadata import checked_name, write_checked
+from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
+from ..index import (
+    IndexMetadata,
+    RankFiles,
+    load_from_index,
+    rank_file,
+    read_index,
+    save_with_index,
+    stored_fingerprints,
+    verify_index,
+    whole_file_findings,
+)
+from ._layout import Entries, Part, gathered, parts, together
+
+# Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
+
+
+def _with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
+    """Yield a shard's buffers unchanged, and append their share of the tensor's fingerprint to a list.
+
+    Args:
+        buffers: the row-major bytes of the shard, whole elements in each.
+        shard: whose they are.
+        totals: the shard's share is appended once the last buffer was taken.
+    """
+    box = (1,) * shard.prepend_axis_num + shard.local_shape
+    first = 0 if shard.flattened_range is None else shard.flattened_range.start
+    total = 0
+    for buffer in buffers:
+        elements = torch.frombuffer(buffer, dtype=torch.uint8).view(shard.dtype)
+        total += sum(in_threads(piece_total, run_pieces(elements, shard.global_offset, box, first)))
+        first += elements.numel()
+        yield buffer
+    totals.append(total % 2**64)
+
+
+Hashing = Callable[[Iterable[Buffer], BlockHasher], Generator[Buffer, None, None]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    length: int
+    hashes: Hashes | None
+    totals: list[int]
+
+
+def write_files(
+    pending: PendingSave, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int
+) -> RankFiles:
+    """Write a rank's data files, and return what the index needs to know of them.
+
+    Args:
+        pending: the checkpoint.
+        layout: the files.
+        columns: the rank's tensor shards.
+        row: the row of `columns` of each shard in the layout, -1 for an object, int64 (shards,).
+        threads: how many files are written at a time.
+
+    Raises:
+        ShapeError: a tensor was changed since the save began.
+        StorageError: a file can't be written.
+    """
+    names = tuple(rank_file(pending, "safetensors", part) for part in range(len(layout)))
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
+    files = _write_all(pending, names, layout, threads)
+    if pending.options.durable and names:
+        sync_folder(pending.storage, pending.save_id)
+    none = np.zeros(0, dtype=np.int64)
+    # In the order in which they are written, objects among them.
+    rows = np.concatenate([none, *(row[part.entries.number] for part in layout)])
+    file = np.concatenate([none, *(np.full(len(part.byte), number) for number, part in enumerate(layout))])
+    byte = np.concatenate([none, *(part.byte for part in layout)])
+    return RankFiles(
+        files=names,
+        lengths=tuple(file.length for file in files),
+        hashes=tuple(file.hashes for file in files),
+        columns=select_rows(columns, rows[rows >= 0]),
+        file=file[rows >= 0],
+        byte=byte[rows >= 0],
+        objects=tuple(_objects(layout)),
+        totals=np.array([total for file in files for total in file.totals], dtype=np.uint64)
+        if pending.options.fingerprint
+        else None,
+    )
+
+
+def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
+    for number, part in enumerate(layout):
+        columns = (part.entries.sources, part.entries.keys, part.byte.tolist(), part.entries.length.tolist())
+        for source, key, byte, length in zip(*columns, strict=True):
+            if isinstance(source, bytes):
+                yield key, number, byte, length
+
+
+def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
+    progress = in_turn(pending.options.progress)
+    failure = Event()
+
+    def write(number: int) -> _File:
+        part, totals = layout[number], list[int]()
+        buffers = reported(_part_buffers(part, totals if pending.options.fingerprint else None), progress)
+        hasher = BlockHasher() if pending.options.checksums else None
+        with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
+            try:
+                # In tensors' own memory, or in new memory each; what is on a device is staged.
+                stay = all(
+                    isinstance(one, bytes) or (isinstance(one.data, torch.Tensor) and one.data.is_cpu)
+                    for one in part.entries.sources
+                )
+                content = SizedBuffers(part.length, _until_failure(stream, failure), stay=stay)
+                length = pending.storage.write(names[number], content, durable=pending.options.durable)
+            except _OtherFailed:
+                # `in_threads` raises the other thread's error, which says what happened.
+                return _File(0, None, [])
+        return _File(length, None if hasher is None else hash_column(hasher), totals)
+
+    return in_threads(write, range(len(layout)), threads, stop=failure.set)
+
+
+class _OtherFailed(Exception):
+    """Another file of the same save can't be written."""
+
+
+def _until_failure(buffers: Iterable[Buffer], failure: Event) -> Iterator[Buffer]:
+    for buffer in buffers:
+        if failure.is_set():
+            raise _OtherFailed
+        yield buffer
+
+
+def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
+    yield memoryview(part.header)
+    entries = part.entries
+    for rows in together(entries) if totals is None else _each(entries):
+        sources = entries.sources[rows]
+        if len(sources) > 1:
+            yield gathered([source for source in sources if isinstance(source, ShardedTensor)])
+            continue
+        if isinstance(source := sources[0], bytes):
+            buffers: Iterator[Buffer] = iter([memoryview(source)])
+        else:
+            buffers = tensor_buffers(checked_data(source))
+            buffers = buffers if totals is None else _with_total(buffers, source, totals)
+        size = 0
+        for buffer in buffers:
+            size += buffer.nbytes
+            yield buffer
+        if size != entries.length[rows.start]:
+            found, expected = f"{size} bytes of data", f"{entries.length[rows.start]} bytes"
+            what = f"save: {entries.keys[rows.start]!r} changed its size"
+            raise CheckpointingException(error_text(what, found=found, expected=expected))
+
+
+def _each(entries: Entries) -> Iterator[slice]:
+    return (slice(row, row + 1) for row in range(len(entries)))
+
+
+# The rows of the native format: data files by each rank, the index by rank 0, and the common state as one file
+
+
+def save_common(pending: PendingSave, common: Any) -> Fields:
+    """Write the common tree as one file, and return its fields of metadata.json."""
+    data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
+    name = f"{pending.save_id}/common.safetensors"
+    entry = write_checked(pending.storage, name, data, durable=pending.options.durable)
+    return {"save_id": pending.save_id, "common": entry}
+
+
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFiles]:
+    """Prepare the data files of a rank's shards, and return the request that writes them."""
+    with collector_paused():
+        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        threads = pending.options.threads or usual_threads()
+        # Each thread would hold another copy of what is lazy, on a device, or a large view.
+        threads = threads if threads == 1 or all(map(_in_memory, tensors)) else 1
+        layout = parts(shards, allow_pickle=pending.options.allow_pickle, most_files=threads)
+        columns = shard_columns(tensors, pending.world.rank)
+        is_tensor = np.array([isinstance(shard, ShardedTensor) for shard in shards], dtype=np.bool_)
+        row = np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)
+    return save_with_index(pending, partial(write_files, pending, layout, columns, row, threads))
+
+
+def _in_memory(shard: ShardedTensor) -> bool:
+    """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
+    data = shard.data
+    return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
+
+
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is damaged: common state and index as wholes, data files by blocks, then tensors by fingerprints."""
+    findings: list[Finding] = []
+    if checkpoint.fields["common_backend"] == "safetensors":
+        findings += whole_file_findings(checkpoint, "common")
+    if checkpoint.fields["sharded_backend"] != "safetensors":
+        return tuple(findings)
+    findings += whole_file_findings(checkpoint, "index")
+    if any(isinstance(one, Damage) and one.file == checked_name(checkpoint, "index") for one in findings):
+        return tuple(findings)  # without the index, the data files' hashes aren't known
+    files = verify_index(checkpoint, read_index)
+    name = checked_name(checkpoint, "index")
+    damaged_keys = {key for one in files if isinstance(one, Damage) for key in one.keys}
+    if any(isinstance(one, Damage) and one.file == name for one in files):
+        return (*findings, *files)  # it can't be read
+    return (*findings, *files, *_fingerprint_damage(checkpoint, name, damaged_keys))
+
+
+def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged_keys: Collection[str]) -> Iterator[Damage]:
+    """Yield the tensors whose fingerprints aren't the ones that were stored with them; none if none was stored.
+
+    All bytes may be as they were written: this shows that they also lie where the index says.
+
+    Args:
+        checkpoint: of the native format.
+        name: the index file's.
+        damaged_keys: keys whose bytes are known to be damaged; these aren't read again.
+    """
+    index = checkpoint.once(read_index)
+    metadata = IndexMetadata(index)
+    originals = stored_fingerprints(metadata)
+    tensors = [
+        shard for key in originals if key not in damaged_keys and isinstance(shard := metadata[key], ShardedTensor)
+    ]
+    # Not verified a second time: the blocks' hashes were checked just before.
+    load = partial(load_from_index, replace(checkpoint, options=replace(checkpoint.options, verify=None)), index)
+    try:
+        fingerprints = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))
+    except CheckpointingException as error:
+        yield Damage(name, str(error))
+        return
+    for key in fingerprints:
+        if fingerprints[key] != originals[key]:
+            what = f"the elements have the fingerprint {fingerprints[key]:016x}, not the stored {originals[key]:016x}"
+            yield Damage(name, what, keys=(key,))

@@ -1,0 +1,292 @@
+"""Ranks as processes of torch.distributed; the default world of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+
+from ...errors import WorldError, error_text, rank_text
+from ._groups import Gloo, absent_ranks, coordination_group, member_of, wait_for_all
+from ._world import (
+    ALONE,
+    DEFAULT_TIMEOUT,
+    Exchange,
+    T,
+    World,
+    check_buffers,
+    check_one_each,
+    check_peer,
+    check_rank,
+    pack,
+    unpack,
+)
+
+# Values are sent as frames: a length, then the pickle. The first bytes of a frame, its head, have a fixed size, so that
+# a small value takes one collective; the rest of a longer one follows in its exact size. Up to about 128 KiB in all, a
+# collective takes the same time whatever its size, so the fewer ranks there are, the larger their heads.
+_LENGTH = 8
+_LEAST_HEAD = 512
+_ALL_HEADS = 64 * 1024
+
+_VALUE, _BYTES = 0, 1  # tags, so that messages and exchanges aren't mixed up
+
+
+class DistributedWorld(World):
+    """The members of a gloo group, and of the caller's group that it is for; ranks are ranks in both."""
+
+    __slots__ = ("_caller_ref", "_group_ref", "_head")
+
+    def __init__(self, group: Gloo, timeout: float, caller: torch.distributed.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size(), timeout)
+        self._group_ref = ref(group)
+        self._caller_ref = ref(caller)
+        self._head = max(_LEAST_HEAD, _ALL_HEADS // self.size)
+
+    def all_gather(self, value: T) -> list[T]:
+        mine = self._frame(pack("all_gather", value))
+        with self._backend_errors("all_gather") as group:
+            frames = self._exchange_frames(group, mine)
+        return [value if rank == self.rank else _read("all_gather", frame) for rank, frame in enumerate(frames)]
+
+    def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
+        check_rank(self, "gather", root)
+        # What fits into a head reaches every rank at no cost; of what doesn't, ranks but the root hear the length.
+        data = pack("gather", value)
+        frame = self._frame(pack("gather", (0, data)))
+        if len(frame) > self._head:
+            frame = self._frame(pack("gather", (len(data), pack("gather", brief))))
+        with self._backend_errors("gather") as group:
+            heard = [_read("gather", each) for each in self._exchange_frames(group, frame)]
+        late = {rank: length for rank, (length, _) in enumerate(heard) if length and rank != root}
+        with self._backend_errors("gather", late if self.rank == root else [root]) as group:
+            rooms = {
+                rank: torch.empty(length, dtype=torch.uint8, device="cpu")
+                for rank, length in late.items()
+                if self.rank == root
+            }
+            works = [group.recv([room], rank, _VALUE) for rank, room in rooms.items()]
+            if self.rank in late:
+                works = [group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], root, _VALUE)]
+            for work in works:
+                self._wait(work)
+        parts = [rooms[rank].numpy().data if rank in rooms else small for rank, (_, small) in enumerate(heard)]
+        return [value if rank == self.rank else unpack("gather", each) for rank, each in enumerate(parts)]
+
+    def broadcast(self, value: T, root: int = 0) -> T:
+        check_rank(self, "broadcast", root)
+        frame = self._frame(pack("broadcast", value)) if self.rank == root else self._empty_frame()
+        with self._backend_errors(f"broadcast(root={root})") as group:
+            wait_for_all(group, group.broadcast(frame[: self._head], root), self.timeout)
+            if self.rank != root:
+                frame = self._empty_frame(frame)
+            if len(frame) > self._head:
+                wait_for_all(group, group.broadcast(frame[self._head :], root), self.timeout)
+        if self.rank == root:
+            return value
+        result: T = _read("broadcast", frame)
+        return result
+
+    def barrier(self) -> None:
+        # Not the group's barrier: with several backends it may be that of the accelerator.
+        with self._backend_errors("barrier") as group:
+            wait_for_all(group, group.allreduce(torch.zeros(1, dtype=torch.int32, device="cpu")), self.timeout)
+
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        check_one_each(self, values)
+        mine = [b"" if rank == self.rank else pack("all_to_all", value) for rank, value in enumerate(values)]
+        with self._backend_errors("all_to_all") as group:
+            pieces = self._exchange_pieces(group, mine)
+        return [values[rank] if rank == self.rank else unpack("all_to_all", piece) for rank, piece in enumerate(pieces)]
+
+    def send(self, value: Any, to: int) -> None:
+        check_peer(self, "send", to)
+        frame = self._frame(pack("send", value))
+        with self._backend_errors(f"send(to={to})", [to]) as group:
+            for part in (frame[: self._head], frame[self._head :]):
+                if len(part):
+                    self._wait(group.send([part], to, _VALUE))
+
+    def recv(self, source: int) -> Any:
+        check_peer(self, "recv", source)
+        with self._backend_errors(f"recv(source={source})", [source]) as group:
+            head = self._empty_frame()
+            self._wait(group.recv([head], source, _VALUE))
+            frame = self._empty_frame(head)
+            if len(frame) > self._head:
+                self._wait(group.recv([frame[self._head :]], source, _VALUE))
+        return _read("recv", frame)
+
+    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        check_buffers(self, outgoing, incoming)
+        with self._backend_errors("exchange", {*outgoing, *incoming}) as group:
+            # Sizes aren't checked: that would take a message more for each pair. Callers plan both sides alike; gloo
+            # ends a process that gets more bytes than its buffer has.
+            works = [group.recv([room], source, _BYTES) for source, room in incoming.items() if room.numel()]
+            works += [group.send([data], to, _BYTES) for to, data in outgoing.items() if data.numel()]
+            for work in works:
+                self._wait(work)
+
+    def device_exchange(self, kind: str) -> Exchange | None:
+        caller = self._caller_ref()
+        if kind == "cpu" or caller is None or kind not in _backends(caller):
+            return super().device_exchange(kind)
+        send = group_exchange(caller, kind)
+
+        def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+            with self._backend_errors("exchange", {*outgoing, *incoming}):
+                send(outgoing, incoming)
+
+        return exchange
+
+    def _exchange_frames(self, group: Gloo, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's frame, by rank."""
+        heads = [self._empty_frame() for _ in range(self.size)]
+        wait_for_all(group, group.allgather(heads, mine[: self._head]), self.timeout)
+        frames = [mine if rank == self.rank else self._empty_frame(head) for rank, head in enumerate(heads)]
+        # Broadcasts in each frame's exact size: with gloo, 3 to 5 times faster than an all_gather padded to equal
+        # sizes.
+        rests = [(frame[self._head :], rank) for rank, frame in enumerate(frames) if len(frame) > self._head]
+        works = [group.broadcast(*rest) for rest in rests]
+        for work in works:
+            wait_for_all(group, work, self.timeout)
+        return frames
+
+    def _exchange_pieces(self, group: Gloo, mine: list[bytes]) -> list[memoryview]:
+        """Return what each rank sent to this one, by rank."""
+        sizes = torch.tensor([len(piece) for piece in mine], dtype=torch.int64, device="cpu")
+        incoming_sizes = torch.empty_like(sizes)
+        wait_for_all(group, group.alltoall_base(incoming_sizes, sizes, [], []), self.timeout)
+        outgoing = torch.frombuffer(bytearray(b"".join(mine)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+        incoming = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8, device="cpu")
+        splits = incoming_sizes.tolist()
+        wait_for_all(group, group.alltoall_base(incoming, outgoing, splits, sizes.tolist()), self.timeout)
+        return [piece.numpy().data for piece in torch.split(incoming, splits)]
+
+    def _frame(self, data: bytes) -> torch.Tensor:
+        """Return a value's frame, uint8, at least as long as a head."""
+        frame = bytearray(max(self._head, _LENGTH + len(data)))
+        frame[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
+        frame[_LENGTH : _LENGTH + len(data)] = data
+        return torch.frombuffer(frame, dtype=torch.uint8)
+
+    def _empty_frame(self, head: torch.Tensor | None = None) -> torch.Tensor:
+        """Return an empty head, or a frame that begins with the given head and is empty otherwise."""
+        if head is None:
+            return torch.zeros(self._head, dtype=torch.uint8, device="cpu")
+        frame = torch.empty(max(self._head, _LENGTH + _length(head)), dtype=torch.uint8, device="cpu")
+        frame[: self._head] = head
+        return frame
+
+    def _wait(self, work: torch.distributed.Work) -> None:
+        work.wait(timedelta(seconds=self.timeout))
+
+    @contextmanager
+    def _backend_errors(self, what: str, peers: Iterable[int] | None = None) -> Iterator[Gloo]:
+        """Yield the group; the backend's exceptions become WorldErrors, with who of peers, or of all, is absent."""
+        group = self._group_ref()
+        if group is None:
+            raise WorldError(error_text(f"{what}: the process group of rank {self.rank} was destroyed"))
+        try:
+            yield group
+        except (RuntimeError, ValueError) as error:
+            absent = absent_ranks(group, range(self.size) if peers is None else peers, self.timeout)
+            who = f"{rank_text(absent)} of {self.size} didn't take part; " if absent else ""
+            raise WorldError(
+                error_text(
+                    f"{what}: {who}rank {self.rank} of {self.size} can't reach its peers",
+                    found=f"{type(error).__name__}: {error}",
+                    fix=f"A peer died, was silent for {self.timeout:g} seconds, or called another collective.",
+                )
+            ) from error
+
+
+def distributed(
+    group: torch.distributed.ProcessGroup | None = None, timeout: float = DEFAULT_TIMEOUT, *, purpose: str | None = None
+) -> World:
+    """Return the world of a process group.
+
+    A gloo group with the same members and this timeout is made once, by a call on every member, and kept, whatever the
+    group's own backend and timeout are: coordination never touches an accelerator's memory. Ranks are the group's.
+
+    Args:
+        group: a process group that this process is in, or None for the default one.
+        timeout: seconds after which a silent peer counts as dead, the same on every member.
+        purpose: if not None, a separate gloo group is made for each purpose, so that a thread (an asynchronous save)
+            can coordinate while others use the group.
+
+    Raises:
+        WorldError: if torch.distributed isn't initialised, or this process isn't in the group.
+    """
+    member = member_of(group)
+    return DistributedWorld(coordination_group(member, timeout, purpose), timeout, member)
+
+
+def _backends(group: torch.distributed.ProcessGroup) -> dict[str, str]:
+    """Return the name of a group's backend for each kind of device."""
+    import torch.distributed as dist
+
+    pairs = (part.split(":") for part in dist.get_backend_config(group).split(","))
+    return dict(pairs)
+
+
+def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange:
+    """Return an `exchange` by the group's own backend: nccl sends from device to device.
+
+    As all that is queued on a device, it may go on after the call has returned; what is queued later waits for it.
+
+    Args:
+        group: with a backend for the kind of device; every member calls what is returned.
+        kind: of device, where the buffers are.
+    """
+    import torch.distributed as dist
+
+    have_met = False
+
+    def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        nonlocal have_met
+        if not have_met:
+            # nccl connects a group in its first call, which all ranks have to make; later ones may be of two alone.
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=kind), group=group)
+            have_met = True
+        sends = {peer: data for peer, data in outgoing.items() if data.numel()}
+        receives = {peer: room for peer, room in incoming.items() if room.numel()}
+        rank = partial(dist.get_global_rank, group)
+        operations = [dist.P2POp(dist.irecv, room, rank(peer), group) for peer, room in receives.items()]
+        operations += [dist.P2POp(dist.isend, data, rank(peer), group) for peer, data in sends.items()]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    return exchange
+
+
+def _length(head: torch.Tensor) -> int:
+    return int.from_bytes(head[:_LENGTH].numpy().tobytes(), "little")
+
+
+def _read(what: str, frame: torch.Tensor) -> Any:
+    return unpack(what, frame.numpy().data[_LENGTH : _LENGTH + _length(frame)])
+
+
+def current_world(world: World | torch.distributed.ProcessGroup | None = None, *, purpose: str | None = None) -> World:
+    """Return the world that the caller passed, or the one that this process is in.
+
+    Args:
+        world: a world, which is returned unchanged; a process group of torch.distributed; or None, for the default
+            group if it is initialised, else one process.
+        purpose: as in `distributed`; ignored if a world is passed, or it is one process.
+
+    Examples:
+        >>> current_world(None).size
+        1
+    """
+    if isinstance(world, World):
+        return world
+    if world is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return distributed(world, purpose=purpose)
+    return ALONE

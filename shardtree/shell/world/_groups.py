@@ -1,0 +1,145 @@
+"""The gloo groups that ranks coordinate by, and which of their ranks have given up waiting."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import Counter
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...errors import WorldError, error_text
+
+# A ProcessGroup or a ProcessGroupGloo: the same methods, but no common base class with type annotations.
+Gloo: TypeAlias = Any
+
+# A gloo group that still exists after the interpreter's end aborts the process. So these are the only references to
+# ours, and they are dropped with the caller's group, or at exit.
+_groups: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[tuple[str | None, float], Gloo]] = WeakKeyDictionary()
+_use_counts: Counter[str] = Counter()
+
+_stores: WeakKeyDictionary[Gloo, torch.distributed.Store] = WeakKeyDictionary()
+"""Of each group that was made here: where ranks that have given up waiting say so, for errors that name the others."""
+
+_LOOK = 1.0  # seconds between two looks whether another rank has given up
+_GRACE = 2.0  # seconds in which those who wait give up too
+
+
+def is_initialised() -> bool:
+    """Return whether torch.distributed has a default process group."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
+    """Return a gloo group with the members of a group.
+
+    It is made when all members ask for it the first time, or for a longer timeout, and kept as long as the group.
+
+    Raises:
+        WorldError: if it can't be made.
+    """
+    # Also beside a group that uses gloo: gloo gives up after the timeout of the group, whatever a call asks for.
+    groups = _groups.setdefault(group, {})
+    long_enough = [own for (other, seconds), own in groups.items() if other == purpose and seconds >= timeout]
+    if not long_enough:
+        # Beside one with a shorter timeout, not in place of it: worlds that were made before still use that.
+        long_enough = [groups.setdefault((purpose, timeout), _make(group, timeout, purpose))]
+        atexit.unregister(_groups.clear)
+        atexit.register(_groups.clear)
+    return long_enough[0]
+
+
+def member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:
+    """Return the group, or the default one; raises unless this process is in it."""
+    import torch.distributed as dist
+
+    if not is_initialised():
+        fix = "Call torch.distributed.init_process_group first, or pass world=one_process()."
+        raise WorldError(error_text("torch.distributed has no default process group", fix=fix))
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise WorldError(error_text(f"rank {dist.get_rank()} is not in the process group that it was given"))
+    return group
+
+
+def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    # From gloo's own class: `torch.distributed.new_group` has to be called by every rank of the job, or, with
+    # `use_local_synchronization`, hangs if ranks belong to different numbers of groups.
+    ranks = dist.get_process_group_ranks(group)
+    # The members make their groups in the same order, so their counters agree. The counter is part of the name since
+    # keys that an earlier group left in the store would confuse a new one.
+    name = f"shardtree/{purpose or ''}/{'_'.join(map(str, ranks))}"
+    _use_counts[name] += 1
+    store = dist.PrefixStore(f"{name}/{_use_counts[name]}", _get_default_store())
+    what = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
+    try:
+        # gloo of torch 2.15 ends the process where the store, as that of the backend "fake", keeps nothing.
+        store.set(f"seen by {group.rank()}", "yes")
+        if store.get(f"seen by {group.rank()}") != b"yes":
+            raise RuntimeError("the group's store doesn't return what was set")
+        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {error}"
+        fix = "Start the processes with torchrun, or pass world=one_process() for a process by itself."
+        raise WorldError(error_text(what, found=found, fix=fix)) from error
+    _stores[gloo] = store
+    return gloo
+
+
+def wait_for_all(group: Gloo, work: torch.distributed.Work, timeout: float) -> None:
+    """Wait for a collective, at most until another rank has given up.
+
+    In a ring only the neighbours of a rank that died hear of it at once. The others would wait for theirs to end, and
+    be taken for absent.
+
+    Raises:
+        RuntimeError: it failed, took longer than the timeout, or another rank gave up.
+    """
+    end = time.monotonic() + timeout
+    while not work.is_completed():
+        left = end - time.monotonic()
+        try:
+            # Of a collective, a wait that has timed out leaves the work as it is; a send or recv would end by it.
+            work.wait(timedelta(seconds=min(_LOOK, max(left, 0.001))))
+        except RuntimeError:
+            if work.is_completed():
+                break
+            if left <= _LOOK:
+                raise
+            if _another_gave_up(group):
+                raise RuntimeError("another rank gave up waiting") from None
+    work.wait()  # raises what the work failed with
+
+
+def _another_gave_up(group: Gloo) -> bool:
+    """Return whether another rank has given up once more than this one."""
+    store = _stores.get(group)
+    return store is not None and store.check([f"gave up {store.add(f'gave up: {group.rank()}', 0) + 1} times"])
+
+
+def absent_ranks(group: Gloo, peers: Iterable[int], timeout: float) -> list[int]:
+    """Return the peers that don't give up waiting as this rank does; none where that can't be found out."""
+    store = _stores.get(group)
+    if store is None:
+        return []
+    try:
+        times = store.add(f"gave up: {group.rank()}", 1)
+        store.set(f"gave up {times} times", "yes")
+        end, absent = time.monotonic() + min(_GRACE, timeout), sorted(peers)
+        while True:
+            # Of thousands of ranks each is asked again only as long as it is absent.
+            absent = [rank for rank in absent if store.add(f"gave up: {rank}", 0) < times]
+            if not absent or time.monotonic() > end:
+                return absent
+            time.sleep(0.05)
+    except RuntimeError:  # the rank that has the store is gone
+        return []

@@ -1,0 +1,220 @@
+"""Ranks as processes, connected by gloo: new ones on this machine, and those that a launcher has started."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver, get_context
+from typing import Any
+
+from ...errors import WorldError, error_text
+from ._distributed import distributed
+from ._world import DEFAULT_TIMEOUT, T, World, one_process
+
+_GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a rank ended: with a value, or with an error and the text of its traceback."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    reported: bool = True  # False for a process that ended without a result
+
+
+def run_processes(
+    size: int,
+    fn: Callable[[World], T],
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> list[T]:
+    """Run fn in several processes on this machine, and return its results, by rank.
+
+    Each runs ``fn(world)`` with torch.distributed's default group initialised, over gloo. Once one fails the others
+    have a few seconds to end; all processes have ended when this returns or raises. As with any started process, a
+    script that calls it needs its ``if __name__ == "__main__":``.
+
+    Args:
+        size: how many processes.
+        fn: called in each process. It is pickled, so it is a function of a module, or a `functools.partial` of one.
+        timeout: seconds that a rank waits for the others.
+
+    Raises:
+        BaseException: what fn raised on the first rank that failed, with the rank and its traceback as notes.
+        WorldError: a process ended without a result.
+
+    Examples:
+        >>> from operator import methodcaller
+        >>> run_processes(2, methodcaller("all_gather", "here"))
+        [['here', 'here'], ['here', 'here']]
+    """
+    if size < 1:
+        raise WorldError(error_text("run_processes: no ranks", found=size, expected="at least 1"))
+    with _started_ranks(size, fn, timeout) as ends:
+        outcomes = _outcomes(ends)
+        for process, _ in ends:
+            process.join(0 if len(outcomes) < size else _GRACE)
+    # A process that ended without a result is the cause of the others' errors, so it goes first; else the first error.
+    for rank, outcome in sorted(outcomes.items(), key=lambda item: item[1].reported):
+        if outcome.error is not None:
+            outcome.error.add_note(f"on rank {rank} of {size}")
+            if outcome.trace:
+                outcome.error.add_note(outcome.trace)
+            raise outcome.error
+    return [outcomes[rank].value for rank in range(size)]
+
+
+@contextmanager
+def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield each rank's process and the pipe for its result; at the end all processes are killed."""
+    from torch.distributed import TCPStore
+
+    # Port 0: the system chooses a free one, and this process keeps it open, so that no other program can take it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # A server process imports torch once, and each rank is forked from it: that takes a tenth of the time.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__package__])
+    _start_server()
+    ends: list[tuple[Any, Any]] = []
+    try:
+        for rank in range(size):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (rank, size, store.port, timeout, fn, sender)
+            process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank} of {size}", daemon=True)
+            process.start()
+            sender.close()
+            ends.append((process, receiver))
+        yield ends
+    finally:
+        for process, receiver in ends:
+            process.kill()  # does nothing if it has ended
+            process.join()
+            receiver.close()
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from."""
+    # With Ctrl-C blocked, which it inherits: otherwise it would print a traceback of its imports.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _outcomes(ends: Sequence[tuple[Any, Any]]) -> Mapping[int, _Outcome]:
+    """Return how the ranks ended, in the order in which they did; ranks that hang after a failure are left out."""
+    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ends)}
+    outcomes: dict[int, _Outcome] = {}
+    deadline: float | None = None
+    while waiting and (deadline is None or time.monotonic() < deadline):
+        for receiver in connection.wait(list(waiting), None if deadline is None else deadline - time.monotonic()):
+            rank = waiting.pop(receiver)
+            outcomes[rank] = _outcome(rank, *ends[rank])
+            if outcomes[rank].error is not None:
+                deadline = deadline or time.monotonic() + _GRACE
+    return outcomes
+
+
+def _outcome(rank: int, process: Any, receiver: Any) -> _Outcome:
+    try:
+        outcome: _Outcome = receiver.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        found = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        error = WorldError(error_text(f"run_processes: rank {rank} ended without a result", found=found))
+        return _Outcome(error=error, reported=False)
+    return outcome
+
+
+def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T], sender: Any) -> None:
+    """Run one rank, in its process, to its end."""
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends all ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    sender.send_bytes(_packed_outcome(rank, size, port, timeout, fn))
+    # After reporting: peers fail once this rank's connections close, and its own error should come before theirs.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _packed_outcome(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T]) -> bytes:
+    import torch.distributed as dist
+    from torch.distributed import TCPStore
+
+    patience = timedelta(seconds=timeout)
+    try:
+        store = TCPStore("127.0.0.1", port, timeout=patience)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        return pickle.dumps(_Outcome(fn(distributed(timeout=timeout))))
+    except BaseException as error:
+        return _packed_error(error)
+
+
+def _packed_error(error: BaseException) -> bytes:
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        data = pickle.dumps(_Outcome(error=error, trace=trace))
+        pickle.loads(data)  # some exceptions can be pickled but not unpickled
+    except Exception:
+        substitute = WorldError(f"{type(error).__name__}: {error}")
+        data = pickle.dumps(_Outcome(error=substitute, trace=trace))
+    return data
+
+
+# The ranks of a program that a launcher such as torchrun has started.
+
+
+def launched_rank() -> int:
+    """Return this process's rank, as its launcher has put it into the environment; 0 where the process is alone."""
+    return int(os.environ["RANK"]) if _is_one_of_several() else 0
+
+
+@contextmanager
+def launched_world(timeout: float) -> Iterator[World]:
+    """Yield the world of the processes that a launcher has started, or of one process where there is no launcher.
+
+    Their gloo group is the default one until the work is done.
+
+    Args:
+        timeout: seconds after which a silent peer counts as dead.
+
+    Raises:
+        WorldError: the processes can't meet.
+
+    Examples:
+        >>> with launched_world(600.0) as world:
+        ...     world.size
+        1
+    """
+    if not _is_one_of_several():
+        yield one_process()
+        return
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        what = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes can't meet"
+        fix = "Start them with torchrun, or unset WORLD_SIZE and RANK for a process by itself."
+        raise WorldError(error_text(what, found=f"{type(error).__name__}: {error}", fix=fix)) from error
+    try:
+        yield distributed(timeout=timeout)
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_one_of_several() -> bool:
+    # Both, since some platforms set the size alone.
+    return int(os.environ.get("WORLD_SIZE") or 1) > 1 and bool(os.environ.get("RANK"))

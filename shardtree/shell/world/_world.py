@@ -1,0 +1,251 @@
+"""The interface through which ranks communicate, and the world of one process."""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn, TypeVar
+
+import numpy as np
+import torch
+
+from ...errors import UnsupportedValue, WorldError, error_text, plural
+
+T = TypeVar("T")
+
+Exchange = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], None]
+"""Sends buffers to some ranks, and fills buffers with what some ranks send, by rank: `World.exchange`."""
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+
+class World(ABC):
+    """A group of ranks, as one of them sees it.
+
+    Every rank calls the same collectives in the same order. A rank gets its own value back unchanged; values of other
+    ranks are always copies, so all values must be picklable. A collective that raises ``UnsupportedValue`` hasn't sent
+    anything.
+
+    Attributes:
+        rank: of this process or thread, from 0.
+        size: the number of ranks.
+        timeout: seconds after which a silent peer counts as dead.
+    """
+
+    __slots__ = ("rank", "size", "timeout")
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: rank {self.rank} of {self.size}>"
+
+    @abstractmethod
+    def all_gather(self, value: T) -> list[T]:
+        """Return every rank's value, by rank.
+
+        Raises:
+            WorldError: if a peer is silent, or calls another collective and that can be detected.
+            UnsupportedValue: if the value can't be pickled.
+        """
+
+    def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
+        """Return every rank's value, by rank, on rank ``root``; the others may get what is brief in place of values.
+
+        This default gives every rank all values. Worlds should override it if their transport can send them to one.
+
+        Args:
+            value: for the root.
+            brief: for every rank, where the value is long.
+            root: the rank that gets all values, the same on every rank.
+
+        Raises:
+            WorldError, UnsupportedValue: as `all_gather`.
+        """
+        check_rank(self, "gather", root)
+        return self.all_gather(value)
+
+    @abstractmethod
+    def broadcast(self, value: T, root: int = 0) -> T:
+        """Return the value of rank ``root``; what other ranks pass is ignored."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    @abstractmethod
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        """Send ``values[i]`` to rank i, and return what each rank sent to this one, by rank."""
+
+    @abstractmethod
+    def send(self, value: Any, to: int) -> None:
+        """Send a value to another rank, which receives values in the order in which they were sent.
+
+        It may wait until the other rank receives, so two ranks that both send before they receive are in a deadlock;
+        use `all_to_all` to exchange values.
+        """
+
+    @abstractmethod
+    def recv(self, source: int) -> Any:
+        """Return the next value that rank ``source`` sends to this one."""
+
+    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        """Send bytes to some ranks and fill buffers with what some ranks send; every rank calls it.
+
+        This default uses `all_to_all`. Worlds should override it if their transport can do without pickling and copies,
+        and without making ranks wait that exchange nothing with each other.
+
+        Args:
+            outgoing: for each peer the bytes that it gets, uint8 (bytes,), contiguous, in the CPU's memory.
+            incoming: for each peer the buffer for its bytes, likewise; of the length that the peer sends.
+
+        Raises:
+            WorldError: if a buffer is something else or a peer is this rank, before anything is sent; if ranks don't
+                agree about what is sent, where that can be detected; if a peer is silent.
+        """
+        check_buffers(self, outgoing, incoming)
+        # As arrays: a pickled array contains its own elements only, a pickled tensor the whole storage that it views.
+        rows = [outgoing[rank].numpy() if rank in outgoing else None for rank in range(self.size)]
+        pieces = {rank: data for rank, data in enumerate(self.all_to_all(rows)) if data is not None and data.size}
+        sizes = {rank: data.size for rank, data in pieces.items()}
+        expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
+        if sizes != expected:
+            what = f"exchange: rank {self.rank} gets other numbers of bytes than its buffers have, by rank"
+            raise WorldError(error_text(what, found=sizes, expected=expected))
+        for rank, data in pieces.items():
+            np.copyto(incoming[rank].numpy(), data)
+
+    def device_exchange(self, kind: str) -> Exchange | None:
+        """Return what `exchange` is for buffers in the memory of a kind of device; None if the world has nothing.
+
+        Every rank calls the function that is returned, the same number of times, also where it has no buffers.
+
+        Args:
+            kind: of device: ``"cuda"``. For ``"cpu"`` it is `exchange`.
+        """
+        return self.exchange if kind == "cpu" else None
+
+
+def check_rank(world: World, what: str, rank: int) -> None:
+    """Raise unless the world has such a rank."""
+    if not 0 <= rank < world.size:
+        raise WorldError(error_text(f"{what}: no such rank", found=rank, expected=f"0 to {world.size - 1}"))
+
+
+def check_peer(world: World, what: str, rank: int) -> None:
+    """Raise unless the world has such a rank, and it isn't this one."""
+    check_rank(world, what, rank)
+    if rank == world.rank:
+        raise WorldError(error_text(f"{what}: rank {rank} can't exchange messages with itself"))
+
+
+def check_buffers(world: World, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+    """Raise unless all peers are other ranks of the world, and all buffers contiguous bytes in the CPU's memory."""
+    for peer, buffer in (*outgoing.items(), *incoming.items()):
+        check_peer(world, "exchange", peer)
+        plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
+        if not plain:
+            found = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
+            expected = "contiguous bytes in the CPU's memory, uint8 of one axis"
+            raise WorldError(error_text(f"exchange: the buffer for rank {peer}", found=found, expected=expected))
+
+
+def check_one_each(world: World, values: Sequence[object]) -> None:
+    """Raise unless there is one value for each rank."""
+    if len(values) != world.size:
+        raise WorldError(
+            error_text(
+                f"all_to_all: rank {world.rank}", found=plural(len(values), "value"), expected=f"{world.size}, one each"
+            )
+        )
+
+
+# Values as bytes, for sending them between ranks.
+#
+# Unpickling runs code that the bytes contain. That is safe here, since the bytes come from ranks of the same job, which
+# run its code anyway, and never from a file: files are read by the codec.
+
+
+def pack(what: str, value: object) -> bytes:
+    """Return a value as bytes.
+
+    Args:
+        what: the collective, for the error.
+
+    Raises:
+        UnsupportedValue: if it can't be pickled.
+    """
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise UnsupportedValue(
+            error_text(
+                f"{what}: a {type(value).__qualname__} can't be sent to another rank",
+                found=f"{type(error).__name__}: {error}",
+                expected="a picklable value",
+            )
+        ) from error
+
+
+def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
+    """Return a new copy of the value that a rank packed.
+
+    Raises:
+        WorldError: if its class can't be found or rebuilt here.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise WorldError(
+            error_text(
+                f"{what}: what another rank sent can't be rebuilt here",
+                found=f"{type(error).__name__}: {error}",
+                fix="Import its class on every rank, and run the same code on all of them.",
+            )
+        ) from error
+
+
+# The world of one process.
+
+
+class OneProcess(World):
+    """A world of one rank, where every collective is the identity."""
+
+    __slots__ = ()
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T, root: int = 0) -> T:
+        check_rank(self, "broadcast", root)
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        check_one_each(self, values)
+        return list(values)
+
+    def send(self, value: Any, to: int) -> NoReturn:
+        raise WorldError(error_text(f"send(to={to}): a world of one has no other rank"))
+
+    def recv(self, source: int) -> NoReturn:
+        raise WorldError(error_text(f"recv(source={source}): a world of one has no other rank"))
+
+
+ALONE: Final[World] = OneProcess(0, 1, DEFAULT_TIMEOUT)
+
+
+def one_process() -> World:
+    """Return the world of one rank.
+
+    Examples:
+        >>> world = one_process()
+        >>> world.rank, world.size, world.all_gather("here")
+        (0, 1, ['here'])
+    """
+    return ALONE

@@ -1,0 +1,62 @@
+"""Bytes: local files, memory, file systems behind URLs, block hashes, and the reads and writes of tensors' memory.
+
+This room isn't settled: its names may still change, those of the root alone stay.
+"""
+
+from __future__ import annotations
+
+import typing
+
+from .core.deferred import face
+
+__all__ = [
+    "ByteRanges",
+    "BytesReader",
+    "Capabilities",
+    "Directory",
+    "Entry",
+    "LocalStorage",
+    "MemoryStorage",
+    "ReadReport",
+    "Reader",
+    "Refusal",
+    "Refusals",
+    "SaveReport",
+    "Sibling",
+    "SizedBuffers",
+    "Storage",
+    "StoredFile",
+    "object_storage",
+    "wrapped",
+]
+
+if typing.TYPE_CHECKING:
+    from .shell.storage import (
+        ByteRanges,
+        BytesReader,
+        Capabilities,
+        Directory,
+        Entry,
+        LocalStorage,
+        MemoryStorage,
+        Reader,
+        ReadReport,
+        Refusal,
+        Refusals,
+        SaveReport,
+        Sibling,
+        SizedBuffers,
+        Storage,
+        StoredFile,
+        wrapped,
+    )
+    from .stores import object_storage
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..shell.storage",
+        {
+            "object_storage": "..stores",
+        },
+    )

@@ -1,0 +1,278 @@
+"""Rules for arrays of objects that change their shape: for whole values, for rows, and for a dict's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import reduce
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.layouts import ObjectArray, ObjectRule, Shape, apply_rule, cell_count, own_copy
+from ..core.trees import HOLE, diff, join_data, value_at
+from ..errors import IntegrityError, KeyMismatch, TreeError, UnsupportedValue, error_text, render_path
+
+# Rules for whole values: replicate, drop, or fold them to one.
+
+
+def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
+    """Return the one value that all cells have, for every cell: a rule.
+
+    Args:
+        array: all values of the source.
+        shape: of the target, in objects.
+
+    Raises:
+        IntegrityError: the values aren't equal bit for bit; names the cells, and where they differ from the first.
+
+    Examples:
+        >>> replicate_objects(ObjectArray("seed", (2,), (7, 7)), (3,))
+        [7, 7, 7]
+    """
+    first = array.values[0]
+    differing = [line for position, value in enumerate(array.values) for line in _differing(array, position, value)]
+    if differing:
+        fix = "Say which one counts with replicate_cell, or use another rule."
+        what = f"replicate_objects: values that should be equal differ from that of {array.cell_text(0)}"
+        raise IntegrityError(error_text(what, offenders=differing, fix=fix))
+    return [first] * cell_count(shape)
+
+
+def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
+    """Yield where a value differs from the first one."""
+    difference = diff(array.values[0], value)
+    for path in (*difference.only_left, *difference.only_right, *difference.mismatch):
+        own, other = value_at(value, path), value_at(array.values[0], path)
+        line = f"{own}, not {other if own != other else 'equal'}"
+        yield f"{array.cell_text(position)}: {render_path(path, 'value')} is {line}"
+
+
+def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
+    """Return a rule by which every cell gets the value of one; the others are dropped.
+
+    Args:
+        cell: its index in the source.
+
+    Examples:
+        >>> replicate_cell((0, 1))(ObjectArray("rng", (1, 2), ("a", "b")), (3,))
+        ['b', 'b', 'b']
+    """
+
+    def replicate(array: ObjectArray, shape: Shape) -> Sequence[Any]:
+        if cell not in array.cells:
+            expected, fix = f"an index into shape {array.shape}", "Name a cell that the source has."
+            raise KeyMismatch(
+                error_text(f"replicate_cell: {array.key!r} has no such cell", found=cell, expected=expected, fix=fix)
+            )
+        return [array.values[array.cells.index(cell)]] * cell_count(shape)
+
+    return replicate
+
+
+def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
+    """Return holes, so that targets keep what they hold: a rule.
+
+    Args:
+        array: ignored.
+        shape: of the target, in objects.
+
+    Examples:
+        >>> drop_objects(ObjectArray("rng", (2,), ("a", "b")), (1,))
+        [HOLE]
+    """
+    return [HOLE] * cell_count(shape)
+
+
+def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
+    """Return a rule by which every cell gets all values folded into one: their sum, say, or the largest.
+
+    Args:
+        function: takes two values and returns one, without changing either. Values come in row-major order.
+
+    Raises:
+        TreeError: it isn't a function.
+
+    Examples:
+        >>> import operator
+        >>> fold_objects(operator.add)(ObjectArray("consumed", (3,), (8, 8, 9)), (2,))
+        [25, 25]
+    """
+    if not callable(function):
+        found, fix = repr(function)[:200], "Pass a function of two values, as operator.add or max."
+        raise TreeError(error_text("fold_objects: not a function", found=found, expected="a function", fix=fix))
+
+    def fold(array: ObjectArray, shape: Shape) -> Sequence[Any]:
+        # Copied, since functions like operator.iadd change their first argument.
+        first = own_copy(array.values[0], array.cell_text(0))
+        # Every cell gets the whole fold, and not a share of it: for most state, as the largest step or the samples
+        # seen, that is what new ranks want. Dividing it again takes a rule of the user's.
+        return [reduce(function, array.values[1:], first)] * cell_count(shape)
+
+    return fold
+
+
+# Rules that concatenate values along their first axis, for every cell, or redistributed in order.
+
+
+def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
+    """Return all values joined along their first axis, in row-major order, for every cell: a rule.
+
+    Args:
+        array: its values are lists, tuples, texts, bytes, tensors or numpy arrays, all of one kind. Dicts
+            aren't joined: see `rules_by_field`.
+        shape: of the target, in objects.
+
+    Raises:
+        UnsupportedValue: values can't be joined.
+
+    Examples:
+        >>> concatenate_objects(ObjectArray("seen", (2,), ([1, 2], [3])), (1,))
+        [[1, 2, 3]]
+    """
+    return [_concatenate("concatenate_objects", array)] * cell_count(shape)
+
+
+def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
+    """Return all values joined along their first axis and redistributed in order: a rule.
+
+    Sizes are as even as possible: where they can't be equal, the first cells get one more.
+
+    Args:
+        array: its values are as for `concatenate_objects`.
+        shape: of the target, in objects.
+
+    Raises:
+        UnsupportedValue: values can't be joined.
+
+    Examples:
+        >>> redistribute_objects(ObjectArray("buffer", (2,), ([1, 2, 3], [4, 5])), (3,))
+        [[1, 2], [3, 4], [5]]
+    """
+    whole = _concatenate("redistribute_objects", array)
+    each, more = divmod(len(whole), cell_count(shape))
+    sizes = (each + (position < more) for position in range(cell_count(shape)))
+    bounds = pairwise(accumulate(sizes, initial=0))
+    return [whole[start:stop] for start, stop in bounds]
+
+
+def _concatenate(doing: str, array: ObjectArray) -> Any:
+    first = array.values[0]
+    wrong = [
+        f"{array.cell_text(position)}: {_kind(value)}"
+        for position, value in enumerate(array.values)
+        if _kind(value) != _kind(first)
+    ]
+    if wrong:
+        what = f"{doing}: values of different kinds can't be joined"
+        raise UnsupportedValue(error_text(what, expected=f"{_kind(first)}, as {array.cell_text(0)}", offenders=wrong))
+    join = _JOINS.get(type(first))
+    if join is None or (isinstance(first, (torch.Tensor, np.ndarray)) and not first.ndim):
+        expected = ", ".join(kind.__name__ for kind in _JOINS) + ", with at least one axis"
+        fix = "Use rules_by_field for dicts, fold_objects for numbers, or a function of your own."
+        raise UnsupportedValue(
+            error_text(f"{doing}: {array.key!r} can't be joined", found=_kind(first), expected=expected, fix=fix)
+        )
+    return join(array.values)
+
+
+def _kind(value: Any) -> str:
+    """Return what values must share to be concatenated."""
+    name = type(value).__name__
+    if not isinstance(value, (torch.Tensor, np.ndarray)):
+        return name
+    rows = f"rows of shape {tuple(value.shape[1:])}" if value.ndim else "without axes"
+    device = f" on {value.device}" if isinstance(value, torch.Tensor) else ""
+    return f"{name}, {value.dtype}{device}, {rows}"
+
+
+_JOINS: dict[type, Callable[[Sequence[Any]], Any]] = {
+    list: lambda values: list(chain.from_iterable(values)),
+    tuple: lambda values: tuple(chain.from_iterable(values)),
+    str: "".join,
+    bytes: b"".join,
+    torch.Tensor: lambda values: join_data(torch.cat, values, 0),
+    np.ndarray: np.concatenate,
+}
+
+
+# Rules for dicts, one for each field, as for a data loader's state.
+
+
+def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
+    """Return a rule for dicts that applies a rule of its own to each field.
+
+    A field of which a rule gives `HOLE`, as `drop_objects` does, is left out.
+
+    Args:
+        rules: by field, one for each that the values have. Those of nested dicts are `rules_by_field` too.
+
+    Raises:
+        TreeError: it isn't a dict of functions.
+
+    Examples:
+        >>> import operator
+        >>> from shardtree.objects import fold_objects, redistribute_objects
+        >>> states = ({"consumed": 8, "buffer": [1, 2, 3]}, {"consumed": 9, "buffer": [4]})
+        >>> rule = rules_by_field({"consumed": fold_objects(operator.add), "buffer": redistribute_objects})
+        >>> rule(ObjectArray("loader", (2,), states), (2,))
+        [{'consumed': 17, 'buffer': [1, 2]}, {'consumed': 17, 'buffer': [3, 4]}]
+    """
+    if not isinstance(rules, Mapping):
+        fix = "Say which fields they are for: {'consumed': rule}."
+        raise TreeError(error_text("rules_by_field: not a dict of rules", found=type(rules).__name__, fix=fix))
+    wrong = [f"{field!r}: {type(rule).__name__}" for field, rule in rules.items() if not callable(rule)]
+    if wrong:
+        fix = "Give each field a rule, such as fold_objects(operator.add)."
+        raise TreeError(error_text("rules_by_field: not rules for objects", offenders=wrong, fix=fix))
+    rule_of = dict(rules)
+
+    def apply(array: ObjectArray, shape: Shape) -> Sequence[Any]:
+        _check_fields(array, rule_of)
+        first = array.values[0]
+        columns = [_column(array, field, rule_of[field], shape) for field in first]
+        rows = zip(*columns, strict=True) if columns else [()] * cell_count(shape)
+        return [_dict_like(first, values) for values in rows]
+
+    return apply
+
+
+def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> None:
+    for position, value in enumerate(array.values):
+        if not isinstance(value, dict):
+            what, found = f"rules_by_field: {array.cell_text(position)} isn't a dict", type(value).__name__
+            raise UnsupportedValue(error_text(what, found=found, fix="Give its key a rule for whole values."))
+    first = array.values[0]
+    wrong = [
+        f"{array.cell_text(position)} {'has' if field in value else 'lacks'} {field!r}"
+        for position, value in enumerate(array.values)
+        # In the dicts' order: a set's differs from process to process, and so would the error.
+        for field in dict.fromkeys((*value, *first))
+        if (field in value) != (field in first)
+    ]
+    if wrong:
+        what, fix = f"rules_by_field: dicts have other fields than {array.cell_text(0)}", "Write a rule of your own."
+        raise TreeError(error_text(what, offenders=wrong, fix=fix))
+    wrong = [f"no rule for the field {field!r}" for field in first if field not in rules]
+    wrong += [f"a rule for {field!r}, which no value has" for field in rules if field not in first]
+    if wrong:
+        fix = "Give a rule for each field; drop_objects leaves one out."
+        raise TreeError(error_text(f"rules_by_field: rules don't fit {array.key!r}", offenders=wrong, fix=fix))
+
+
+def _column(array: ObjectArray, field: Hashable, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
+    """Return the values of one field, one for each cell of the target."""
+    own = replace(array, key=f"{array.key}[{field!r}]", values=tuple(value[field] for value in array.values))
+    return apply_rule(own, rule, shape)
+
+
+def _dict_like(first: dict[Hashable, Any], values: Sequence[Any]) -> dict[Hashable, Any]:
+    """Return a dict of the same kind, with other values."""
+    # By copying, so that subclasses of dict keep their attributes, as a defaultdict its factory.
+    new = copy(first)
+    new.clear()
+    new.update((field, value) for field, value in zip(first, values, strict=True) if value is not HOLE)
+    return new

@@ -1,0 +1,84 @@
+"""Pure functions over trees: maps, paths, partitions and unions, differences, edits, factories.
+
+A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes that users registered. No function here
+changes its argument; results have new containers where something changed, and share tensors.
+"""
+
+from __future__ import annotations
+
+import typing
+
+from .core.deferred import face
+
+__all__ = [
+    "HOLE",
+    "Difference",
+    "Record",
+    "Transform",
+    "apply_factories",
+    "apply_factory_merges",
+    "bind",
+    "cast",
+    "combine",
+    "compose",
+    "diff",
+    "extract_metadata",
+    "extract_nonpersistent",
+    "extract_sharded",
+    "flat",
+    "flatten_with_paths",
+    "leaves_with_paths",
+    "map_data",
+    "map_shards",
+    "merge",
+    "narrow",
+    "nested",
+    "partition",
+    "prefix",
+    "rebox",
+    "register_dataclass",
+    "rename",
+    "restrict",
+    "select",
+    "unbox",
+    "unwrap",
+    "without_data",
+]
+
+if typing.TYPE_CHECKING:
+    from .core.trees import (
+        HOLE,
+        Difference,
+        Record,
+        Transform,
+        apply_factories,
+        apply_factory_merges,
+        bind,
+        cast,
+        combine,
+        compose,
+        diff,
+        extract_metadata,
+        extract_nonpersistent,
+        extract_sharded,
+        flat,
+        flatten_with_paths,
+        leaves_with_paths,
+        map_data,
+        map_shards,
+        merge,
+        narrow,
+        nested,
+        partition,
+        prefix,
+        rebox,
+        register_dataclass,
+        rename,
+        restrict,
+        select,
+        unbox,
+        unwrap,
+        without_data,
+    )
+else:
+    __getattr__, __dir__ = face(__name__, __all__, "..core.trees")

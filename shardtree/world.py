@@ -1,0 +1,20 @@
+"""Ranks and their collectives: one process, simulated ranks, or the ranks of torch.distributed; and phases."""
+
+from __future__ import annotations
+
+import typing
+
+from .core.deferred import face
+
+__all__ = [
+    "World",
+    "current_world",
+    "distributed",
+    "one_process",
+    "simulate",
+]
+
+if typing.TYPE_CHECKING:
+    from .shell.world import World, current_world, distributed, one_process, simulate
+else:
+    __getattr__, __dir__ = face(__name__, __all__, "..shell.world")
