@@ -47,9 +47,9 @@ def _has(what: str) -> bool:
 
 _MODULES = {
     "tests/benchmarks/test_every_benchmark.py": "DefaultStager",
-    "tests/codec/test_values.py": "float4_e2m1fn_x2",
+    "tests/core/codec/test_values.py": "float4_e2m1fn_x2",
     "tests/interop/test_dtensor.py": "ShardOrderEntry",
-    "tests/strategies/test_dcp_read.py": "dcp.save(no_dist=…)",
+    "tests/formats/test_dcp_read.py": "dcp.save(no_dist=…)",
     "tests/test_first_edition.py": "float8_e8m0fnu",
     "tests/test_golden.py": "float8_e8m0fnu",
 }
@@ -57,7 +57,7 @@ _MODULES = {
 
 _TESTS = {
     # What torch 2.6 writes differs in its padding, and it can't load integers of less than a byte by weights_only.
-    r"tests/codec/test_archives\.py::test_(heads_and_tails|torch_and_we|a_head_is).*": "float8_e8m0fnu",
+    r"tests/formats/test_archives\.py::test_(heads_and_tails|torch_and_we|a_head_is).*": "float8_e8m0fnu",
     r"tests/.*(four_bit_float|float4).*": "float4_e2m1fn_x2",
     r"tests/docs/test_bad_input\.py::.*float8_e8m0fnu.*": "float8_e8m0fnu",
     r"tests/docs/test_format\.py::test_every_dtype_with_a_tag_is_listed": "float4_e2m1fn_x2",
@@ -68,13 +68,13 @@ _TESTS = {
     ),
     r"tests/peers/test_mesh_dtensor_peer\.py::.*": "offsets of strided shards",
     r"tests/peers/test_strict_megatron\.py::.*": "Megatron-Core for this torch",
-    r"tests/plans/test_fit\.py::test_scales_and_packed.*": "float4_e2m1fn_x2",
+    r"tests/core/plans/test_fit\.py::test_scales_and_packed.*": "float4_e2m1fn_x2",
     r"tests/quantised/.*(ue8m0|exponents_of_a_block_allow).*": "float8_e8m0fnu",
-    r"tests/strategies/test_dtensor_files\.py::test_(ranks|any_mesh|the_law_catches_even|fsdp2|terms|rows).*": (
+    r"tests/formats/test_dtensor_files\.py::test_(ranks|any_mesh|the_law_catches_even|fsdp2|terms|rows).*": (
         "DeviceMesh(_rank=…)"
     ),
-    r"tests/strategies/test_torch_dist_write\.py::test_the_index_is_what_torch_writes": "dcp.save(no_dist=…)",
-    r"tests/strategies/test_zarr_legacy\.py::.*": "the package zarr",
+    r"tests/formats/test_torch_dist_write\.py::test_the_index_is_what_torch_writes": "dcp.save(no_dist=…)",
+    r"tests/formats/test_zarr_legacy\.py::.*": "the package zarr",
     r"tests/transforms/test_transforms\.py::.*\[float8_e8m0fnu\]": "float8_e8m0fnu",
 }
 """By a pattern of tests' names, what they need."""

@@ -19,7 +19,7 @@ from shardtree.shell.storage import HostMemory, _buffers, _transports, host_memo
 from shardtree.shell.storage._buffers import DeviceCopies, copies_by_device
 from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, outline, random_bits
-from tests.storage.late_copies import LateDevice, memory_used_again
+from tests.shell.storage.late_copies import LateDevice, memory_used_again
 
 CPU = torch.device("cpu")
 

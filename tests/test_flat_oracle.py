@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardtree.core.geometry import narrow_flat_range
 from shardtree.mapping import ShardedTensor
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
 
 
 @st.composite

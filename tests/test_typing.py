@@ -93,7 +93,9 @@ def test_a_type_checker_knows_what_comes_back(tmp_path: Path) -> None:
 
 
 def test_each_overload_takes_what_the_function_takes() -> None:
-    function = st.CheckpointSeries.save  # those of `save` and `load` stand in stubs: tests/checkpoint/test_typed.py
+    function = (
+        st.CheckpointSeries.save
+    )  # those of `save` and `load` stand in stubs: tests/shell/checkpoint/test_typed.py
     assert [missing(overload, function) for overload in get_overloads(function)] == [set()] * 3
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from shardtree.cli._names import size_named
 from shardtree.cli._output import Heading, printable, show_table, size
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
 
 NUMBERS = st.integers(0, 10**12).map(str)
 HEADINGS = (Heading("key"), Heading("n", right=True), Heading("what"))

@@ -19,16 +19,16 @@ from shardtree.interop.megatron_optimizer import model_space
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
 from tests.faults.test_nothing_runs import Payload
+from tests.formats import test_deepspeed as deepspeed
+from tests.formats import test_dp_reshardable_fixture as reshardable
+from tests.formats import test_dtensor_files as dtensors
+from tests.formats import test_megatron_optimizer_types as types
+from tests.formats.buckets import Job, layer_kinds, write
+from tests.formats.optimizer_formats import FIXTURES, Tensors, wrong_in_layout
+from tests.formats.test_torch_dist_fixtures import FLAT, value
+from tests.formats.zero_folders import Save, folder_of, put
 from tests.interop.dtensor_cases import Case
-from tests.strategies import test_deepspeed as deepspeed
-from tests.strategies import test_dp_reshardable_fixture as reshardable
-from tests.strategies import test_dtensor_files as dtensors
-from tests.strategies import test_megatron_optimizer_types as types
-from tests.strategies.buckets import Job, layer_kinds, write
-from tests.strategies.folders import archive
-from tests.strategies.optimizer_formats import FIXTURES, Tensors, wrong_in_layout
-from tests.strategies.test_torch_dist_fixtures import FLAT, value
-from tests.strategies.zero_folders import Save, folder_of, put
+from tests.shell.table.folders import archive
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizer-states.md"
 

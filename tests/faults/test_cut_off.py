@@ -15,7 +15,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, WorldError
 from shardtree.strategies import AsyncRequest
 from shardtree.world import World, simulate
-from tests.world.passing_on import PassingOn
+from tests.shell.world.passing_on import PassingOn
 
 VERSIONS = {"safetensors": 1, "torch_dist": 1, "dcp": 1, "zarr": 3, "huggingface": 1}
 MOMENTS = ["gather", "broadcast"]

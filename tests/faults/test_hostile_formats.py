@@ -33,7 +33,7 @@ from shardtree.shell.table._metadata import encode_metadata
 from tests.faults.entry_points import ways_to_read
 from tests.fuzz import seeds
 from tests.fuzz.seeds import Files, saved, write_files
-from tests.strategies.folders import archive
+from tests.shell.table.folders import archive
 
 FORMATS: dict[str, Callable[[], Files]] = {
     "safetensors": partial(saved, ("safetensors", 1)),

@@ -14,8 +14,8 @@ from fsspec.spec import AbstractBufferedFile
 
 import shardtree as st
 from shardtree.stores._fsspec import FsspecStorage
-from tests.checkpoint.parts import FORMATS
-from tests.storage.storages import ObjectStore
+from tests.shell.checkpoint.parts import FORMATS
+from tests.shell.storage.storages import ObjectStore
 
 METADATA = "metadata.json"
 

@@ -21,8 +21,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from tests.checkpoint.parts import FORMATS as BACKENDS
 from tests.faults.entry_points import entry_points
+from tests.shell.checkpoint.parts import FORMATS as BACKENDS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

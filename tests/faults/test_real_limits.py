@@ -21,8 +21,8 @@ from shardtree.mapping import ShardedTensor
 from shardtree.storage import LocalStorage, Storage
 from shardtree.testing import Call, watched
 from shardtree.world import World, simulate
-from tests.checkpoint.parts import ALL_FORMATS as BACKENDS
 from tests.faults.warm_saver import NEW, NEXT, OLD, Ends, Job, Saver, beside, listing, prepared, value_in
+from tests.shell.checkpoint.parts import ALL_FORMATS as BACKENDS
 
 
 def check_errors(ends: Ends, folder: str, *causes: int) -> None:

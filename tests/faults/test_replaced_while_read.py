@@ -15,7 +15,7 @@ from shardtree.errors import CheckpointReplaced
 from shardtree.inspection import _comparison
 from shardtree.shell.storage._local_files import LocalReader
 from shardtree.shell.table import _metadata
-from tests.checkpoint.parts import FORMATS
+from tests.shell.checkpoint.parts import FORMATS
 
 
 def tree(number: int) -> dict[str, Any]:

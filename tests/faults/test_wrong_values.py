@@ -17,7 +17,7 @@ from tests.faults.sampling import EXHAUSTIVE, SEED
 from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
 from tests.fuzz.seeds import Files
 from tests.fuzz.slots import Slot, slots
-from tests.strategies.folders import folder_of as stored
+from tests.shell.table.folders import folder_of as stored
 
 FORMATS = ("deepspeed", "universal", "dtensor_files")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from tests.strategies.folders import folder_of
+from tests.shell.table.folders import folder_of
 
 from .slots import checkpoint_of
 from .watch import Growth, watched

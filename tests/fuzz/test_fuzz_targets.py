@@ -18,7 +18,7 @@ from tests.fuzz.mutators import BY_KIND, change_bytes, changed
 from tests.fuzz.slots import FORMATS, checkpoint_of, seed_inputs, slots
 from tests.fuzz.targets import Finding, try_input
 from tests.fuzz.watch import watched
-from tests.strategies.folders import folder_of
+from tests.shell.table.folders import folder_of
 
 INPUTS = 40
 SEEDS, WARMING = 16, 6

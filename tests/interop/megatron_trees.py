@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardtree.testing import global_states, rank_tree, state_layouts
 from shardtree.trees import flatten_with_paths, map_shards
-from tests.trees.samples import KEYS, Config, leaves, outline
+from tests.core.trees.samples import KEYS, Config, leaves, outline
 
 OPAQUE = ("data", "build_fn", "merge_fn")
 

@@ -15,9 +15,9 @@ from shardtree.errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue
 from shardtree.interop import deepspeed
 from shardtree.interop.deepspeed import save_universal
 from shardtree.storage import MemoryStorage
-from tests.strategies.optimizer_formats import FIXTURES
-from tests.strategies.test_deepspeed import SAVE
-from tests.strategies.zero_folders import Save, folder_of, saves
+from tests.formats.optimizer_formats import FIXTURES
+from tests.formats.test_deepspeed import SAVE
+from tests.formats.zero_folders import Save, folder_of, saves
 
 REAL = FIXTURES / "deepspeed_universal"
 STORED = ["deepspeed_zero1_dp2", "deepspeed_zero3_dp4", "deepspeed_round_robin", "deepspeed_universal"]

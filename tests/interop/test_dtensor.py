@@ -23,9 +23,9 @@ from shardtree.interop.dtensor import dtensor_layout, from_dtensors, spec_of, to
 from shardtree.layouts import AxisSplit, PartitionSpec
 from shardtree.storage import MemoryStorage
 from shardtree.testing import check_pure
+from tests.core.trees.samples import assert_caught
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
 from tests.options import save_keywords
-from tests.trees.samples import assert_caught
 
 pytestmark = pytest.mark.peers
 

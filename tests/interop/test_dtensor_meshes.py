@@ -25,8 +25,8 @@ from shardtree.interop.dtensor._placed import widened
 from shardtree.layouts import Mesh
 from shardtree.storage import MemoryStorage
 from shardtree.trees import leaves_with_paths
+from tests.core.trees.samples import assert_caught
 from tests.interop.dtensor_cases import numbered
-from tests.trees.samples import assert_caught
 
 RANKS = 8
 unflattens = pytest.mark.skipif(not hasattr(DeviceMesh, "_unflatten"), reason="this torch has no DeviceMesh._unflatten")

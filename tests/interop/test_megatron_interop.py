@@ -16,9 +16,9 @@ from shardtree.errors import MetadataError, UnsupportedValue
 from shardtree.interop.megatron import from_megatron, to_megatron
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import apply_factories
+from tests.core.trees.samples import halves, join_halves
 from tests.interop import old_megatron as old
 from tests.quick_python.command import quick_python
-from tests.trees.samples import halves, join_halves
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,9 +16,9 @@ from shardtree.mapping import ShardedTensor
 from shardtree.testing import check_factory, check_pure
 from shardtree.testing import factories as drawn_factories
 from shardtree.trees import map_shards
+from tests.core.trees.samples import assert_caught
 from tests.interop import old_megatron
 from tests.interop.megatron_trees import as_megatrons, our_trees, unflat, view
-from tests.trees.samples import assert_caught
 
 installed = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
 pytestmark = pytest.mark.peers

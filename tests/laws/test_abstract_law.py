@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree import transforms, trees
+from shardtree import transforms
+from shardtree.core import trees
 from shardtree.core.lazy import LazyTensor
 from shardtree.errors import CheckpointingException
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.testing import LENS_CASES, cut, dtypes, layouts, random_bits
-from tests.trees.samples import assert_caught
-from tests.trees.samples import trees as drawn_trees
+from tests.core.trees.samples import assert_caught
+from tests.core.trees.samples import trees as drawn_trees
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

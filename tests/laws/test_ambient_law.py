@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import shardtree as st
-from shardtree import fingerprints
+from shardtree.core import fingerprints
 from shardtree.core.ambient import shielded
 from shardtree.core.lazy import computed, lazy_map
 from shardtree.storage import MemoryStorage

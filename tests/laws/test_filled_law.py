@@ -16,8 +16,8 @@ from shardtree.errors import KeyMismatch, TreeError, render_path
 from shardtree.shell.checkpoint.loading import _checks
 from shardtree.storage import MemoryStorage
 from shardtree.trees import leaves_with_paths
-from tests.checkpoint.parts import FORMATS
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
+from tests.shell.checkpoint.parts import FORMATS
 
 RANKS = 2
 PLACES = [("model", "a"), ("model", "b"), ("model", "layers", "c"), ("optim", "state", "d"), ("e",), ("list", "f")]

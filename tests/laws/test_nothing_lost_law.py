@@ -17,9 +17,9 @@ from shardtree.errors import CheckpointingException, UnsupportedValue, render_pa
 from shardtree.mapping import ShardedBase
 from shardtree.storage import MemoryStorage
 from shardtree.trees import flatten_with_paths, map_shards, without_data
-from tests.checkpoint.parts import FORMATS
+from tests.core.trees.samples import assert_caught, at
 from tests.laws.leaf_kinds import FINAL, KINDS, PICKLED, REFUSED, STORED, SUBCLASSES, Unregistered, dtensor, values_in
-from tests.trees.samples import assert_caught, at
+from tests.shell.checkpoint.parts import FORMATS
 
 Places = list[tuple[tuple[Any, ...], str]]
 """Where a leaf stands, and of what kind it is."""

@@ -24,7 +24,7 @@ import shardtree as st
 from shardtree.errors import TreeError, UnsafeFile, UnsupportedValue
 from shardtree.formats.archives._decode import FACTORIES
 from shardtree.storage import MemoryStorage
-from tests.checkpoint.parts import FORMATS
+from tests.shell.checkpoint.parts import FORMATS
 
 TYPES = (HTTPStatus, ParseResult)
 """Classes of the caller's; in protocol 2 the second one is of a module `urlparse`."""

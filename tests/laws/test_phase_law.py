@@ -26,8 +26,8 @@ from shardtree.shell.world import _phases, agree, gather_on_rank_zero, on_rank_z
 from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, watched
 from shardtree.world import World, one_process, simulate
+from tests.formats.buckets import Job, layer_kinds, write
 from tests.options import load_keywords, save_keywords
-from tests.strategies.buckets import Job, layer_kinds, write
 
 PACKAGE = Path(shardtree.__file__).parent
 RANKS = 3

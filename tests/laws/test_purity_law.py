@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import buffers, fingerprints, layouts, lazy, lenses, mapping, objects, optim, plans, traces
+from shardtree import buffers, lenses, objects, optim, traces
+from shardtree.core import fingerprints, layouts, lazy, mapping, plans
 from shardtree.testing import check_pure, glu, random_bits
 
 PURE = (

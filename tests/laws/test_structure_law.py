@@ -15,8 +15,8 @@ import shardtree
 from shardtree.core.trees import common_with_holes
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import MemoryStorage
-from tests.checkpoint.parts import FORMATS
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
+from tests.shell.checkpoint.parts import FORMATS
 
 EXAMPLES = settings.default.max_examples if settings.default else 100
 RANKS = 2

@@ -24,7 +24,7 @@ from shardtree.testing import (
     target_tree,
 )
 from shardtree.testing._ways import Way, own_ways
-from tests.plans.recast import recast_states
+from tests.live.recast import recast_states
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

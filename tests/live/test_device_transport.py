@@ -16,7 +16,7 @@ from shardtree.live._memory import device_of_tensors, take_ends
 from shardtree.shell.world import run_processes
 from shardtree.shell.world._distributed import group_exchange
 from shardtree.testing import outline
-from tests.world.passing_on import PassingOn
+from tests.shell.world.passing_on import PassingOn
 
 WHOLE = {"w": torch.arange(48.0).view(8, 6), "small": torch.arange(6, dtype=torch.int8)}
 ROWS = {"w": st.P("dp"), "small": st.P()}

@@ -46,8 +46,8 @@ from shardtree.testing import (
     state_layouts,
     target_tree,
 )
-from tests.plans.recast import recast_states
-from tests.world.passing_on import PassingOn
+from tests.live.recast import recast_states
+from tests.shell.world.passing_on import PassingOn
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -26,7 +26,7 @@ from shardtree.optim import (
     square_preconditioners,
 )
 from shardtree.testing import cut, irregular_layouts, regular_layouts, shapes
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
 
 FRESH: dict[str, Any] = {"state": {}, "param_groups": [{"params": [0]}]}
 Axes = tuple[int | None, ...]

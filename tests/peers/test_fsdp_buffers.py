@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardtree.buffers import BufferPlan, plan_buffers, slice_views
+from tests.core.trees.samples import assert_caught
 from tests.peers.groups import Group
-from tests.trees.samples import assert_caught
 
 pytestmark = pytest.mark.peers
 

@@ -15,7 +15,7 @@ from shardtree.core.codec import kind_in_file
 from shardtree.errors import CheckpointingException
 from shardtree.testing import Layout, Piece, assemble, cut, even_layout, first_difference, refilled
 from shardtree.trees import without_data
-from tests.strategies.test_huggingface import table
+from tests.formats.test_huggingface import table
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 safetensors = pytest.importorskip("safetensors")

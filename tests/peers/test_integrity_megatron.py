@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.layouts import object_columns, sharding_problems
 from shardtree.testing import Layout, cut, layouts, shapes
-from tests.layouts.test_object_problems import Ranks, objects
-from tests.trees.samples import assert_caught
+from tests.core.layouts.test_object_problems import Ranks, objects
+from tests.core.trees.samples import assert_caught
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process")]
 validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardtree.layouts import Mesh, PartitionSpec, mesh_shards
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
 
 pytestmark = pytest.mark.peers
 

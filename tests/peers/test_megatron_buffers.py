@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from shardtree.buffers import BufferPlan, flat_shards, plan_buffers
 from shardtree.mapping import ShardedTensor
+from tests.core.trees.samples import assert_caught
 from tests.peers.groups import Group
 from tests.peers.megatron_versions import buffer_of
-from tests.trees.samples import assert_caught
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process")]
 logging.getLogger("megatron.core").setLevel(logging.WARNING)

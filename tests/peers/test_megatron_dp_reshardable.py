@@ -15,7 +15,7 @@ import torch
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
 from shardtree.interop.megatron_optimizer import model_space
-from tests.strategies.test_dp_reshardable_fixture import FOLDER, TRUTH
+from tests.formats.test_dp_reshardable_fixture import FOLDER, TRUTH
 
 pytest.importorskip("megatron.core.dist_checkpointing.mapping")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardtree as st
+from tests.formats.test_megatron_optimizer_types import usual_name
 from tests.peers.test_megatron_dp_reshardable import run_script
-from tests.strategies.test_megatron_optimizer_types import usual_name
 
 pytest.importorskip("megatron.core.dist_checkpointing.mapping")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

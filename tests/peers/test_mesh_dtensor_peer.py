@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, RankShard, mesh_shards
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
 
 pytestmark = pytest.mark.peers
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardtree.mapping import ShardedTensorFactory
 from shardtree.trees import apply_factories, apply_factory_merges, diff, leaves_with_paths, merge
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
 
 mapping = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
 dict_utils = pytest.importorskip("megatron.core.dist_checkpointing.dict_utils")

@@ -27,7 +27,7 @@ from shardtree.testing import (
     rank_tree,
     state_layouts,
 )
-from tests.strategies.zarr_nodes import load_cut
+from tests.formats.zarr_nodes import load_cut
 
 zarr = pytest.importorskip("zarr")
 xarray = pytest.importorskip("xarray")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardtree.quantised import _products
 from shardtree.quantised._codes import FP8, floats
 from shardtree.quantised._products import fp8_products
-from tests.trees.samples import assert_caught
+from tests.core.trees.samples import assert_caught
 
 SIDES = st.integers(1, 9)
 SEEDS = st.integers(0, 2**32 - 1)

@@ -17,7 +17,7 @@ import pytest
 from shardtree.shell.storage import folder_in, make_folder, storage_at
 from shardtree.storage import Entry, LocalStorage, MemoryStorage, Storage, wrapped
 from shardtree.testing import _check_storage, check_storage, watched
-from tests.storage.storages import STORAGES, made
+from tests.shell.storage.storages import STORAGES, made
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardtree as st
 from shardtree.storage import LocalStorage
 from shardtree.testing import first_difference, random_bits
-from tests.checkpoint.parts import noting
+from tests.shell.checkpoint.parts import noting
 
 ROWS, WIDTH = 1200, 1000
 DTYPES = {"a": torch.float32, "b": torch.bfloat16}

@@ -1,0 +1,67 @@
+"""What `load` checks on its way, by degree and format, as the table in docs/checks.md has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CorruptCheckpoint
+from tests.options import load_keywords
+from tests.shell.checkpoint.parts import files as walk
+from tests.shell.checkpoint.parts import saved, whole
+
+WHOLE = torch.arange(2 * 1024 * 1024, dtype=torch.int32).reshape(2048, 1024)  # 8 MiB: no small file
+CHECKED = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
+UNCHECKED = [("huggingface", 1)]
+DEGREES: list[Any] = ["whole", "all", None]
+
+
+def damaged(backend: Any, row: int) -> st.storage.MemoryStorage:
+    """A checkpoint of one tensor, with a flipped bit in one row of it."""
+    folder = saved({"w": whole("w", WHOLE)}, backend)
+    needle = WHOLE[row].numpy().tobytes()
+    for name in walk(folder):
+        data = bytearray(folder.read(name))
+        if needle in data:
+            data[data.index(needle)] ^= 1
+            folder.write(name, [memoryview(bytes(data))], durable=False)
+    return folder
+
+
+def load(
+    folder: st.storage.MemoryStorage, rows: tuple[int, int], verify: Any
+) -> tuple[torch.Tensor, st.storage.ReadReport]:
+    begin, end = rows
+    target = st.ShardedTensor("w", None, WHOLE.dtype, (end - begin, 1024), (2048, 1024), (begin, 0), None)
+    reports: list[st.storage.ReadReport] = []
+    options: Any = {"validate_access_integrity": False, "report": reports.append}
+    return st.load({"w": target}, folder, **load_keywords(verify=verify, **options))["w"], reports[0]
+
+
+@pytest.mark.parametrize("verify", DEGREES)
+@pytest.mark.parametrize("backend", CHECKED + UNCHECKED, ids=lambda backend: str(backend[0]))
+def test_damage_in_what_is_read_whole(backend: Any, verify: Any) -> None:
+    folder = damaged(backend, row=700)
+    if verify is not None and backend in CHECKED:
+        with pytest.raises(CorruptCheckpoint):
+            load(folder, (0, 2048), verify)
+        return
+    loaded, report = load(folder, (0, 2048), verify)
+    assert (loaded != WHOLE).sum() == 1 and report.blocks_checked == 0 < report.blocks_unchecked
+
+
+@pytest.mark.parametrize("verify", DEGREES)
+@pytest.mark.parametrize("backend", CHECKED, ids=lambda backend: str(backend[0]))
+def test_damage_beside_what_is_read_of_a_block(backend: Any, verify: Any) -> None:
+    """Rows 700 to 710 lie in one block, or one archive, with the damaged row 699, and are a small part of it."""
+    folder = damaged(backend, row=699)
+    if verify == "all":
+        with pytest.raises(CorruptCheckpoint):
+            load(folder, (700, 710), verify)
+        return
+    loaded, report = load(folder, (700, 710), verify)
+    assert torch.equal(loaded, WHOLE[700:710])
+    assert (report.bytes_read, report.blocks_checked) == (10 * 4096, 0)
