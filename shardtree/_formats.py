@@ -5,9 +5,12 @@ What a format does is a name here until a call needs it, so that a save of our o
 
 from __future__ import annotations
 
+import typing
+
 from .core.deferred import when_called
-from .shell.table._actions import StoredRows, StrategyAction
-from .shell.table._traits import FormatTraits
+
+if typing.TYPE_CHECKING:
+    from .shell.table._actions import StoredRows
 
 MANIFEST = "integrity.json"
 """Name of Megatron-Core's file with the SHA-256 of every other one."""
@@ -24,100 +27,107 @@ _READ = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify
 """What a format of torch.save's files does that is only read."""
 
 
-def _read_only(backend: str, module: str) -> StoredRows:
-    return {(StrategyAction(name), backend, 1): f"strategies.{module}:{name}" for name in _READ}
+def rows() -> StoredRows:
+    """Return the rows of all formats of other programs: functions by their places, traits as values."""
+    # Imported now: the table, which asks for these rows while it is imported, holds both names by then.
+    from .shell.table._actions import StrategyAction
+    from .shell.table._traits import FormatTraits
 
+    def read_only(backend: str, module: str) -> StoredRows:
+        return {(StrategyAction(name), backend, 1): f"formats.{module}:{name}" for name in _READ}
 
-ROWS: StoredRows = {
-    (StrategyAction.RECOGNIZE, "huggingface", 1): "formats.huggingface._listing:recognize",
-    (StrategyAction.LOAD_COMMON, "huggingface", 1): "formats.huggingface._load:load_common",
-    (StrategyAction.LOAD_SHARDED, "huggingface", 1): "formats.huggingface._load:load_sharded",
-    (StrategyAction.LOAD_METADATA, "huggingface", 1): "formats.huggingface._load:load_metadata",
-    (StrategyAction.PARSE, "huggingface", 1): "formats.huggingface._load:parse",
-    (StrategyAction.SAVE_COMMON, "huggingface", 1): "formats.huggingface._save:save_common",
-    (StrategyAction.SAVE_SHARDED, "huggingface", 1): "formats.huggingface._save:save_sharded",
-    (StrategyAction.COMMIT, "huggingface", 1): "formats.huggingface._save:commit",
-    (StrategyAction.VERIFY, "huggingface", 1): "formats.huggingface._load:verify_files",
-    (StrategyAction.LIST_FILES, "huggingface", 1): "formats.huggingface._listing:list_files",
-    (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
-        decided_by=("*.safetensors", "*.safetensors.index.json"),
-        cuts_chunks="always",
-        fills_devices=True,
-        is_guess=True,
-        shares_files=True,
-        writes_common=True,
-        is_whole=when_called("formats.huggingface._listing:is_whole"),
-    ),
-    (StrategyAction.SAVE_COMMON, "torch", 1): "formats.torch:save_common",
-    (StrategyAction.LOAD_COMMON, "torch", 1): "formats.torch:load_common",
-    (StrategyAction.VERIFY, "torch", 1): "formats.torch:verify_common",
-    (StrategyAction.LIST_FILES, "torch", 1): "formats.torch:list_files",
-    (StrategyAction.LOAD_COMMON, "torch_dist", 1): "formats.torch_dist._common:load_common",
-    (StrategyAction.LOAD_SHARDED, "torch_dist", 1): "formats.torch_dist._load:load_sharded",
-    (StrategyAction.LOAD_OBJECTS, "torch_dist", 1): "formats.torch_dist._load:load_objects",
-    (StrategyAction.LOAD_METADATA, "torch_dist", 1): "formats.torch_dist._load:load_metadata",
-    (StrategyAction.PARSE, "torch_dist", 1): "formats.torch_dist._listing:parse",
-    (StrategyAction.RESOLVE, "torch_dist", 1): "formats.torch_dist._load:resolve",
-    (StrategyAction.SAVE_COMMON, "torch_dist", 1): "formats.torch_dist._save:save_common",
-    (StrategyAction.SAVE_SHARDED, "torch_dist", 1): "formats.torch_dist._save:save_sharded",
-    (StrategyAction.COMMIT, "torch_dist", 1): "formats.torch_dist._save:commit",
-    (StrategyAction.VERIFY, "torch_dist", 1): "formats.torch_dist._verify:verify_files",
-    (StrategyAction.LIST_FILES, "torch_dist", 1): "formats.torch_dist._listing:list_files",
-    (StrategyAction.RECOGNIZE, "dcp", 1): "formats.torch_dist:recognize",
-    (StrategyAction.LOAD_COMMON, "dcp", 1): "formats.torch_dist._common:load_dcp_common",
-    (StrategyAction.LOAD_SHARDED, "dcp", 1): "formats.torch_dist._load:load_sharded",
-    (StrategyAction.LOAD_OBJECTS, "dcp", 1): "formats.torch_dist._load:load_objects",
-    (StrategyAction.LOAD_METADATA, "dcp", 1): "formats.torch_dist._load:load_metadata",
-    (StrategyAction.PARSE, "dcp", 1): "formats.torch_dist._listing:parse",
-    (StrategyAction.SAVE_COMMON, "dcp", 1): "formats.torch_dist._save:save_dcp_common",
-    (StrategyAction.SAVE_SHARDED, "dcp", 1): "formats.torch_dist._save:save_dcp_sharded",
-    (StrategyAction.COMMIT, "dcp", 1): "formats.torch_dist._save:commit_dcp",
-    (StrategyAction.VERIFY, "dcp", 1): "formats.torch_dist._verify:verify_files",
-    (StrategyAction.LIST_FILES, "dcp", 1): "formats.torch_dist._listing:list_files",
-    (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(
-        decided_by=(".metadata",), cuts_chunks="unchecked", manifest=MANIFEST, is_whole=_IS_PICKLE
-    ),
-    (StrategyAction.DESCRIBE, "dcp", 1): lambda: FormatTraits(
-        decided_by=(".metadata",), cuts_chunks="unchecked", is_whole=_IS_PICKLE
-    ),
-    (StrategyAction.LOAD_SHARDED, "zarr", 1): "formats.zarr._load:load_sharded",
-    (StrategyAction.LOAD_OBJECTS, "zarr", 1): "formats.zarr._load:load_legacy_objects",
-    (StrategyAction.LOAD_METADATA, "zarr", 1): "formats.zarr._load:load_metadata",
-    (StrategyAction.VERIFY, "zarr", 1): "formats.zarr._verify:verify_files",
-    (StrategyAction.LIST_FILES, "zarr", 1): "formats.zarr._group:list_files",
-    (StrategyAction.RECOGNIZE, "zarr", 3): "formats.zarr:recognize",
-    (StrategyAction.LOAD_COMMON, "zarr", 3): "formats.zarr._own:load_own_common",
-    (StrategyAction.LOAD_SHARDED, "zarr", 3): "formats.zarr._load:load_sharded",
-    (StrategyAction.LOAD_OBJECTS, "zarr", 3): "formats.zarr._load:load_objects",
-    (StrategyAction.LOAD_METADATA, "zarr", 3): "formats.zarr._load:load_metadata",
-    (StrategyAction.SAVE_COMMON, "zarr", 3): "formats.zarr._own:save_common",
-    (StrategyAction.SAVE_SHARDED, "zarr", 3): "formats.zarr._save:save_sharded",
-    (StrategyAction.REMOVE_SHARDED, "zarr", 3): "formats.zarr._own:remove_sharded",
-    (StrategyAction.COMMIT, "zarr", 3): "formats.zarr._save:commit",
-    (StrategyAction.VERIFY, "zarr", 3): "formats.zarr._verify:verify_files",
-    (StrategyAction.LIST_FILES, "zarr", 3): "formats.zarr._group:list_files",
-    (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(
-        decided_by=(".zgroup",), manifest=MANIFEST, is_whole=_IS_NODE
-    ),
-    (StrategyAction.DESCRIBE, "zarr", 3): lambda: FormatTraits(
-        decided_by=("zarr.json", ".zgroup"), manifest=MANIFEST, is_whole=_IS_NODE
-    ),
-    **_read_only("dtensor_files", "dtensor_files._contents"),
-    (StrategyAction.RECOGNIZE, "dtensor_files", 1): "formats.dtensor_files:recognize",
-    (StrategyAction.DESCRIBE, "dtensor_files", 1): lambda: FormatTraits(decided_by=_RANK_FILES, is_whole=_IS_ARCHIVE),
-    **_read_only("deepspeed", "deepspeed._contents"),
-    (StrategyAction.RECOGNIZE, "deepspeed", 1): "formats.deepspeed:recognize",
-    (StrategyAction.DESCRIBE, "deepspeed", 1): lambda: FormatTraits(
-        decided_by=_DEEPSPEED_DECIDED_BY, is_whole=_IS_DEEPSPEED
-    ),
-    **_read_only("universal", "deepspeed._universal"),
-    (StrategyAction.RECOGNIZE, "universal", 1): "formats.deepspeed:recognize_universal",
-    (StrategyAction.DESCRIBE, "universal", 1): lambda: FormatTraits(
-        decided_by=_DEEPSPEED_DECIDED_BY, is_whole=_IS_DEEPSPEED
-    ),
-    **_read_only("torch_checkpointing", "torch_checkpointing._contents"),
-    (StrategyAction.RECOGNIZE, "torch_checkpointing", 1): "formats.torch_checkpointing:recognize",
-    (StrategyAction.DESCRIBE, "torch_checkpointing", 1): lambda: FormatTraits(
-        decided_by=("metadata.pkl", "*_0.pt"), is_whole=_IS_ARCHIVE
-    ),
-}
+    return {
+        (StrategyAction.RECOGNIZE, "huggingface", 1): "formats.huggingface._listing:recognize",
+        (StrategyAction.LOAD_COMMON, "huggingface", 1): "formats.huggingface._load:load_common",
+        (StrategyAction.LOAD_SHARDED, "huggingface", 1): "formats.huggingface._load:load_sharded",
+        (StrategyAction.LOAD_METADATA, "huggingface", 1): "formats.huggingface._load:load_metadata",
+        (StrategyAction.PARSE, "huggingface", 1): "formats.huggingface._load:parse",
+        (StrategyAction.SAVE_COMMON, "huggingface", 1): "formats.huggingface._save:save_common",
+        (StrategyAction.SAVE_SHARDED, "huggingface", 1): "formats.huggingface._save:save_sharded",
+        (StrategyAction.COMMIT, "huggingface", 1): "formats.huggingface._save:commit",
+        (StrategyAction.VERIFY, "huggingface", 1): "formats.huggingface._load:verify_files",
+        (StrategyAction.LIST_FILES, "huggingface", 1): "formats.huggingface._listing:list_files",
+        (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
+            decided_by=("*.safetensors", "*.safetensors.index.json"),
+            cuts_chunks="always",
+            fills_devices=True,
+            is_guess=True,
+            shares_files=True,
+            writes_common=True,
+            is_whole=when_called("formats.huggingface._listing:is_whole"),
+        ),
+        (StrategyAction.SAVE_COMMON, "torch", 1): "formats.torch:save_common",
+        (StrategyAction.LOAD_COMMON, "torch", 1): "formats.torch:load_common",
+        (StrategyAction.VERIFY, "torch", 1): "formats.torch:verify_common",
+        (StrategyAction.LIST_FILES, "torch", 1): "formats.torch:list_files",
+        (StrategyAction.LOAD_COMMON, "torch_dist", 1): "formats.torch_dist._common:load_common",
+        (StrategyAction.LOAD_SHARDED, "torch_dist", 1): "formats.torch_dist._load:load_sharded",
+        (StrategyAction.LOAD_OBJECTS, "torch_dist", 1): "formats.torch_dist._load:load_objects",
+        (StrategyAction.LOAD_METADATA, "torch_dist", 1): "formats.torch_dist._load:load_metadata",
+        (StrategyAction.PARSE, "torch_dist", 1): "formats.torch_dist._listing:parse",
+        (StrategyAction.RESOLVE, "torch_dist", 1): "formats.torch_dist._load:resolve",
+        (StrategyAction.SAVE_COMMON, "torch_dist", 1): "formats.torch_dist._save:save_common",
+        (StrategyAction.SAVE_SHARDED, "torch_dist", 1): "formats.torch_dist._save:save_sharded",
+        (StrategyAction.COMMIT, "torch_dist", 1): "formats.torch_dist._save:commit",
+        (StrategyAction.VERIFY, "torch_dist", 1): "formats.torch_dist._verify:verify_files",
+        (StrategyAction.LIST_FILES, "torch_dist", 1): "formats.torch_dist._listing:list_files",
+        (StrategyAction.RECOGNIZE, "dcp", 1): "formats.torch_dist:recognize",
+        (StrategyAction.LOAD_COMMON, "dcp", 1): "formats.torch_dist._common:load_dcp_common",
+        (StrategyAction.LOAD_SHARDED, "dcp", 1): "formats.torch_dist._load:load_sharded",
+        (StrategyAction.LOAD_OBJECTS, "dcp", 1): "formats.torch_dist._load:load_objects",
+        (StrategyAction.LOAD_METADATA, "dcp", 1): "formats.torch_dist._load:load_metadata",
+        (StrategyAction.PARSE, "dcp", 1): "formats.torch_dist._listing:parse",
+        (StrategyAction.SAVE_COMMON, "dcp", 1): "formats.torch_dist._save:save_dcp_common",
+        (StrategyAction.SAVE_SHARDED, "dcp", 1): "formats.torch_dist._save:save_dcp_sharded",
+        (StrategyAction.COMMIT, "dcp", 1): "formats.torch_dist._save:commit_dcp",
+        (StrategyAction.VERIFY, "dcp", 1): "formats.torch_dist._verify:verify_files",
+        (StrategyAction.LIST_FILES, "dcp", 1): "formats.torch_dist._listing:list_files",
+        (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(
+            decided_by=(".metadata",), cuts_chunks="unchecked", manifest=MANIFEST, is_whole=_IS_PICKLE
+        ),
+        (StrategyAction.DESCRIBE, "dcp", 1): lambda: FormatTraits(
+            decided_by=(".metadata",), cuts_chunks="unchecked", is_whole=_IS_PICKLE
+        ),
+        (StrategyAction.LOAD_SHARDED, "zarr", 1): "formats.zarr._load:load_sharded",
+        (StrategyAction.LOAD_OBJECTS, "zarr", 1): "formats.zarr._load:load_legacy_objects",
+        (StrategyAction.LOAD_METADATA, "zarr", 1): "formats.zarr._load:load_metadata",
+        (StrategyAction.VERIFY, "zarr", 1): "formats.zarr._verify:verify_files",
+        (StrategyAction.LIST_FILES, "zarr", 1): "formats.zarr._group:list_files",
+        (StrategyAction.RECOGNIZE, "zarr", 3): "formats.zarr:recognize",
+        (StrategyAction.LOAD_COMMON, "zarr", 3): "formats.zarr._own:load_own_common",
+        (StrategyAction.LOAD_SHARDED, "zarr", 3): "formats.zarr._load:load_sharded",
+        (StrategyAction.LOAD_OBJECTS, "zarr", 3): "formats.zarr._load:load_objects",
+        (StrategyAction.LOAD_METADATA, "zarr", 3): "formats.zarr._load:load_metadata",
+        (StrategyAction.SAVE_COMMON, "zarr", 3): "formats.zarr._own:save_common",
+        (StrategyAction.SAVE_SHARDED, "zarr", 3): "formats.zarr._save:save_sharded",
+        (StrategyAction.REMOVE_SHARDED, "zarr", 3): "formats.zarr._own:remove_sharded",
+        (StrategyAction.COMMIT, "zarr", 3): "formats.zarr._save:commit",
+        (StrategyAction.VERIFY, "zarr", 3): "formats.zarr._verify:verify_files",
+        (StrategyAction.LIST_FILES, "zarr", 3): "formats.zarr._group:list_files",
+        (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(
+            decided_by=(".zgroup",), manifest=MANIFEST, is_whole=_IS_NODE
+        ),
+        (StrategyAction.DESCRIBE, "zarr", 3): lambda: FormatTraits(
+            decided_by=("zarr.json", ".zgroup"), manifest=MANIFEST, is_whole=_IS_NODE
+        ),
+        **read_only("dtensor_files", "dtensor_files._contents"),
+        (StrategyAction.RECOGNIZE, "dtensor_files", 1): "formats.dtensor_files:recognize",
+        (StrategyAction.DESCRIBE, "dtensor_files", 1): lambda: FormatTraits(
+            decided_by=_RANK_FILES, is_whole=_IS_ARCHIVE
+        ),
+        **read_only("deepspeed", "deepspeed._contents"),
+        (StrategyAction.RECOGNIZE, "deepspeed", 1): "formats.deepspeed:recognize",
+        (StrategyAction.DESCRIBE, "deepspeed", 1): lambda: FormatTraits(
+            decided_by=_DEEPSPEED_DECIDED_BY, is_whole=_IS_DEEPSPEED
+        ),
+        **read_only("universal", "deepspeed._universal"),
+        (StrategyAction.RECOGNIZE, "universal", 1): "formats.deepspeed:recognize_universal",
+        (StrategyAction.DESCRIBE, "universal", 1): lambda: FormatTraits(
+            decided_by=_DEEPSPEED_DECIDED_BY, is_whole=_IS_DEEPSPEED
+        ),
+        **read_only("torch_checkpointing", "torch_checkpointing._contents"),
+        (StrategyAction.RECOGNIZE, "torch_checkpointing", 1): "formats.torch_checkpointing:recognize",
+        (StrategyAction.DESCRIBE, "torch_checkpointing", 1): lambda: FormatTraits(
+            decided_by=("metadata.pkl", "*_0.pt"), is_whole=_IS_ARCHIVE
+        ),
+    }

@@ -37,71 +37,75 @@ ROOMS = tuple(
 
 # A type checker reads imports, not tables; tests/test_public_names.py holds the two against each other.
 if typing.TYPE_CHECKING:
+    from . import buffers as buffers
+    from . import checkpoint as checkpoint
+    from . import display as display
     from . import errors as errors
+    from . import fingerprints as fingerprints
     from . import interop as interop
+    from . import layouts as layouts
     from . import lenses as lenses
     from . import live as live
+    from . import mapping as mapping
+    from . import objects as objects
     from . import optim as optim
     from . import pictures as pictures
+    from . import plans as plans
     from . import quantised as quantised
+    from . import retention as retention
+    from . import storage as storage
+    from . import strategies as strategies
     from . import testing as testing
     from . import traces as traces
     from . import transforms as transforms
-    from .conversion import convert as convert
-    from .core import fingerprints as fingerprints
-    from .core import layouts as layouts
-    from .core import mapping as mapping
-    from .core import plans as plans
-    from .core import trees as trees
-    from .core.layouts import Mesh as Mesh
-    from .core.layouts import P as P
-    from .core.layouts import PartitionSpec as PartitionSpec
-    from .core.layouts import abstract as abstract
-    from .core.layouts import abstract_at as abstract_at
-    from .core.layouts import coverage as coverage
-    from .core.layouts import from_local as from_local
-    from .core.layouts import layout_of as layout_of
-    from .core.layouts import shard as shard
-    from .core.layouts import shard_at as shard_at
-    from .inspection import check_replicas as check_replicas
-    from .inspection import compare as compare
-    from .inspection import explain as explain
-    from .inspection import explain_ranks as explain_ranks
-    from .inspection import fingerprint as fingerprint
-    from .inspection import load_plain_tensors as load_plain_tensors
-    from .inspection import open_checkpoint as open_checkpoint
-    from .inspection import verify as verify
+    from . import trees as trees
+    from . import world as world
+    from .checkpoint import AsyncCallsQueue as AsyncCallsQueue
+    from .checkpoint import CheckpointSeries as CheckpointSeries
+    from .checkpoint import StrictHandling as StrictHandling
+    from .checkpoint import async_calls as async_calls
+    from .checkpoint import check_replicas as check_replicas
+    from .checkpoint import compare as compare
+    from .checkpoint import convert as convert
+    from .checkpoint import explain as explain
+    from .checkpoint import explain_ranks as explain_ranks
+    from .checkpoint import fingerprint as fingerprint
+    from .checkpoint import is_checkpoint as is_checkpoint
+    from .checkpoint import load as load
+    from .checkpoint import load_common_state_dict as load_common_state_dict
+    from .checkpoint import load_content_metadata as load_content_metadata
+    from .checkpoint import load_plain_tensors as load_plain_tensors
+    from .checkpoint import load_sharded_metadata as load_sharded_metadata
+    from .checkpoint import load_tensors_metadata as load_tensors_metadata
+    from .checkpoint import open_checkpoint as open_checkpoint
+    from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
+    from .checkpoint import save as save
+    from .checkpoint import verify as verify
+    from .display import draw as draw
+    from .layouts import Mesh as Mesh
+    from .layouts import P as P
+    from .layouts import PartitionSpec as PartitionSpec
+    from .layouts import abstract as abstract
+    from .layouts import abstract_at as abstract_at
+    from .layouts import coverage as coverage
+    from .layouts import from_local as from_local
+    from .layouts import layout_of as layout_of
+    from .layouts import shard as shard
+    from .layouts import shard_at as shard_at
+    from .layouts import unshard as unshard
     from .live import redistribute as redistribute
-    from .live.resharding import ReshardPlan as ReshardPlan
-    from .live.resharding import plan_reshard as plan_reshard
-    from .live.resharding import reshard as reshard
-    from .live.resharding import unshard as unshard
-    from .optim import buffers as buffers
-    from .pictures import draw as draw
-    from .series import CheckpointSeries as CheckpointSeries
-    from .shell import checkpoint as checkpoint
-    from .shell import storage as storage
-    from .shell import world as world
-    from .shell.checkpoint import AsyncCallsQueue as AsyncCallsQueue
-    from .shell.checkpoint import StrictHandling as StrictHandling
-    from .shell.checkpoint import async_calls as async_calls
-    from .shell.checkpoint import is_checkpoint as is_checkpoint
-    from .shell.checkpoint import load as load
-    from .shell.checkpoint import load_common_state_dict as load_common_state_dict
-    from .shell.checkpoint import load_content_metadata as load_content_metadata
-    from .shell.checkpoint import load_sharded_metadata as load_sharded_metadata
-    from .shell.checkpoint import load_tensors_metadata as load_tensors_metadata
-    from .shell.checkpoint import remove_sharded_tensors as remove_sharded_tensors
-    from .shell.checkpoint import save as save
-    from .shell.table import AsyncRequest as AsyncRequest
-    from .shell.table import LoadOptions as LoadOptions
-    from .shell.table import SaveOptions as SaveOptions
-    from .shell.table import StrategyAction as StrategyAction
-    from .shell.table import default_strategies as default_strategies
-    from .shell.table import get_default_strategy as get_default_strategy
-    from .shell.table import register_default_strategy as register_default_strategy
-    from .shell.world import World as World
-    from .shell.world import distributed as distributed
-    from .shell.world import simulate as simulate
+    from .plans import ReshardPlan as ReshardPlan
+    from .plans import plan_reshard as plan_reshard
+    from .plans import reshard as reshard
+    from .strategies import AsyncRequest as AsyncRequest
+    from .strategies import LoadOptions as LoadOptions
+    from .strategies import SaveOptions as SaveOptions
+    from .strategies import StrategyAction as StrategyAction
+    from .strategies import default_strategies as default_strategies
+    from .strategies import get_default_strategy as get_default_strategy
+    from .strategies import register_default_strategy as register_default_strategy
     from .traces import Trace as Trace
     from .traces import trace as trace
+    from .world import World as World
+    from .world import distributed as distributed
+    from .world import simulate as simulate

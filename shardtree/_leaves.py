@@ -9,7 +9,7 @@ from __future__ import annotations
 LEAVES: dict[str, str] = {
     "differing_replicas": "inspection._replicas:differing_replicas",
     "drop_objects": "transforms._object_rules:drop_objects",
-    "formats": "_formats:ROWS",
+    "formats": "_formats:rows",
     "html_of": "pictures._display:html_of",
     "not_a_checkpoint": "inspection._no_checkpoint:not_a_checkpoint",
     "read_together": "live._reading:read_together",

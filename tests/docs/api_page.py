@@ -32,11 +32,18 @@ GROUPS = {
 
 
 def package_modules(room: str) -> Iterator[str]:
-    """Yield the names of a room's modules."""
+    """Yield the names of a room's modules; those of a face are in the rooms that it takes names from."""
     module = importlib.import_module(f"shardtree.{room}")
     yield module.__name__
-    for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
-        yield found.name
+    imported = [
+        node for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())) if isinstance(node, ast.ImportFrom)
+    ]
+    sources = {f"shardtree.{node.module}" for node in imported if node.level}
+    is_face = any(alias.name == "face" for node in imported for alias in node.names)
+    for package in map(importlib.import_module, sorted(sources) if is_face else [module.__name__]):
+        yield package.__name__
+        for found in pkgutil.walk_packages(getattr(package, "__path__", []), f"{package.__name__}."):
+            yield found.name
 
 
 @cache

@@ -50,11 +50,12 @@ def phases_in(source: str) -> Iterator[str]:
 SOURCES = [
     path.read_text()
     for folder in (
-        "checkpoint",
-        "checkpoint/saving",
-        "checkpoint/loading",
-        "strategies/safetensors",
-        "strategies",
+        "shell/checkpoint",
+        "shell/checkpoint/saving",
+        "shell/checkpoint/loading",
+        "shell/table/safetensors",
+        "shell/table",
+        "inspection",
         "live",
     )
     for path in (PACKAGE / folder).glob("*.py")
@@ -164,8 +165,8 @@ ENTER = inspect.unwrap(step.__enter__).__code__
 
 def is_world(frame: FrameType) -> bool:
     """Return whether a frame is the world's own code, or what type checks wrap around it."""
-    wrapped = frame.f_code.co_filename.startswith("<@beartype(shardtree.world")
-    return wrapped or frame.f_globals.get("__name__", "").startswith("shardtree.world")
+    wrapped = frame.f_code.co_filename.startswith("<@beartype(shardtree.shell.world")
+    return wrapped or frame.f_globals.get("__name__", "").startswith("shardtree.shell.world")
 
 
 Where = Callable[[str, int], None]

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,28 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import buffers, lenses, objects, optim, traces
-from shardtree.core import fingerprints, layouts, lazy, mapping, plans
+from shardtree import buffers, lenses, objects, optim, plans, traces
+from shardtree.core import fingerprints, layouts, lazy, mapping
+from shardtree.core.plans import find_unexpected
 from shardtree.testing import check_pure, glu, random_bits
 
-PURE = (
-    *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
-    *("transforms", "plans", "fingerprints", "retention", "pictures", "traces"),
-)
+PURE = {
+    "lazy": ("core.lazy",),
+    "mapping": ("core.mapping",),
+    "trees": ("core.trees",),
+    "objects": ("core.layouts._object", "transforms._object_rules"),
+    "layouts": ("core.layouts", "live.resharding"),
+    "lenses": ("lenses",),
+    "buffers": ("optim.buffers",),
+    "optim": ("optim",),
+    "transforms": ("transforms",),
+    "plans": ("core.plans", "live.resharding"),
+    "fingerprints": ("core.fingerprints",),
+    "retention": ("series.policies",),
+    "pictures": ("pictures",),
+    "traces": ("traces",),
+}
+"""Public rooms, and the modules below shardtree that hold what is theirs."""
 
 WEIGHT = st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(4, 2), (0, 1, 2))
 FLAT = st.ShardedTensor.from_rank_offsets_flat("f", torch.arange(5.0), (4, 2), flattened_range=slice(2, 7))
@@ -36,7 +49,7 @@ LOCAL = st.LocalNonpersistentObject([1])
 COLUMNS = layouts.shard_columns([WEIGHT, FLAT, replace(WEIGHT, replica_id=1)])
 ARRAY = objects.ObjectArray("rng", (2,), ([1, 2], [3]))
 WHOLE = st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(4, 2))
-RESHARD = plans.plan_reshard([{"w": WHOLE}], [{}, {"w": WHOLE}])
+RESHARD = st.plan_reshard([{"w": WHOLE}], [{}, {"w": WHOLE}])
 TRACED = traces.trace(lambda given: {"w": given["w"].T.reshape(4, 2)}, {"w": WEIGHT.data})
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
 MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((layouts.AxisSplit("dp", 2), layouts.AxisSplit("tp")))
@@ -98,7 +111,7 @@ VALUES: dict[str, Any] = {
     "plans.Schedule": RESHARD.schedule(),
     "plans.Provenance": RESHARD.explain("w"),
     "plans.ReadCost": plans.ReadCost(1, 2, 1, 1),
-    "plans.Unexpected": plans.find_unexpected(["m.v", "m.w"], ["v", "w"])[0],
+    "plans.Unexpected": find_unexpected(["m.v", "m.w"], ["v", "w"])[0],
     "plans.Explanation": plans.Explanation(("v",), (), (plans.RankReads(0, 1, 0, plans.ReadCost(1, 2, 1, 1)),)),
 }
 
@@ -107,10 +120,12 @@ def public(package: str) -> dict[str, Any]:
     """Return what users call of a package: its functions, and the methods and properties of its classes."""
     found: dict[str, Any] = {}
     room = importlib.import_module(f"shardtree.{package}")
-    for name, value in vars(room).items():
+    for name in sorted({*vars(room), *getattr(room, "__all__", ())}):
+        value = getattr(room, name)
         # What one room has for another is held by what users call.
         named = name in getattr(room, "__all__", ()) or getattr(st, name, None) is value
-        if not named or not getattr(value, "__module__", "").startswith(f"shardtree.{package}"):
+        homes = tuple(f"shardtree.{home}" for home in PURE[package])
+        if not named or not str(getattr(value, "__module__", "")).startswith(homes):
             continue
         if inspect.isfunction(value):
             found[f"{package}.{name}"] = value
@@ -121,9 +136,7 @@ def public(package: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if inspect.isfunction(value) or isinstance(value, callables)}
 
 
-PUBLIC = {
-    name: value for package in PURE if find_spec(f"shardtree.{package}") for name, value in public(package).items()
-}
+PUBLIC = {name: value for package in PURE for name, value in public(package).items()}
 FUNCTIONS = {name for name, value in PUBLIC.items() if not isinstance(value, property)}
 PROPERTIES = [name for name in PUBLIC if name not in FUNCTIONS]
 

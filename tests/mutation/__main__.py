@@ -31,7 +31,7 @@ def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("what", choices=["run", "again", "show"], help="again: what survived, too")
-    parser.add_argument("only", nargs="*", help="patterns of mutants, as 'shardtree.trees.*'")
+    parser.add_argument("only", nargs="*", help="patterns of mutants, as 'shardtree.core.trees.*'")
     parser.add_argument("--seconds", type=float, default=inf, help="of tests for a mutant")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_intermixed_args()

@@ -33,6 +33,7 @@ _HOMES = {
         "checkpoint.series._listing": "FileMark",
         "checkpoint.series._removal": "Removal StepFiles",
     },
+    "shardtree.display": {"display": "Drawing"},
     "shardtree.fingerprints": {"fingerprints._tensors": "PartialFingerprint"},
     "shardtree.interop.dtensor": {"interop.dtensor._module": "ModuleKeys"},
     "shardtree.layouts": {
@@ -59,6 +60,7 @@ _HOMES = {
         "plans.resharding._transfers": "Transfers",
     },
     "shardtree.quantised": {"quantised._form": "Form", "quantised._part": "Part"},
+    "shardtree.retention": {"retention": "RetentionPolicy SavedStep"},
     "shardtree.storage": {
         "storage._capabilities": "Capabilities Entry",
         "storage._checked": "ByteRanges ReadReport StoredFile",

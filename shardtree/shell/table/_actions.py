@@ -45,7 +45,7 @@ Row = tuple[StrategyAction, str, int]
 Strategies = Mapping[Row, Strategy]
 """The type of a dispatch table."""
 StoredRows = Mapping[Row, Strategy | str]
-"""The rows of one of our formats: functions, or where they are, as "module:function" in `shardtree.strategies`."""
+"""The rows of one of our formats: functions, or where they are, as "module:function" below `shardtree`."""
 
 
 class LoadCommon(Protocol):

@@ -135,7 +135,7 @@ def _is_ours(strategy: object) -> bool:
     return isinstance(strategy, str) and ":" in strategy
 
 
-_rows: dict[Row, Strategy | str] = {**safetensors.ROWS, **leaf("formats")}
+_rows: dict[Row, Strategy | str] = {**safetensors.ROWS, **leaf("formats")()}
 
 default_strategies = StrategyTable(_rows)
 """Every registered row: prints as a table. Read-only; ``default_strategies | {...}`` makes a table of its own."""

@@ -106,7 +106,7 @@ def test_the_law_of_hidden_shards_catches_a_map_that_asks_leaves_alone() -> None
 
 
 def test_every_function_of_trees_is_tried_or_named() -> None:
-    functions = {name for name in trees.__all__ if isfunction(getattr(trees, name))}
+    functions = {name for name in st.trees.__all__ if isfunction(getattr(trees, name))}
     assert functions == {name.partition(" ")[0] for name in MAPS} | OTHERS | {"flat"}
 
 

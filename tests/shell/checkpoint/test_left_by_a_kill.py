@@ -19,7 +19,7 @@ FORMATS = [("safetensors", 1), ("torch_dist", 1), ("zarr", 3)]
 @pytest.fixture(scope="module")
 def dead() -> str:
     """Digits of a process that has ended."""
-    code = "from shardtree.storage import process_token; print(process_token())"
+    code = "from shardtree.shell.storage import process_token; print(process_token())"
     return subprocess.run([*quick_python(), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 

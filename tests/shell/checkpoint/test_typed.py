@@ -29,7 +29,7 @@ def seen(tree: ast.Module, name: str) -> list[tuple[list[str], list[str]]]:
 
 @pytest.mark.parametrize("function", STUBS)
 def test_overloads_have_the_parameters_of_their_function(function: Callable[..., Any]) -> None:
-    stub = Path(st.__file__).parent / "checkpoint" / STUBS[function] / "_typed.pyi"
+    stub = Path(st.__file__).parent / "shell" / "checkpoint" / STUBS[function] / "_typed.pyi"
     parameters = inspect.signature(function).parameters.values()
     by_place = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
