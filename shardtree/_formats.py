@@ -20,7 +20,7 @@ _IS_NODE = when_called("formats.zarr:is_whole")
 _IS_ARCHIVE = when_called("formats.rank_archives:is_whole_archive")
 _IS_DEEPSPEED = when_called("formats.deepspeed._contents:is_whole")
 
-_DEEPSPEED_DECIDED_BY = ("latest", "latest_universal", "*_model_states.pt", "*_optim_states.pt")
+_DEEPSPEED_DECIDED_BY = ("latest", "latest_universal", "*model_states.pt", "*_optim_states.pt")
 _RANK_FILES = ("model_world_size_*_rank_*.pt", "optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt")
 
 _READ = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify", "resolve")

@@ -18,16 +18,7 @@ from ._checks import (
     refuse_without_elements,
     refuse_wrappers,
 )
-from ._common import (
-    United,
-    common_with_holes,
-    comparable,
-    restrict,
-    unite,
-    united,
-    values_only,
-    without_holes,
-)
+from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
 from ._difference import Difference, diff, value_at
 from ._edit import (
     as_integers,
@@ -88,36 +79,38 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
-from ._scaled import (
-    BY_SCALES,
-    SCALED_DTYPES,
-    plain_matcher,
-    refuse_scaled,
-    scaled_line,
-    scaled_values,
-    those_of,
-)
-from ._transform import Transform, target_through, targets_through
 from ._wrappers import factory_of, has_factories, unwrap
 
 if typing.TYPE_CHECKING:
     from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
     from ._register import node_data, register_dataclass
+    from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
+    from ._transform import Transform, target_through, targets_through
 else:
     from ..deferred import later
 
     __getattr__ = later(
         __name__,
         {
+            "BY_SCALES": "._scaled",
             "Place": "._places",
             "Places": "._places",
+            "SCALED_DTYPES": "._scaled",
+            "Transform": "._transform",
             "kept_place": "._places",
             "moved_place": "._places",
             "named_paths": "._places",
             "node_data": "._register",
             "places": "._places",
+            "plain_matcher": "._scaled",
             "planted": "._places",
+            "refuse_scaled": "._scaled",
             "register_dataclass": "._register",
+            "scaled_line": "._scaled",
+            "scaled_values": "._scaled",
+            "target_through": "._transform",
+            "targets_through": "._transform",
+            "those_of": "._scaled",
         },
     )
 

@@ -23,6 +23,7 @@ from ..table import (
     deciding_files,
     decode_metadata,
     find_strategy,
+    is_deciding,
     is_of_others,
     is_whole,
     metadata_bytes,
@@ -137,11 +138,19 @@ def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
     """
     # A plain DCP folder or a Hugging Face model has no metadata.json and may not get one: formats recognise their own.
     table = table_of(strategies)
-    keys = (row for row in table if row[0] is StrategyAction.RECOGNIZE)
-    rows = [(traits_of(*row[1:], strategies).is_guess, table[row]) for row in keys]
+    rows = [(traits_of(*row[1:], strategies), row) for row in table if row[0] is StrategyAction.RECOGNIZE]
     with listed(storage, deep=False) as listing:
-        answers = (row(listing) for _, row in sorted(rows, key=itemgetter(0)))
+        # Only formats whose files may be there: asking one imports it.
+        asked = [(traits.is_guess, row) for traits, row in rows if _may_be_in(listing, traits)]
+        answers = (table[row](listing) for _, row in sorted(asked, key=itemgetter(0)))
         return next((fields for fields in answers if fields is not None), None)
+
+
+def _may_be_in(storage: Storage, traits: FormatTraits) -> bool:
+    """Return whether a folder has a file that decides for a format, as far as the format says which these are."""
+    if traits.decided_by == (METADATA_FILE,) or storage.length("") is not None:
+        return True
+    return any(is_deciding(name, traits.decided_by) for name in storage.names())
 
 
 def is_checkpoint(checkpoint_dir: Directory, *, world: Any = None, strategies: Strategies | None = None) -> bool:

@@ -52,11 +52,9 @@ from ._capabilities import (
     write_parts,
 )
 from ._checked import ByteRanges, ReadReport, StoredFile, joined_crc32, read_crc32
-from ._fetch import fetch, fetch_run
 from ._folders import (
     Directory,
     NewFolder,
-    crosses_network,
     folder_in,
     is_same_place,
     new_folder,
@@ -65,20 +63,8 @@ from ._folders import (
     with_own_refusals,
 )
 from ._local import LocalStorage
-from ._opened import RequestReader, fetch_ahead, opened
-from ._owner import (
-    Claim,
-    claim,
-    is_alive,
-    is_claimed,
-    made_here,
-    maker_is_dead,
-    owner_note,
-    process_token,
-    release,
-)
+from ._owner import Claim, claim, is_alive, is_claimed, made_here, maker_is_dead, owner_note, process_token, release
 from ._refusals import Refusal, Refusals, SaveReport
-from ._requests import fetch_cost
 from ._storage import (
     AnyBuffer,
     Buffer,
@@ -96,7 +82,11 @@ from ._threads import Task, background_threads, in_threads, in_turn, usual_threa
 from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 
 if typing.TYPE_CHECKING:
+    from ._fetch import fetch, fetch_run
     from ._memory import BytesReader, MemoryStorage
+    from ._network import crosses_network
+    from ._opened import RequestReader, fetch_ahead, opened
+    from ._requests import fetch_cost
 else:
     from ...core.deferred import later
 
@@ -105,5 +95,12 @@ else:
         {
             "BytesReader": "._memory",
             "MemoryStorage": "._memory",
+            "RequestReader": "._opened",
+            "crosses_network": "._network",
+            "fetch": "._fetch",
+            "fetch_ahead": "._opened",
+            "fetch_cost": "._requests",
+            "fetch_run": "._fetch",
+            "opened": "._opened",
         },
     )

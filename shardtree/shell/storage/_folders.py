@@ -1,4 +1,4 @@
-"""The storage of a path or URL, whether reading from it crosses a network, and folders within a storage."""
+"""The storage of a path or URL, and folders within a storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ...errors import StorageError, error_text
 from ._capabilities import Function, can, make_folder
 from ._local import LocalStorage, SavingStorage
 from ._local_files import parents_of_missing
-from ._memory import MemoryStorage
 from ._refusals import Refusal, Refusals, elsewhere, sync_above
 from ._storage import Storage, inside
 from ._wrapped import Wrapped, around
@@ -216,42 +215,3 @@ def _wait_for(folders: Sequence[str], refusals: Refusals) -> None:
             sync_above([folder], refusals)
         except OSError as error:
             raise StorageError(error_text(f"cannot sync {folder!r}", found=error.strerror)) from error
-
-
-_NETWORK = {
-    *("nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs", "glusterfs", "orangefs", "panfs", "afs"),
-    *("cifs", "smb3", "smbfs", "9p", "virtiofs"),
-}
-_MOUNTS = "/proc/self/mountinfo"
-
-
-def crosses_network(storage: Storage) -> bool:
-    """Return whether what is read from a storage comes through a network, as far as its kind or its mount tells.
-
-    Examples:
-        >>> crosses_network(MemoryStorage()), crosses_network(LocalStorage("/proc"))
-        (False, False)
-    """
-    if isinstance(storage, LocalStorage):
-        kind = file_system_of(storage.root)
-        # In user space are buckets, sshfs and the like; fuseblk is a local disk's.
-        return kind in _NETWORK or kind.startswith("fuse.")
-    return not isinstance(storage, MemoryStorage)
-
-
-def file_system_of(path: str) -> str:
-    """Return the type of the file system that a path is on, as Linux names it; "" where that isn't known.
-
-    Examples:
-        >>> file_system_of("/proc"), file_system_of("/no/such/path")
-        ('proc', '')
-    """
-    try:
-        device = os.stat(path).st_dev
-        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
-            lines = [line.split() for line in mounts]
-    except OSError:
-        return ""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    # A line has optional fields before a dash, and the type after it.
-    return next((fields[fields.index("-") + 1] for fields in lines if fields[2] == number), "")

@@ -5,7 +5,6 @@ This room isn't settled: its names may still change, those of the root alone sta
 
 import typing
 
-from ...core.deferred import later
 from ._actions import (
     PROTOCOLS,
     Commit,
@@ -34,20 +33,6 @@ from ._checks import (
     misfit,
     old_unique_key,
     pieces_of,
-)
-from ._findings import (
-    Checked,
-    Damage,
-    Finding,
-    Region,
-    Unchecked,
-    VerifyReport,
-    by_reason,
-    is_damaged,
-    refused_findings,
-    span_findings,
-    stored_parts,
-    untaken_findings,
 )
 from ._metadata import (
     check_lengths,
@@ -124,13 +109,49 @@ from .index import (
     item_buffers,
     rank_file,
     rank_files,
-    read_index,
-    rows_from_index,
-    rows_of_saves,
     save_with_index,
-    stored_fingerprints,
     write_file,
 )
-from .index._metadata import PairsMapping
 
-__getattr__ = later(__name__, {})
+if typing.TYPE_CHECKING:
+    from ._findings import (
+        Checked,
+        Damage,
+        Finding,
+        Region,
+        Unchecked,
+        VerifyReport,
+        by_reason,
+        is_damaged,
+        refused_findings,
+        span_findings,
+        stored_parts,
+        untaken_findings,
+    )
+    from .index import read_index, rows_from_index, rows_of_saves, stored_fingerprints
+    from .index._metadata import PairsMapping
+else:
+    from ...core.deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "Checked": "._findings",
+            "Damage": "._findings",
+            "Finding": "._findings",
+            "PairsMapping": ".index._metadata",
+            "Region": "._findings",
+            "Unchecked": "._findings",
+            "VerifyReport": "._findings",
+            "by_reason": "._findings",
+            "is_damaged": "._findings",
+            "read_index": ".index",
+            "refused_findings": "._findings",
+            "rows_from_index": ".index",
+            "rows_of_saves": ".index",
+            "span_findings": "._findings",
+            "stored_fingerprints": ".index",
+            "stored_parts": "._findings",
+            "untaken_findings": "._findings",
+        },
+    )

@@ -41,7 +41,7 @@ class FormatTraits:
 
     Attributes:
         decided_by: patterns (as in `fnmatch`) of the names of the files that make a folder a checkpoint of the format:
-            if one of them changes, it is another checkpoint.
+            if one of them changes, it is another checkpoint. A folder without any is not shown to RECOGNIZE.
         in_save_folder: whether all files of a save are in the folder `pending.save_id`. No other save's files have
             their names then: a save overwrites by writing beside the old one, and open files are never another save's.
         cuts_chunks: when a part of a stored chunk costs no more to read than its share of the bytes, so that ranks that

@@ -15,7 +15,8 @@ import shardtree as st
 from shardtree.storage import MemoryStorage
 from shardtree.retention import keep_last
 
-st.save, st.SaveOptions  # all that a save needs is imported here
+st.save, st.simulate  # all that a save needs is imported here
+comparing = st.SaveOptions(check_replicas=True)  # and what options ask for, as they are made
 root, imported = sys.argv[1], []
 
 class Noted:
@@ -43,7 +44,7 @@ def among_others():
     st.save(tree(), storage)
 
 def by_ranks(world):
-    st.save(tree(world.rank, world.size), f"{root}/ranks", world=world, options=st.SaveOptions(check_replicas=True))
+    st.save(tree(world.rank, world.size), f"{root}/ranks", world=world, options=comparing)
 
 noted("the first save", lambda: st.save(tree(), f"{root}/step"))
 noted("an overwrite", lambda: st.save(tree(), f"{root}/step", overwrite=True))

@@ -19,11 +19,14 @@ from ...storage import ReadReport
 from ...table import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy, unless_replaced
 from ...world import agree, step
 from .._consistency import KnownLayout
-from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
+from .._dispatch import DEFAULT_BACKEND, Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._choice import ALONE, ExchangeChoice
 from ._groups import groups_of, stored_shard, traits_of_load
 from ._objects import ObjectsFit, reshaped_values
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
+
+# Imported now: a load of our own format imports nothing, since it may run where an import is half done.
+find_strategy(StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND)
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
 

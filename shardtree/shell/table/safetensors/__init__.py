@@ -1,16 +1,31 @@
 """The native format: plain safetensors files, an index in columns, block hashes, and one file that commits."""
 
-from .._actions import Strategies, StrategyAction
-from .._traits import FormatTraits
-from ..index import load_common, rows_of_saves
-from ._write import save_common, save_sharded, verify_files
+import typing
 
-ROWS: Strategies = {
-    **rows_of_saves("safetensors", 1),  # loads, metadata, removal, files: from the index
-    (StrategyAction.LOAD_COMMON, "safetensors", 1): load_common,
+from .._actions import StoredRows, StrategyAction
+from .._traits import FormatTraits
+from ._write import save_common, save_sharded
+
+if typing.TYPE_CHECKING:
+    from ._read import verify_files
+else:
+    from ....core.deferred import later
+
+    __getattr__ = later(__name__, {"verify_files": "._read"})
+
+_READ = "shell.table.safetensors._read"
+
+# What a save doesn't need is a name until a load asks for it.
+ROWS: StoredRows = {
+    (StrategyAction.LOAD_COMMON, "safetensors", 1): "shell.table.index._rows:load_common",
+    (StrategyAction.LOAD_SHARDED, "safetensors", 1): f"{_READ}:load_sharded",
+    (StrategyAction.LOAD_OBJECTS, "safetensors", 1): f"{_READ}:load_objects",
+    (StrategyAction.LOAD_METADATA, "safetensors", 1): f"{_READ}:load_metadata",
+    (StrategyAction.REMOVE_SHARDED, "safetensors", 1): f"{_READ}:remove_sharded",
+    (StrategyAction.LIST_FILES, "safetensors", 1): f"{_READ}:list_files",
+    (StrategyAction.VERIFY, "safetensors", 1): f"{_READ}:verify_files",
     (StrategyAction.SAVE_COMMON, "safetensors", 1): save_common,
     (StrategyAction.SAVE_SHARDED, "safetensors", 1): save_sharded,
-    (StrategyAction.VERIFY, "safetensors", 1): verify_files,
     (StrategyAction.DESCRIBE, "safetensors", 1): lambda: FormatTraits(
         in_save_folder=True, cuts_chunks="always", fills_devices=True
     ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Event
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from ....core.ambient import collector_paused
 from ....core.codec import encode_tree
-from ....core.fingerprints import add_fingerprints, piece_total, run_pieces
+from ....core.fingerprints import piece_total, run_pieces
 from ....core.geometry import Column
 from ....core.layouts import ShardColumns, select_rows, shard_columns
 from ....core.mapping import ShardedObject, ShardedTensor
@@ -38,19 +38,12 @@ from ...storage import (
     usual_threads,
 )
 from .._checks import checked_data
-from .._findings import Damage, Finding, stored_parts
-from .._metadata import checked_name, write_checked
-from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
+from .._metadata import write_checked
+from .._values import AsyncRequest, Fields, PendingSave
 from ..index import (
-    IndexMetadata,
     RankFiles,
-    load_from_index,
     rank_file,
-    read_index,
     save_with_index,
-    stored_fingerprints,
-    verify_index,
-    whole_file_findings,
 )
 from ._layout import Entries, Part, gathered, parts, together
 
@@ -227,50 +220,3 @@ def _in_memory(shard: ShardedTensor) -> bool:
     """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
-
-
-def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is damaged: common state and index as wholes, data files by blocks, then tensors by fingerprints."""
-    findings: list[Finding] = []
-    if checkpoint.fields["common_backend"] == "safetensors":
-        findings += whole_file_findings(checkpoint, "common")
-    if checkpoint.fields["sharded_backend"] != "safetensors":
-        return tuple(findings)
-    findings += whole_file_findings(checkpoint, "index")
-    if any(isinstance(one, Damage) and one.file == checked_name(checkpoint, "index") for one in findings):
-        return tuple(findings)  # without the index, the data files' hashes aren't known
-    files = verify_index(checkpoint, read_index)
-    name = checked_name(checkpoint, "index")
-    damaged_keys = {key for one in files if isinstance(one, Damage) for key in one.keys}
-    if any(isinstance(one, Damage) and one.file == name for one in files):
-        return (*findings, *files)  # it can't be read
-    return (*findings, *files, *_fingerprint_damage(checkpoint, name, damaged_keys))
-
-
-def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged_keys: Collection[str]) -> Iterator[Damage]:
-    """Yield the tensors whose fingerprints aren't the ones that were stored with them; none if none was stored.
-
-    All bytes may be as they were written: this shows that they also lie where the index says.
-
-    Args:
-        checkpoint: of the native format.
-        name: the index file's.
-        damaged_keys: keys whose bytes are known to be damaged; these aren't read again.
-    """
-    index = checkpoint.once(read_index)
-    metadata = IndexMetadata(index)
-    originals = stored_fingerprints(metadata)
-    tensors = [
-        shard for key in originals if key not in damaged_keys and isinstance(shard := metadata[key], ShardedTensor)
-    ]
-    # Not verified a second time: the blocks' hashes were checked just before.
-    load = partial(load_from_index, replace(checkpoint, options=replace(checkpoint.options, verify=None)), index)
-    try:
-        fingerprints = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))
-    except CheckpointingException as error:
-        yield Damage(name, str(error))
-        return
-    for key in fingerprints:
-        if fingerprints[key] != originals[key]:
-            what = f"the elements have the fingerprint {fingerprints[key]:016x}, not the stored {originals[key]:016x}"
-            yield Damage(name, what, keys=(key,))

@@ -1,0 +1,47 @@
+"""Whether what is read from a storage comes through a network."""
+
+from __future__ import annotations
+
+import os
+
+from ._local import LocalStorage
+from ._memory import MemoryStorage
+from ._storage import Storage
+
+_NETWORK = {
+    *("nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs", "glusterfs", "orangefs", "panfs", "afs"),
+    *("cifs", "smb3", "smbfs", "9p", "virtiofs"),
+}
+_MOUNTS = "/proc/self/mountinfo"
+
+
+def crosses_network(storage: Storage) -> bool:
+    """Return whether what is read from a storage comes through a network, as far as its kind or its mount tells.
+
+    Examples:
+        >>> crosses_network(MemoryStorage()), crosses_network(LocalStorage("/proc"))
+        (False, False)
+    """
+    if isinstance(storage, LocalStorage):
+        kind = file_system_of(storage.root)
+        # In user space are buckets, sshfs and the like; fuseblk is a local disk's.
+        return kind in _NETWORK or kind.startswith("fuse.")
+    return not isinstance(storage, MemoryStorage)
+
+
+def file_system_of(path: str) -> str:
+    """Return the type of the file system that a path is on, as Linux names it; "" where that isn't known.
+
+    Examples:
+        >>> file_system_of("/proc"), file_system_of("/no/such/path")
+        ('proc', '')
+    """
+    try:
+        device = os.stat(path).st_dev
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+            lines = [line.split() for line in mounts]
+    except OSError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    # A line has optional fields before a dash, and the type after it.
+    return next((fields[fields.index("-") + 1] for fields in lines if fields[2] == number), "")
