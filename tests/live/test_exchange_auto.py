@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.shell.checkpoint.loading import _choice
 from shardtree.shell.checkpoint.loading._choice import Place, exchange_choice
-from shardtree.shell.storage import _folders, crosses_network
+from shardtree.shell.storage import _network, crosses_network
 from shardtree.storage import LocalStorage, MemoryStorage, ReadReport
 from shardtree.testing import watched
 
@@ -106,14 +106,14 @@ def test_a_mount_tells_whether_a_folder_is_on_a_network(
     kind: str, expected: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = (tmp_path / "..").stat().st_dev
-    number = f"{_folders.os.major(device)}:{_folders.os.minor(device)}"
+    number = f"{_network.os.major(device)}:{_network.os.minor(device)}"
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS.replace("{number}", "0:1", 1).format(number=number, kind=kind))
-    monkeypatch.setattr(_folders, "_MOUNTS", str(table))
+    monkeypatch.setattr(_network, "_MOUNTS", str(table))
     assert crosses_network(LocalStorage(str(tmp_path))) is expected
 
 
 def test_where_nothing_is_known_of_mounts_a_folder_is_local(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_folders, "_MOUNTS", str(tmp_path / "none"))
+    monkeypatch.setattr(_network, "_MOUNTS", str(tmp_path / "none"))
     assert not crosses_network(LocalStorage(str(tmp_path)))
     assert not crosses_network(LocalStorage(str(tmp_path / "absent")))
