@@ -15,8 +15,9 @@ from rich.text import Text
 from ..core.codec import dtype_name
 from ..core.geometry import slices
 from ..core.layouts import place_text
+from ..core.lazy import as_integers
 from ..core.mapping import ShardedTensor
-from ..core.trees import as_integers, near_names, torch_converts
+from ..core.trees import near_names, torch_converts
 from ..errors import KeyMismatch, ShapeError, StrategyError, error_text
 from ..inspection import OpenCheckpoint, open_checkpoint
 from ..pictures import COLOURS, Picture, draw, picture_lines

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..core.geometry import box_column, check_flat_range, flat_boxes, refuse
-from ..core.lazy import LazyTensor, only_filled, stored
+from ..core.lazy import LazyTensor, as_integers, only_filled, stored
 from ..core.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
-from ..core.trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
+from ..core.trees import empty_data, join_data, leaves_with_paths, map_shards, match_key
 from ..errors import MetadataError, ShapeError, TreeError, error_text, plural
 from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes, reshaped
 

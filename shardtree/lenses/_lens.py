@@ -11,8 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from ..core.geometry import integer, refuse
+from ..core.lazy import as_integers
 from ..core.mapping import ShardedTensor
-from ..core.trees import as_integers, empty_data
+from ..core.trees import empty_data
 from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from ..core.geometry import Column, integer, refuse
+from ..core.lazy import as_integers
 from ..core.mapping import ShardedTensor
-from ..core.trees import as_integers, full_data, join_data, padding_like
+from ..core.trees import full_data, join_data, padding_like
 from ..errors import CheckpointingException, MetadataError, ShapeError, error_text
 from ._axis_runs import PADDING, AxisRuns, Block, grouped_runs, joined_parts, stored_blocks
 from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, device_of, positive, with_values

@@ -14,9 +14,9 @@ import torch
 
 from ..core.geometry import slices
 from ..core.layouts import access_problems, shard_columns
-from ..core.lazy import Box
+from ..core.lazy import Box, as_integers
 from ..core.mapping import ShardedTensor
-from ..core.trees import apply_factories, as_integers
+from ..core.trees import apply_factories
 from ..errors import CheckpointingException, ShapeError, TraceError
 from ..quantised import Form
 from ..traces import Trace, localized, trace

@@ -7,8 +7,7 @@ from math import copysign
 
 import torch
 
-from ..core.lazy import dense
-from ..core.trees import as_integers
+from ..core.lazy import as_integers, dense
 from ._moves import Move, read_of
 from ._steps import Computed, Constant, Operand
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.lazy import flat_bytes
-from ..core.trees import as_integers
+from ..core.lazy import as_integers, flat_bytes
 from ..errors import shorten
 
 

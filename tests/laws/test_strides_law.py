@@ -16,8 +16,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.core.codec import bit_view, byte_buffer, row_major_bits
-from shardtree.core.lazy import flat_bytes
-from shardtree.core.trees import as_integers
+from shardtree.core.lazy import as_integers, flat_bytes
 from shardtree.live import _move
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies

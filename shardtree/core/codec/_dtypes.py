@@ -7,9 +7,7 @@ from contextlib import suppress
 import torch
 
 from ...errors import MetadataError, UnsupportedValue, error_text
-from ..lazy import flat_bytes
-from ..mapping import INTEGERS
-from ..trees import as_integers
+from ..lazy import INTEGERS, as_integers, flat_bytes
 
 # All dtypes of this torch rather than a list of ours: torch adds dtypes faster than formats add versions. By their own
 # names: an alias such as torch.half prints as float16.

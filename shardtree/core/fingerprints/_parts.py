@@ -12,9 +12,8 @@ import torch
 
 from ...errors import CheckpointingException, UnsupportedValue, error_text
 from ..geometry import flat_boxes, slabs, slices
-from ..lazy import LazyTensor
+from ..lazy import LazyTensor, as_integers
 from ..mapping import ShardedTensor, has_elements
-from ..trees import as_integers
 from ._sums import MODULUS, device_total, host_total
 
 PIECE = 1 << 21

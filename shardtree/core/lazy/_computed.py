@@ -10,7 +10,8 @@ import torch
 
 from ...errors import ShapeError, UnsupportedValue, error_text
 from ..geometry import slabs, slices
-from ._sources import Fetch, Shape, Source, flat_bytes
+from ._bits import flat_bytes
+from ._sources import Fetch, Shape, Source
 
 WINDOW_BYTES = 16 * 2**20
 """Memory of one window: its parts of the operands and of the result."""

@@ -122,26 +122,6 @@ def _dot(left: Sequence[int], right: Sequence[int]) -> int:
 # The bytes of tensors in memory.
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in row-major order: a view if its memory holds them so, else a copy.
-
-    Args:
-        tensor: a dense tensor of any shape and strides, on any device; not conjugated or negated lazily. One that isn't
-            contiguous is of a dtype that torch copies, as integers are.
-
-    Returns:
-        uint8 (bytes,), of stride 1.
-
-    Examples:
-        >>> flat_bytes(torch.tensor([1, 256, 2], dtype=torch.int16)[::2])
-        tensor([1, 0, 2, 0], dtype=torch.uint8)
-    """
-    row_major = tensor.contiguous()
-    # A tensor is contiguous with any strides along axes of one element, and all of them if it has none; `view` then
-    # refuses another item size. That holds for `reshape(-1)`, `clone()` and `contiguous()` of such a tensor too.
-    return row_major.as_strided((row_major.numel(),), (1,)).view(torch.uint8)
-
-
 # Dense tensors that read any box of themselves.
 
 ReadBox = Callable[[Shape, Shape], torch.Tensor]

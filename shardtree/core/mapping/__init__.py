@@ -4,7 +4,7 @@ Names and meaning are Megatron-Core's; every change is a new value. A shard is t
 [global_offset, global_offset + shape) of the global tensor named by its key, or one flat range of such a box.
 """
 
-from ._elements import INTEGERS, given_tensor, has_elements, is_wrapper, lacks_memory
+from ._elements import given_tensor, has_elements, is_wrapper, lacks_memory
 from ._functions import same_value
 from ._leaves import (
     CommonStateDict,

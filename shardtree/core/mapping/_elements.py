@@ -8,9 +8,6 @@ import torch
 
 from ._leaves import ShardedBase
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By item size, dtypes that torch joins, fills and copies bit for bit on every device, as it can't all others."""
-
 
 def given_tensor(shard: ShardedBase) -> torch.Tensor | None:
     """Return a shard's tensor; None where it has no memory of its own: no data, a meta, fake or lazy tensor.

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ...errors import ShapeError, error_text
-from ..lazy import flat_bytes
-from ._elements import INTEGERS, is_wrapper, lacks_memory
+from ..lazy import INTEGERS, flat_bytes
+from ._elements import is_wrapper, lacks_memory
 from ._read_only import refuse_read_only as refuse_read_only
 from ._tensor import ShardedTensor
 

@@ -21,7 +21,6 @@ from ._checks import (
 from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
 from ._difference import Difference, diff, value_at
 from ._edit import (
-    as_integers,
     cast,
     empty_data,
     full_data,

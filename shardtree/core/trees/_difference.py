@@ -14,10 +14,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ...errors import TreePath
-from ..lazy import flat_bytes
+from ..lazy import as_integers, flat_bytes
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements, same_value
 from ._at_paths import deepest
-from ._edit import as_integers
 from ._join import Record, stored_entries
 from ._nodes import Tree, refusing_depth, same_kind
 

@@ -12,26 +12,14 @@ import torch
 
 from ...errors import KeyMismatch, ShapeError, TreeError, error_text
 from ..geometry import check_type
-from ..lazy import LazyTensor, stored
-from ..mapping import INTEGERS, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..lazy import INTEGERS, LazyTensor, as_integers, stored
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ._key_patterns import checked_keys, match_keys, near_names, with_guesses
 from ._maps import check_function, described_kind, map_sharing, with_data
 from ._nodes import SameTree, Tree, flatten
 from ._scaled import SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values
 
 # Creating and concatenating tensors of any dtype. Torch lacks operators for some, and has all for integers.
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's bits as integers of the same size, which torch can join and copy on every device.
-
-    Elements of 16 bytes stay as they are.
-
-    Examples:
-        >>> as_integers(torch.tensor([1.0, -0.0]))
-        tensor([ 1065353216, -2147483648], dtype=torch.int32)
-    """
-    return tensor.detach().resolve_conj().resolve_neg().view(INTEGERS.get(tensor.itemsize, tensor.dtype))
 
 
 def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from operator import mul
 
 import torch
 
-from ...core.trees import as_integers
+from ...core.lazy import as_integers
 from ...errors import CorruptCheckpoint, error_text
 from ._payload import StoredTensor
 from ._tensors import MOST_EXPANDED_BYTES

@@ -11,9 +11,8 @@ import torch
 
 from ...core.geometry import Column, row_major_strides, widen
 from ...core.layouts import ShardColumns, select_rows
-from ...core.mapping import INTEGERS
+from ...core.lazy import INTEGERS, as_integers
 from ...core.plans import convert
-from ...core.trees import as_integers
 from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ._plan import ReshardPlan
 

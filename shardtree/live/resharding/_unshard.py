@@ -30,12 +30,11 @@ from ...core.layouts import (
     sharding_faults,
     trees_by_rank,
 )
-from ...core.lazy import LazyTensor
+from ...core.lazy import LazyTensor, as_integers
 from ...core.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory, has_elements
 from ...core.trees import (
     HOLE,
     apply_factories,
-    as_integers,
     common_with_holes,
     comparable,
     empty_data,

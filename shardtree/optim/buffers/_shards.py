@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ...core.lazy import as_integers
 from ...core.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
-from ...core.trees import as_integers, empty_data
+from ...core.trees import empty_data
 from ...errors import KeyMismatch, MetadataError, ShapeError, error_text, plural
 from ._pack import Parameter, check_parameters
 from ._plan import BufferPlan, BufferRange, check_dtype, check_plan, checked_rank

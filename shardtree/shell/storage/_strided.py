@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...core.geometry import Column, joined_rows, rows_of
-from ...core.mapping import INTEGERS
+from ...core.lazy import INTEGERS
 from ...core.plans import Strided
 from ._blocks import BLOCK_BYTES, Flags
 from ._storage import Buffer

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardtree.core.trees import as_integers, empty_data, join_data, namedtuple_types, prune, refuse_hidden
+from shardtree.core.lazy import as_integers
+from shardtree.core.trees import empty_data, join_data, namedtuple_types, prune, refuse_hidden
 from shardtree.errors import TreeError, UnsupportedValue
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import HOLE, Difference, apply_factory_merges, combine, diff, without_data

@@ -12,6 +12,7 @@ from ....core import trees
 from ....core.ambient import collector_paused
 from ....core.codec import is_plain_memory
 from ....core.layouts import TensorKind
+from ....core.lazy import as_integers
 from ....core.mapping import ShardedObject, ShardedTensor, given_tensor, lacks_memory
 from ....core.mapping.memory import (
     check_no_aliases,
@@ -83,9 +84,9 @@ def with_memory(
         return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
     if tensor is None:
         memory = new_memory(shard.key, shard.data_shape, shard.dtype)
-        trees.as_integers(memory).zero_()
+        as_integers(memory).zero_()
         return trees.with_data(shard, memory)
-    copy = trees.as_integers(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    copy = as_integers(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
     return trees.with_data(shard, copy.view(shard.dtype))
 
 

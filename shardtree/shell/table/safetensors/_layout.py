@@ -13,7 +13,8 @@ from torch._utils import _flatten_dense_tensors
 
 from ....core.codec import Entry, bit_view, check_storable, encode_header, format_tag, is_tagged
 from ....core.geometry import Column, box_column, volumes
-from ....core.mapping import INTEGERS, ShardedObject, ShardedTensor
+from ....core.lazy import INTEGERS
+from ....core.mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer, is_in_place
 from .._checks import checked_data
 from ..index import encoded_object
