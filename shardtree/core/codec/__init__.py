@@ -1,4 +1,4 @@
-"""Encoding and decoding: dtypes, JSON, safetensors headers, trees, pickles and archives. No files are opened here."""
+"""Encoding and decoding: dtypes, JSON, safetensors headers, trees of values. No files are opened here."""
 
 from __future__ import annotations
 

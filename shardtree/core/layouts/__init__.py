@@ -1,4 +1,4 @@
-"""Layouts of global tensors over ranks: shards as columns, and whether they tile their tensors."""
+"""Layouts of global tensors over ranks, as columns: whether shards tile their tensors, and arrays of objects."""
 
 import typing
 

@@ -1,7 +1,4 @@
-"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan.
-
-This room isn't settled: its names may still change, those of the root alone stay.
-"""
+"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""Whole checkpoints: save, load, look inside, read lazily. Each function reads as the data flows."""
+"""Opening, saving and loading a checkpoint, at once or in the background. Each function reads as the data flows."""
 
 import typing
 

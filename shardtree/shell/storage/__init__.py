@@ -1,7 +1,4 @@
-"""Bytes: local files, memory, file systems behind URLs, block hashes, and the reads and writes of tensors' memory.
-
-This room isn't settled: its names may still change, those of the root alone stay.
-"""
+"""Bytes: local files, memory, a URL's storage by name, block hashes, and the reads and writes of tensors' memory."""
 
 import typing
 

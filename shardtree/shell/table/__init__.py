@@ -1,7 +1,4 @@
-"""Strategies: the dispatch table, the signatures of its rows, and one package a format.
-
-This room isn't settled: its names may still change, those of the root alone stay.
-"""
+"""The dispatch table and the signatures of its rows, the index that formats fill, and the library's own format."""
 
 import typing
 

@@ -16,7 +16,7 @@ from shardtree.storage import MemoryStorage
 from tests.quick_python.command import quick_python
 
 SAVE = "save-20260102T030405-0123456789abcdef"
-NOTE = "from shardtree.storage import owner_note; import sys; sys.stdout.buffer.write(owner_note('save-1'))"
+NOTE = "from shardtree.shell.storage import owner_note; import sys; sys.stdout.buffer.write(owner_note('save-1'))"
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="needs Linux's /proc")
 
