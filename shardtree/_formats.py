@@ -5,12 +5,13 @@ What a format does is a name here until a call needs it, so that a save of our o
 
 from __future__ import annotations
 
-import typing
+from collections.abc import Mapping
+from typing import Any
 
 from .core.deferred import when_called
 
-if typing.TYPE_CHECKING:
-    from .shell.table._actions import StoredRows
+Rows = Mapping[Any, Any]
+"""Rows of the table, whose own types this module can't name before it is asked for them."""
 
 MANIFEST = "integrity.json"
 """Name of Megatron-Core's file with the SHA-256 of every other one."""
@@ -27,13 +28,13 @@ _READ = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify
 """What a format of torch.save's files does that is only read."""
 
 
-def rows() -> StoredRows:
+def rows() -> Rows:
     """Return the rows of all formats of other programs: functions by their places, traits as values."""
     # Imported now: the table, which asks for these rows while it is imported, holds both names by then.
     from .shell.table._actions import StrategyAction
     from .shell.table._traits import FormatTraits
 
-    def read_only(backend: str, module: str) -> StoredRows:
+    def read_only(backend: str, module: str) -> Rows:
         return {(StrategyAction(name), backend, 1): f"formats.{module}:{name}" for name in _READ}
 
     return {

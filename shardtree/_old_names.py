@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -15,9 +14,7 @@ from .core.moved import new_address
 class _OldNames(MetaPathFinder, Loader):
     """An import of an old name, which gives the module that is there now, not a second one of the same text."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec for an old name, None for all others."""
         is_ours = fullname.startswith("shardtree.")
         return ModuleSpec(fullname, self) if is_ours and new_address(fullname) != fullname else None

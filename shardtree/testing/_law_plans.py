@@ -43,7 +43,7 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
         >>> half = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))])
         >>> at = np.array([0])
         >>> stored = StoredChunks(at, at[:, None], at[:, None] + 4, at - 1, at - 1, at, at)
-        >>> check_load_plan(half, stored, st.plans.plan_load(half, stored))
+        >>> check_load_plan(half, stored, st.core.plans.plan_load(half, stored))
     """
     expected = _expected_sources(requests, chunks)
     sources: dict[tuple[int, int], tuple[int, int]] = {}
@@ -76,7 +76,7 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
     Examples:
         >>> import torch, shardtree as st
         >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))])
-        >>> check_writes(columns, 1, st.plans.level_writes(columns, 1))
+        >>> check_writes(columns, 1, st.core.plans.level_writes(columns, 1))
     """
     # The limit is what dealing out shards greedily guarantees; an optimal balance would be a packing problem.
     size = columns.elements * columns.item_size[columns.key]

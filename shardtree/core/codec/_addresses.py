@@ -128,7 +128,7 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
     Examples:
         >>> addresses_of("shardtree.Mesh")
-        ('shardtree.Mesh', 'shardtree.layouts.meshes._mesh.Mesh')
+        ('shardtree.Mesh', 'shardtree.layouts.meshes._mesh.Mesh', 'shardtree.core.layouts.meshes._mesh.Mesh')
         >>> addresses_of("http.HTTPStatus")
         ('http.HTTPStatus',)
     """

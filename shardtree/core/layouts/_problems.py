@@ -314,7 +314,7 @@ def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Pr
     Examples:
         >>> import torch, shardtree as st
         >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=1)])
-        >>> faults = st.layouts.sharding_faults(select_rows(columns, np.flatnonzero(columns.main)))
+        >>> faults = st.core.layouts.sharding_faults(select_rows(columns, np.flatnonzero(columns.main)))
         >>> [str(problem) for problem in fault_problems(columns, faults, "element")]
         ["'w' (rank 0): [0:2] has no main replica (2 of 2 elements); only other replicas: rank 0 [0:2]"]
     """

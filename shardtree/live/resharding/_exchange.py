@@ -184,7 +184,7 @@ def plan_exchange(
     Examples:
         >>> import torch, shardtree as st
         >>> tree = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(1024))]
-        >>> plan = plan_exchange(st.layouts.tree_columns([tree, tree]), 2, stripe_bytes=1024)
+        >>> plan = plan_exchange(st.core.layouts.tree_columns([tree, tree]), 2, stripe_bytes=1024)
         >>> plan.shared.reads.rank.tolist(), plan.shared.reads.start.tolist(), plan.passed_on.links
         ([0, 1], [0, 512], {(0, 1): 2048, (1, 0): 2048})
     """
