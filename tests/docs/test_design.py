@@ -1,4 +1,4 @@
-"""docs/design.md is a map that is true: its rooms are there, and a save and a load walk as it says."""
+"""docs/design.md is a map that is true: its rooms are there, import as it says, and so a save and a load walk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shardtree as st
+from tests.test_architecture import TEXTS, imports
 
 PACKAGE = Path(st.__file__).parent
 PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
@@ -108,16 +109,46 @@ def test_a_walk_that_goes_elsewhere_is_found(walks: dict[str, dict[Place, int]])
 
 
 def rooms() -> Iterator[str]:
-    """Yield what is directly inside of the package, the core and the shell, as the page's table names it."""
-    for folder in ("", "core/", "shell/"):
-        for path in (PACKAGE / folder).iterdir():
-            if path.is_dir() and (path / "__init__.py").exists():
-                yield f"{folder}{path.name}/"
-            elif not folder and path.suffix == ".py" and path.stem[0] != "_":
-                yield path.name
+    """Yield what the page's table has to name: all that is directly inside of the package, of core and of shell."""
+    split = [PACKAGE / "core", PACKAGE / "shell"]
+    inside = [path for folder in split for path in folder.iterdir() if path.name != "__init__.py"]
+    for path in [*PACKAGE.iterdir(), *inside]:
+        name = path.relative_to(PACKAGE).as_posix()
+        if path.suffix == ".py":
+            yield name
+        elif path not in split and (path / "__init__.py").exists():
+            yield f"{name}/"
+
+
+def listed_rooms() -> list[list[str]]:
+    """Return the rooms that each row of the page's table names."""
+    rows = re.findall(r"^\| (`[^|]+`) \| ", section("The rooms"), re.MULTILINE)
+    return [re.findall(r"`([^`]+)`", row) for row in rows]
 
 
 def test_the_table_has_every_room() -> None:
-    rows = re.findall(r"^\| (`[^|]*`) \| [^|]* \| [^|]* \|$", section("The rooms"), re.MULTILINE)
-    listed = [name for row in rows for name in re.findall(r"`([\w./]+)`", row)]
-    assert sorted(listed) == sorted(rooms())
+    assert sorted(name for row in listed_rooms() for name in row) == sorted(rooms())
+
+
+def upward_imports(rows: list[list[str]]) -> list[tuple[str, str]]:
+    """Return the (module, import) pairs where a module imports from a row below its own."""
+    row_of = {re.sub(r"(/|\.py)$", "", name): number for number, row in enumerate(rows) for name in row}
+
+    def row(name: str) -> int:
+        parts = name.split("/")
+        return next((row_of[at] for end in (2, 1) if (at := "/".join(parts[:end])) in row_of), -1)
+
+    ours = {module: imports(text, module) for module, text in TEXTS.items() if row(module) >= 0}
+    pairs = [(module, name) for module, names in ours.items() for name in names if name.startswith(".")]
+    return [(module, name) for module, name in pairs if row(name[1:].replace(".", "/")) > row(module)]
+
+
+def test_a_room_imports_from_rows_above_its_own() -> None:
+    assert upward_imports(listed_rooms()) == []
+    assert ("core/trees/_maps", ".core.lazy.LazyTensor") in upward_imports(listed_rooms()[::-1])
+
+
+def test_every_folder_and_module_that_the_page_names_is_there() -> None:
+    names = set(re.findall(r"`((?:[a-z_]+/)+|[\w/]+\.py)`", PAGE))
+    assert len(names) > 80
+    assert {name for name in names if not (PACKAGE / name).exists() and not (PACKAGE.parent / name).exists()} == set()
