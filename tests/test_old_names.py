@@ -25,9 +25,8 @@ def test_an_old_name_is_the_module_that_is_there_now(old: str) -> None:
 
 
 def test_what_is_below_a_package_that_moved_is_not_loaded_twice() -> None:
-    import shardtree.strategies.zarr._save as before
-
     import shardtree.formats.zarr._save as now
+    import shardtree.strategies.zarr._save as before
 
     assert before is now
     assert pickle.loads(b"cshardtree.strategies.zarr._save\nRankFiles\n.") is now.RankFiles
