@@ -17,6 +17,7 @@ MANIFEST = "integrity.json"
 """Name of Megatron-Core's file with the SHA-256 of every other one."""
 
 _IS_PICKLE = when_called("formats.torch_dist:is_whole")
+_IS_SAFETENSORS = when_called("formats.huggingface._listing:is_whole")
 _IS_NODE = when_called("formats.zarr:is_whole")
 _IS_ARCHIVE = when_called("formats.rank_archives:is_whole_archive")
 _IS_DEEPSPEED = when_called("formats.deepspeed._contents:is_whole")
@@ -55,7 +56,7 @@ def rows() -> Rows:
             is_guess=True,
             shares_files=True,
             writes_common=True,
-            is_whole=when_called("formats.huggingface._listing:is_whole"),
+            is_whole=_IS_SAFETENSORS,
         ),
         (StrategyAction.SAVE_COMMON, "torch", 1): "formats.torch:save_common",
         (StrategyAction.LOAD_COMMON, "torch", 1): "formats.torch:load_common",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,7 +22,10 @@ class _OldNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module that is there now in the place of the new and empty one, as the import system allows."""
-        sys.modules[module.__name__] = import_module(new_address(module.__name__))
+        now = import_module(new_address(module.__name__))
+        # Another thread that waits for this import may hold the empty one already.
+        vars(module)["__getattr__"] = partial(getattr, now)
+        sys.modules[module.__name__] = now
 
 
 def install() -> None:

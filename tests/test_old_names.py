@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 
@@ -34,8 +35,15 @@ def test_what_is_below_a_package_that_moved_is_not_loaded_twice() -> None:
 
 def test_a_package_that_was_below_another_is_its_attribute() -> None:
     assert st.strategies.huggingface is import_module("shardtree.formats.huggingface")
+    assert st.strategies.base.default_strategies is st.default_strategies
     with pytest.raises(AttributeError, match=r"no attribute 'nowhere'"):
         st.strategies.nowhere  # noqa: B018
+
+
+def test_a_thread_that_waits_for_an_old_name_gets_what_is_in_it() -> None:
+    module = ModuleType("shardtree.strategies.zarr")
+    _old_names._OldNames().exec_module(module)
+    assert module.recognize is import_module("shardtree.formats.zarr").recognize
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 from .ambient import collector_paused
 from .moved import new_address
@@ -48,11 +48,11 @@ def by_name(place: str) -> typing.Any:
 
 def when_called(place: str) -> typing.Callable[..., typing.Any]:
     """Return the function that is at a place, as `by_name` takes it, imported once it is called."""
+    return partial(_call, place)
 
-    def call(*arguments: typing.Any) -> typing.Any:
-        return by_name(place)(*arguments)
 
-    return call
+def _call(place: str, *arguments: typing.Any) -> typing.Any:
+    return by_name(place)(*arguments)
 
 
 def notebook_html(value: object) -> str:

@@ -6,6 +6,7 @@ This room isn't settled: its names may still change, those of the root alone sta
 import typing
 
 from ..core.deferred import face
+from . import base
 
 __all__ = [
     "AsyncRequest",

@@ -201,5 +201,6 @@ def is_whole_archive(storage: Storage, name: str) -> bool:
         CorruptCheckpoint: It hasn't.
     """
     with storage.open(name) as reader:
-        archive_records(reader.read, reader.length, what=name)
+        if name.endswith(".pt"):  # metadata.pkl is a pickle alone
+            archive_records(reader.read, reader.length, what=name)
         return reader.length > 0

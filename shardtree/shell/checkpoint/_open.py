@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from ...core.deferred import leaf
@@ -140,17 +139,23 @@ def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
     table = table_of(strategies)
     rows = [(traits_of(*row[1:], strategies), row) for row in table if row[0] is StrategyAction.RECOGNIZE]
     with listed(storage, deep=False) as listing:
+        names = cache(listing.names)  # listed once, and only if no plain name decides
+        ordered = sorted(rows, key=lambda each: each[0].is_guess)
         # Only formats whose files may be there: asking one imports it.
-        asked = [(traits.is_guess, row) for traits, row in rows if _may_be_in(listing, traits)]
-        answers = (table[row](listing) for _, row in sorted(asked, key=itemgetter(0)))
+        asked = (row for traits, row in ordered if _may_be_in(listing, names, traits))
+        answers = (table[row](listing) for row in asked)
         return next((fields for fields in answers if fields is not None), None)
 
 
-def _may_be_in(storage: Storage, traits: FormatTraits) -> bool:
+def _may_be_in(storage: Storage, names: Callable[[], Sequence[str]], traits: FormatTraits) -> bool:
     """Return whether a folder has a file that decides for a format, as far as the format says which these are."""
-    if traits.decided_by == (METADATA_FILE,) or storage.length("") is not None:
+    patterns = [pattern for pattern in traits.decided_by if set(pattern) & set("*?[")]
+    plain = [name for name in traits.decided_by if name not in patterns]
+    if traits.decided_by in ((), (METADATA_FILE,)) or any("/" in pattern for pattern in traits.decided_by):
+        return True  # it doesn't say which, or they lie further down
+    if any(storage.length(name) is not None for name in plain) or storage.length("") is not None:
         return True
-    return any(is_deciding(name, traits.decided_by) for name in storage.names())
+    return bool(patterns) and any(is_deciding(name, patterns) for name in names())
 
 
 def is_checkpoint(checkpoint_dir: Directory, *, world: Any = None, strategies: Strategies | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StrategyError
-from shardtree.shell.table import StrategyTable
+from shardtree.shell.table import StrategyTable, is_whole, traits_of
 from shardtree.shell.table._save_folders import is_save_file, new_save_id
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import (
@@ -100,3 +101,29 @@ def test_files_are_written_and_listed_by_such_names_alone(name: str) -> None:
     with pytest.raises(StrategyError, match="a data file with another name"):
         st.save(tree, storage, ("tar", 1), strategies=st.default_strategies | rows)
     assert not st.is_checkpoint(storage)
+
+
+def test_traits_of_every_format_are_values() -> None:
+    rows = {(name, version) for _, name, version in st.default_strategies}
+    for row in rows:
+        traits = traits_of(*row)
+        assert traits == traits_of(*row) and pickle.loads(pickle.dumps(traits)).decided_by == traits.decided_by
+
+
+def test_a_folder_is_listed_once_however_many_formats_there_are() -> None:
+    storage, listings = MemoryStorage(), list[str]()
+    storage.replace("notes.txt", b"x", durable=False)
+
+    class Counted(MemoryStorage):
+        def names(self, folder: str = "") -> tuple[str, ...]:
+            listings.append(folder)
+            return storage.names(folder)
+
+    assert not st.is_checkpoint(Counted())
+    assert len(listings) <= 1
+
+
+def test_a_pickle_that_replaces_another_is_whole() -> None:
+    storage = MemoryStorage()
+    storage.replace("metadata.pkl", pickle.dumps({}), durable=False)
+    assert is_whole(None, storage, "metadata.pkl")
