@@ -38,7 +38,7 @@ def package_modules(room: str) -> Iterator[str]:
     imported = [
         node for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())) if isinstance(node, ast.ImportFrom)
     ]
-    sources = {f"shardtree.{node.module}" for node in imported if node.level}
+    sources = {f"shardtree.{node.module}" for node in imported if node.level and node.module}
     is_face = any(alias.name == "face" for node in imported for alias in node.names)
     for package in map(importlib.import_module, sorted(sources) if is_face else [module.__name__]):
         yield package.__name__
