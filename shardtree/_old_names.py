@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 from .core.moved import new_address
@@ -17,8 +19,13 @@ class _OldNames(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec for an old name, None for all others."""
-        is_ours = fullname.startswith("shardtree.")
-        return ModuleSpec(fullname, self) if is_ours and new_address(fullname) != fullname else None
+        now = new_address(fullname)
+        if now == fullname:
+            return None
+        # What isn't there now is left to the usual finder, whose error names what was asked for.
+        with suppress(ModuleNotFoundError):
+            return None if find_spec(now) is None else ModuleSpec(fullname, self)
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module that is there now in the place of the new and empty one, as the import system allows."""

@@ -73,3 +73,8 @@ def test_old_names_are_looked_for_once_however_often_they_are_installed() -> Non
         assert [type(each).__name__ for each in sys.meta_path].count("_OldNames") == 1
     finally:
         sys.meta_path[:] = before
+
+
+def test_a_name_that_a_face_lacks_is_told_as_any_other() -> None:
+    with pytest.raises(ImportError, match=r"^cannot import name 'nowhere' from 'shardtree\.trees'"):
+        exec("from shardtree.trees import nowhere")

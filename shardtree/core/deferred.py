@@ -27,7 +27,7 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
 
 @cache
 def leaf(name: str) -> typing.Any:
-    """Return what hangs from core and shell under a name of the table in `_leaves`, imported when it is first needed.
+    """Return the function or table that `_leaves` lists under a name; its module is imported at the first call.
 
     Core and shell import nothing of the kind: else whoever loads one tensor would load all formats.
     """
@@ -36,7 +36,7 @@ def leaf(name: str) -> typing.Any:
 
 
 def by_name(place: str) -> typing.Any:
-    """Return what a module of the package has, as "module:attribute"; the module is imported now.
+    """Return an attribute of a module of the package, given as "module:attribute"; the module is imported.
 
     Examples:
         >>> by_name("errors:TreeError").__name__
@@ -56,7 +56,7 @@ def _call(place: str, *arguments: typing.Any) -> typing.Any:
 
 
 def notebook_html(value: object) -> str:
-    """Return what a notebook shows of a value: its picture, or its text.
+    """Return the HTML of a value for a notebook: its picture, or its text.
 
     Pictures are drawn in a room that imports the rooms of what they show, so that these find it by its name.
     """
@@ -68,8 +68,8 @@ def later(package: str, modules: typing.Mapping[str, str]) -> typing.Callable[[s
     """Return a package's `__getattr__`: it loads a name from its module, or a module that was below the package before.
 
     Args:
-        package: its name.
-        modules: the module of each name, relative to the package.
+        package: Full name of the package.
+        modules: Module of each name, relative to the package.
     """
 
     def load(name: str) -> object:

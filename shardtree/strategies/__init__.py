@@ -1,4 +1,4 @@
-"""Strategies: the dispatch table, the signatures of its rows, and one package a format.
+"""Strategies: the dispatch table, the signatures of its rows, options, and what formats are written with.
 
 This room isn't settled: its names may still change, those of the root alone stay.
 """

@@ -11,7 +11,7 @@ from ..geometry import refuse
 
 
 class Transform(Protocol):
-    """What makes a target's tensors of stored ones, as a trace does: what `load`, `explain` and `redistribute` ask."""
+    """Map from stored tensors to a target's, such as a trace; `load`, `explain` and `redistribute` take one."""
 
     def stored_target(self, target: Any, /, *, cast: bool, plain: Sequence[str]) -> Any:
         """Return the target to load in place of the given one: it asks for stored tensors, and its factories merge.
@@ -46,7 +46,7 @@ def target_through(target: Any, transform: Transform, *, cast: bool = False, pla
         {'old_w': 1}
     """
     stored_target = getattr(transform, "stored_target", None)
-    if not callable(stored_target):
+    if not callable(stored_target) or isinstance(transform, type):
         fix = "Pass what shardtree.trace gives."
         refuse("transform", "trace", type(transform).__name__, "a Trace", fix, error=MetadataError)
     return stored_target(target, cast=cast, plain=plain)

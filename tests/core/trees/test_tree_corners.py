@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardtree as st
 from shardtree.core.lazy import as_integers
 from shardtree.core.trees import empty_data, join_data, namedtuple_types, prune, refuse_hidden
 from shardtree.errors import TreeError, UnsupportedValue
@@ -110,3 +111,8 @@ def test_quantized_tensors_differ_where_their_values_do() -> None:
 
 def test_what_is_not_a_tensor_is_joined_by_the_function_itself() -> None:
     assert join_data(lambda parts, dim: (parts, dim), ["a", "b"], 1) == (["a", "b"], 1)
+
+
+def test_a_class_given_as_a_transform_is_refused_by_name() -> None:
+    with pytest.raises(st.errors.MetadataError, match=r"(?s)transform.*found type"):
+        st.core.trees.target_through({}, st.Trace)
