@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 import shardtree as st
 from shardtree.conversion._journal import journal_of
 from shardtree.conversion._plan import Plan, plan_conversion
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from shardtree.storage import LocalStorage, MemoryStorage
 
 from ._deepseek import SMALL, THIN, TRAINING, Config, make_folder, nbytes_of, shapes_of

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 
 from shardtree.core.ambient import collector_paused
 from shardtree.core.geometry import Column
-from shardtree.core.layouts import join_agreed, raise_problems, rank_leaf, select_rows
+from shardtree.core.layouts import join_agreed, raise_problems, select_rows
 from shardtree.core.plans import LoadPlan, StoredChunks, level_writes, plan_load
 from shardtree.layouts import (
     Mesh,
@@ -48,6 +48,7 @@ from shardtree.layouts import (
     shard_columns,
     sharding_problems,
 )
+from shardtree.meshes import rank_leaf
 from shardtree.shell.table.index import Index, build_index, plan_shards
 from shardtree.storage import StoredFile
 

@@ -30,8 +30,8 @@ import shardtree as st
 from shardtree.errors import plural
 from shardtree.layouts import Mesh, PartitionSpec, abstract, mesh_columns, shard
 from shardtree.layouts import TensorKind as Kind
+from shardtree.live import run_processes
 from shardtree.shell.storage import empty_tensor
-from shardtree.shell.world import run_processes
 from shardtree.world import World
 
 from .roundtrip import _bytes

@@ -54,14 +54,14 @@ if typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        from ._later import ROOM_OF, ROOMS
+        from ._later import NAMES, ROOMS
         from .core.deferred import import_quickly, later
 
         if name == "__all__":
             return _names()
         if name in ROOMS:
             return import_quickly(f".{name}", __name__)
-        return later(__name__, {known: f".{room}" for known, room in ROOM_OF.items()})(name)
+        return later(__name__, {f".{room}": names for room, names in NAMES.items()})(name)
 
     def __dir__() -> list[str]:
         from ._later import ROOMS
@@ -69,7 +69,7 @@ else:
         return sorted({*_names(), *ROOMS})
 
     def _names() -> list[str]:
-        from ._later import ROOM_OF
+        from ._later import NAMES
 
         ours = (name for name, value in globals().items() if name[0] != "_" and not inspect.ismodule(value))
-        return sorted({*ours, *ROOM_OF})
+        return sorted({*ours, *" ".join(NAMES.values()).split()})

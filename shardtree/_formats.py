@@ -1,4 +1,4 @@
-"""Formats of other programs, by name: their rows of the dispatch table and their traits, none of which is imported.
+"""Rows of the dispatch table by name, none of which is imported: formats of other programs, and our own's maintenance.
 
 What a format does is a name here until a call needs it, so that a save of our own format loads no other.
 """
@@ -30,7 +30,7 @@ _READ = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify
 
 
 def rows() -> Rows:
-    """Return the rows of all formats of other programs: functions by their places, traits as values."""
+    """Return the rows that the shell doesn't have itself: functions by their places, traits as values."""
     # Imported now: the table, which asks for these rows while it is imported, holds both names by then.
     from .shell.table._actions import StrategyAction
     from .shell.table._traits import FormatTraits
@@ -39,6 +39,8 @@ def rows() -> Rows:
         return {(StrategyAction(name), backend, 1): f"formats.{module}:{name}" for name in _READ}
 
     return {
+        (StrategyAction.REMOVE_SHARDED, "safetensors", 1): "maintenance:remove_sharded",
+        (StrategyAction.VERIFY, "safetensors", 1): "maintenance:verify_files",
         (StrategyAction.RECOGNIZE, "huggingface", 1): "formats.huggingface._listing:recognize",
         (StrategyAction.LOAD_COMMON, "huggingface", 1): "formats.huggingface._load:load_common",
         (StrategyAction.LOAD_SHARDED, "huggingface", 1): "formats.huggingface._load:load_sharded",

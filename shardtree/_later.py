@@ -5,7 +5,7 @@ Loading all takes a few hundred milliseconds, so `import shardtree` brings leave
 
 import typing
 
-_NAMES = {
+NAMES = {
     "checkpoint": (
         "AsyncCallsQueue CheckpointSeries StrictHandling async_calls check_replicas compare convert explain "
         "explain_ranks fingerprint is_checkpoint load load_common_state_dict load_content_metadata "
@@ -23,9 +23,7 @@ _NAMES = {
     "traces": "Trace trace",
     "world": "World distributed simulate",
 }
-
-ROOM_OF = {name: room for room, names in _NAMES.items() for name in names.split()}
-"""The room of each name."""
+"""Names of each room, with spaces between them."""
 
 ROOMS = tuple(
     (

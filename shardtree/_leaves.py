@@ -11,8 +11,11 @@ LEAVES: dict[str, str] = {
     "drop_objects": "transforms._object_rules:drop_objects",
     "formats": "_formats:rows",
     "html_of": "pictures._display:html_of",
+    "new_address": "_moved:new_address",
     "not_a_checkpoint": "inspection._no_checkpoint:not_a_checkpoint",
     "read_together": "live._reading:read_together",
     "storage_behind": "stores._url:storage_behind",
+    "remove_sharded": "maintenance:remove_sharded",
     "through_trace": "lenses:through_trace",
+    "verify_index": "maintenance:verify_index",
 }

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-from .core.moved import new_address
+from ._moved import new_address
 
 
 class _OldNames(MetaPathFinder, Loader):

@@ -29,4 +29,8 @@ if typing.TYPE_CHECKING:
         slice_views,
     )
 else:
-    __getattr__, __dir__ = face(__name__, __all__, "..optim.buffers")
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..optim.buffers",
+    )

@@ -20,6 +20,6 @@ else:
         __all__,
         "..pictures._display",
         {
-            "draw": "..pictures",
+            "..pictures": "draw",
         },
     )

@@ -19,4 +19,8 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from .core.fingerprints import PartialFingerprint, add_fingerprints, partial_fingerprints
 else:
-    __getattr__, __dir__ = face(__name__, __all__, "..core.fingerprints")
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..core.fingerprints",
+    )

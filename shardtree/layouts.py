@@ -40,42 +40,48 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from .core.layouts import (
-        AxisSplit,
         Coverage,
-        Mesh,
         ObjectColumns,
-        P,
-        PartitionSpec,
         Problem,
-        RankShard,
         ShardColumns,
-        SpecFunction,
-        Specs,
         StoredLayout,
         TensorKind,
-        abstract,
-        abstract_at,
         check_access,
         coverage,
-        from_local,
         join_columns,
+        object_columns,
+        shard_columns,
+        sharding_problems,
+    )
+    from .live.resharding import unshard
+    from .meshes import (
+        AxisSplit,
+        Mesh,
+        P,
+        PartitionSpec,
+        RankShard,
+        SpecFunction,
+        Specs,
+        abstract,
+        abstract_at,
+        from_local,
         layout_of,
         mesh_columns,
         mesh_shards,
-        object_columns,
         shard,
         shard_at,
-        shard_columns,
-        sharding_problems,
         specs_by_pattern,
     )
-    from .live.resharding import unshard
 else:
     __getattr__, __dir__ = face(
         __name__,
         __all__,
         "..core.layouts",
         {
-            "unshard": "..live.resharding",
+            "..live.resharding": "unshard",
+            "..meshes": (
+                "AxisSplit Mesh P PartitionSpec RankShard SpecFunction Specs abstract abstract_at from_local "
+                "layout_of mesh_columns mesh_shards shard shard_at specs_by_pattern"
+            ),
         },
     )

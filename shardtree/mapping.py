@@ -41,4 +41,8 @@ if typing.TYPE_CHECKING:
         is_main_replica,
     )
 else:
-    __getattr__, __dir__ = face(__name__, __all__, "..core.mapping")
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..core.mapping",
+    )

@@ -37,10 +37,7 @@ else:
         __all__,
         "..transforms._object_rules",
         {
-            "ObjectArray": "..core.layouts",
-            "ObjectRule": "..core.layouts",
-            "ShapeChange": "..core.layouts",
-            "reshard_objects": "..core.layouts",
-            "drop_objects": "..transforms",
+            "..core.layouts": "ObjectArray ObjectRule ShapeChange reshard_objects",
+            "..transforms": "drop_objects",
         },
     )

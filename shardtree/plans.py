@@ -34,18 +34,15 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from .core.plans import (
-        Explanation,
-        FailedCheck,
         Gap,
         Misfit,
         Mismatch,
-        RankReads,
         ReadCost,
         Refusal,
         ScaledValues,
-        Undecided,
         Unexpected,
     )
+    from .inspection import Explanation, FailedCheck, RankReads, Undecided
     from .live.resharding import (
         Origin,
         Provenance,
@@ -63,14 +60,9 @@ else:
         __all__,
         "..core.plans",
         {
-            "Origin": "..live.resharding",
-            "Provenance": "..live.resharding",
-            "ReshardPlan": "..live.resharding",
-            "Schedule": "..live.resharding",
-            "Transfers": "..live.resharding",
-            "peak_bytes": "..live.resharding",
-            "plan_reshard": "..live.resharding",
-            "reshard": "..live.resharding",
-            "with_relays": "..live.resharding",
+            "..inspection": "Explanation FailedCheck RankReads Undecided",
+            "..live.resharding": (
+                "Origin Provenance ReshardPlan Schedule Transfers peak_bytes plan_reshard reshard with_relays"
+            ),
         },
     )

@@ -37,4 +37,8 @@ if typing.TYPE_CHECKING:
         kept_steps,
     )
 else:
-    __getattr__, __dir__ = face(__name__, __all__, "..series.policies")
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..series.policies",
+    )

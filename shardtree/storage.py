@@ -33,12 +33,10 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from .shell.storage import (
         ByteRanges,
-        BytesReader,
         Capabilities,
         Directory,
         Entry,
         LocalStorage,
-        MemoryStorage,
         Reader,
         ReadReport,
         Refusal,
@@ -50,13 +48,13 @@ if typing.TYPE_CHECKING:
         StoredFile,
         wrapped,
     )
-    from .stores import object_storage
+    from .stores import BytesReader, MemoryStorage, object_storage
 else:
     __getattr__, __dir__ = face(
         __name__,
         __all__,
         "..shell.storage",
         {
-            "object_storage": "..stores",
+            "..stores": "BytesReader MemoryStorage object_storage",
         },
     )

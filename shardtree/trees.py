@@ -81,4 +81,8 @@ if typing.TYPE_CHECKING:
         without_data,
     )
 else:
-    __getattr__, __dir__ = face(__name__, __all__, "..core.trees")
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..core.trees",
+    )

@@ -15,6 +15,14 @@ __all__ = [
 ]
 
 if typing.TYPE_CHECKING:
-    from .shell.world import World, current_world, distributed, one_process, simulate
+    from .live import simulate
+    from .shell.world import World, current_world, distributed, one_process
 else:
-    __getattr__, __dir__ = face(__name__, __all__, "..shell.world")
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..shell.world",
+        {
+            "..live": "simulate",
+        },
+    )

@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from shardtree.core.moved import new_address
+from shardtree._moved import new_address
 from tests.golden.addresses import pickled_as
 
 LINES = [line.split() for line in (Path(__file__).parent / "golden" / "addresses.txt").read_text().splitlines()]
@@ -21,8 +21,21 @@ GONE = {
         f"shardtree.strategies.{name}.ROWS": "the rows of formats are one table of names, `default_strategies`"
         for name in ("deepspeed", "dtensor_files", "huggingface", "torch_checkpointing", "torch_dist", "zarr")
     },
+    **{
+        f"shardtree.strategies.index.{name}": "is shardtree.maintenance's, which the kit of formats shows"
+        for name in (
+            "bounding_box",
+            "file_contents",
+            "regions_between",
+            "remove_sharded",
+            "unused_files",
+            "verify_index",
+            "without_prefix",
+        )
+    },
     "shardtree.strategies.index.files_damage": "is files_findings: it yields what was checked as well",
     "shardtree.strategies.index.whole_damage": "is whole_file_findings, likewise",
+    "shardtree.strategies.safetensors.verify_files": "is shardtree.maintenance's: the table has it as a row",
     "shardtree.strategies.torch.archive_unchecked": "is archive_findings, likewise",
 }
 """Public addresses that can't be imported any more, each with the reason, which CHANGELOG.md has too."""
@@ -38,7 +51,6 @@ NOT_UNPICKLED = {
         )
     },
     "shardtree.checkpoint.loading._load.load_plain_tensors": "moved before rooms did; nothing stores it",
-    "shardtree.strategies.safetensors._write.verify_files": "moved away from what saves; nothing stores it",
     "shardtree.traces._recording.trace": "moved to traces._tracing before this list was kept; nothing stores `trace`",
 }
 """Addresses in pickles that can't be imported any more, each with the reason."""

@@ -19,12 +19,12 @@ PACKAGE = ROOT / "shardtree"
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TEXTS = {name: path.read_text() for name, path in MODULES.items()}
 
-PURE = {"core", "errors", "lenses", "optim", "pictures", "quantised", "traces", "transforms"}
+PURE = {"core", "errors", "lenses", "meshes", "optim", "pictures", "quantised", "traces", "transforms"}
 PURE |= {"live/resharding", "series/policies"}
 # Modules of pure rooms that have an effect: they run a caller's code, which may load in several threads, so that one
 # holds a lock; or draw to a notebook, a terminal or a file.
 EFFECTS_IN_PURE = {"traces/_recording", "traces/_threads", "pictures/_display"}
-EFFECT = {"shell", "formats", "stores", "live", "conversion", "series", "inspection", "interop", "cli"}
+EFFECT = {"shell", "formats", "maintenance", "stores", "live", "conversion", "series", "inspection", "interop", "cli"}
 FACES = {
     *("buffers", "checkpoint", "display", "fingerprints", "layouts", "mapping", "objects", "plans", "retention"),
     *("storage", "strategies/__init__", "strategies/base", "trees", "world"),
@@ -51,7 +51,7 @@ NO_FILE = {
 }
 
 MAY_IMPORT = {
-    "torch.distributed": {"shell/world", "interop"},
+    "torch.distributed": {"shell/world", "live", "interop"},
     "optree": {"core/trees"},
     "xxhash": {"shell/storage", "live"},
     "fsspec": {"stores"},

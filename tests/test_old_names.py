@@ -12,7 +12,7 @@ import pytest
 
 import shardtree as st
 from shardtree import _old_names
-from shardtree.core.moved import MOVED, new_address
+from shardtree._moved import MOVED, new_address
 from tests.quick_python.command import quick_python
 
 OLD = sorted(f"shardtree.{old}" for old in MOVED if not old.endswith("."))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardtree
-from shardtree._later import ROOM_OF, ROOMS
+from shardtree._later import NAMES, ROOMS
 from tests.faults.sampling import usually
 from tests.quick_python.command import quick_python
 from tests.test_architecture import MODULES, TEXTS
@@ -101,7 +101,7 @@ print(*sys.modules)
 """
     loaded = fresh(code, str(tmp_path))
     assert {name.split(".")[1] for name in loaded if name.startswith("shardtree.")} == {
-        *("core", "shell", "errors", "checkpoint", "_formats", "_later", "_leaves", "_old_names"),
+        *("core", "shell", "errors", "checkpoint", "_formats", "_later", "_leaves", "_moved", "_old_names"),
     }
 
 
@@ -121,11 +121,12 @@ def deferred_by(package: ModuleType) -> dict[str, str]:
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     (call,) = (node for node in calls if ast.unparse(node.func) in {"face", "later"})
     rest = [ast.literal_eval(each) for each in call.args[1:] if not isinstance(each, ast.Name)]
+    table = rest[-1] if isinstance(rest[-1], dict) else {}
+    deferred = {name: module for module, names in table.items() for name in names.split()}
     if ast.unparse(call.func) == "later":
-        return dict(rest[0])
+        return deferred
     # From a face, which is no package, names are one level higher.
-    room, elsewhere = (*rest, {})[:2]
-    found = {**dict.fromkeys(package.__all__, room), **elsewhere}
+    found = {**dict.fromkeys(package.__all__, rest[0]), **deferred}
     return found if package.__file__.endswith("__init__.py") else {name: each[1:] for name, each in found.items()}
 
 
@@ -161,7 +162,7 @@ def test_a_type_checker_sees_each_name_once_and_no_getattr() -> None:
 
 
 def test_each_name_is_that_of_its_room() -> None:
-    for name, room in ROOM_OF.items():
+    for room, name in ((room, name) for room, names in NAMES.items() for name in names.split()):
         assert getattr(shardtree, name) is getattr(import_module(f"shardtree.{room}"), name)
     assert shardtree.save is shardtree.checkpoint.save
     assert [name for name in shardtree.__all__ if getattr(shardtree, name) is not vars(shardtree)[name]] == []

@@ -26,7 +26,7 @@ _command = partial(app.command, cls=Command)
 
 
 def _warn_of_pickle(value: bool) -> bool:
-    from ..shell.world import launched_rank
+    from ..live import launched_rank
 
     if value and not launched_rank():
         what = "loading pickled values can run any code that the checkpoint's writer put there"

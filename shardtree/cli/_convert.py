@@ -18,8 +18,9 @@ from ..errors import CheckpointingException, RemoteError, StrategyError, WorldEr
 from ..formats import huggingface
 from ..inspection import open_checkpoint
 from ..interop.megatron_optimizer import model_space
+from ..live import launched_world
 from ..shell.table import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies
-from ..shell.world import World, launched_world, on_rank_zero
+from ..shell.world import World, on_rank_zero
 from ..transforms import partial_rename
 from ._command import INTERRUPTED, TROUBLE, complain, printed
 from ._contents import contents_in_files

@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.layouts import Mesh, P, SpecFunction, shard_at, specs_by_pattern, tensor_shards, tree_columns
+from ..core.layouts import tensor_shards, tree_columns
 from ..core.mapping import ShardedTensor, is_main_replica
 from ..core.trees import diff, leaves_with_paths, map_data, map_shards, prefix, without_data
 from ..errors import AlreadyACheckpoint, error_text, plural, render_path, shorten
 from ..inspection import load_plain_tensors
+from ..live import run_processes
+from ..meshes import Mesh, P, SpecFunction, shard_at, specs_by_pattern
 from ..pictures import Picture, layout_picture
 from ..shell.checkpoint import is_checkpoint, load, save
 from ..shell.table import LoadOptions, SaveOptions
-from ..shell.world import World, one_process, run_processes
+from ..shell.world import World, one_process
 from ._output import Output, pace, show_verdict, size, working
 from ._views import show_picture
 

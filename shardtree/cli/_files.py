@@ -8,7 +8,8 @@ from itertools import islice
 
 from ..inspection import OpenCheckpoint
 from ..inspection.needed_files import missing_files
-from ..shell.storage import LocalStorage, MemoryStorage, Storage, file_lengths
+from ..shell.storage import LocalStorage, Storage, file_lengths
+from ..stores import MemoryStorage
 
 _MOST, _MOST_REMOTE = 20_000, 500  # files that are counted; each remote one takes a request
 

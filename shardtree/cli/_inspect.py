@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import CheckpointingException, NotACheckpoint, error_text, plural, shorten
-from ..inspection import OpenCheckpoint, open_checkpoint
-from ..shell.checkpoint import load_content_metadata
+from ..inspection import OpenCheckpoint, load_content_metadata, open_checkpoint
 from ..shell.table import LoadOptions
 from ..shell.table.index import DeferredMetadata
 from ._command import complain

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import typer
 
-from ..core.layouts import Mesh, PartitionSpec, abstract_at
 from ..core.mapping import ShardedTensor, with_keys
 from ..core.trees import near_patterns
 from ..errors import KeyMismatch, error_text
 from ..inspection import OpenCheckpoint
+from ..meshes import Mesh, PartitionSpec, abstract_at
 from ..shell.table.index import Index, texts
 from ._contents import matcher, note_shell_patterns, stored_index
 from ._names import did_you_mean

@@ -24,9 +24,10 @@ from ..errors import (
 )
 from ..shell.checkpoint import Backends, Choice, strategy_of
 from ..shell.checkpoint.saving import RunningSave, save_request
-from ..shell.storage import MemoryStorage, Storage, can, in_threads, threads_of
+from ..shell.storage import Storage, can, in_threads, threads_of
 from ..shell.table import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
 from ..shell.world import World, gather, on_rank_zero
+from ..stores import MemoryStorage
 from ._journal import Journal, announcer, record, recording, remove_others, results_of
 from ._passage import Passage, ReadTurn
 from ._plan import Plan

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from .ambient import collector_paused
-from .moved import new_address
 
 _PACKAGE = "shardtree"
 
@@ -64,13 +63,14 @@ def notebook_html(value: object) -> str:
     return html
 
 
-def later(package: str, modules: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
+def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
     """Return a package's `__getattr__`: it loads a name from its module, or a module that was below the package before.
 
     Args:
         package: Full name of the package.
-        modules: Module of each name, relative to the package.
+        names: Names of each module, with spaces between them; modules are relative to the package.
     """
+    modules = {name: module for module, those in names.items() for name in those.split()}
 
     def load(name: str) -> object:
         value = getattr(import_quickly(modules[name], package), name) if name in modules else _moved(package, name)
@@ -85,7 +85,7 @@ def later(package: str, modules: typing.Mapping[str, str]) -> typing.Callable[[s
 def _moved(package: str, name: str) -> types.ModuleType | None:
     """Return the module that had a name below a package before modules moved, None if there was none."""
     old = f"{package}.{name}"
-    new = new_address(old)
+    new: str = leaf("new_address")(old)
     if name.startswith("_") or new == old:
         return None
     try:
@@ -105,8 +105,10 @@ def face(
         name: Name of the face.
         names: Public names.
         room: Package that has them, relative to the face.
-        elsewhere: Package of each name that this one doesn't have.
+        elsewhere: Names that other packages have, as `later` takes them.
     """
     # What was imported from below a face, before rooms moved under it, is found there still.
     vars(sys.modules[name]).setdefault("__path__", [])
-    return later(name, {**dict.fromkeys(names, room), **elsewhere}), lambda: sorted(names)
+    others = {known for those in elsewhere.values() for known in those.split()}
+    here = " ".join(known for known in names if known not in others)
+    return later(name, {room: here, **elsewhere}), lambda: sorted(names)

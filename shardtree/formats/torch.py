@@ -17,17 +17,9 @@ from ..errors import (
     error_text,
     render_path,
 )
+from ..maintenance import span_findings
 from ..shell.storage import Buffer, opened
-from ..shell.table import (
-    Checkpoint,
-    Damage,
-    Fields,
-    Finding,
-    LoadOptions,
-    PendingSave,
-    refuse_replaced,
-    span_findings,
-)
+from ..shell.table import Checkpoint, Damage, Fields, Finding, LoadOptions, PendingSave, refuse_replaced
 from .archives import add_record, archive_records, decode_archive, encode_archive, find_record
 from .manifest import check_listed
 from .pickles import read_pickle, write_pickle

@@ -13,8 +13,15 @@ if typing.TYPE_CHECKING:
         plain_difference,
         value_differences,
     )
+    from ._contents import (
+        load_common_state_dict,
+        load_content_metadata,
+        load_sharded_metadata,
+        load_tensors_metadata,
+    )
     from ._differences import ValueDifference, boxes, boxes_within, joint_difference
     from ._explain import explain, explain_ranks
+    from ._explained import Explanation, FailedCheck, RankReads, Undecided
     from ._fingerprint import fingerprint, in_usual_threads
     from ._no_checkpoint import step_prefix
     from ._opened import OpenCheckpoint, StoredBoxes, index_of, largest_tensors, open_checkpoint, tree_of
@@ -27,31 +34,19 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "BoxReader": "._comparison",
-            "CheckpointDifference": "._comparison",
-            "KindDifference": "._comparison",
-            "MOST_BYTES": "._comparison",
-            "OpenCheckpoint": "._opened",
-            "StoredBoxes": "._opened",
-            "ValueDifference": "._differences",
-            "boxes": "._differences",
-            "boxes_within": "._differences",
-            "check_replicas": "._replicas",
-            "compare": "._comparison",
-            "explain": "._explain",
-            "explain_ranks": "._explain",
-            "fingerprint": "._fingerprint",
-            "group_bytes": "._comparison",
-            "in_usual_threads": "._fingerprint",
-            "index_of": "._opened",
-            "joint_difference": "._differences",
-            "largest_tensors": "._opened",
-            "load_plain_tensors": "._whole_tensors",
-            "open_checkpoint": "._opened",
-            "plain_difference": "._comparison",
-            "step_prefix": "._no_checkpoint",
-            "tree_of": "._opened",
-            "value_differences": "._comparison",
-            "verify": "._verify",
+            "._comparison": (
+                "BoxReader CheckpointDifference KindDifference MOST_BYTES compare group_bytes plain_difference "
+                "value_differences"
+            ),
+            "._contents": "load_common_state_dict load_content_metadata load_sharded_metadata load_tensors_metadata",
+            "._differences": "ValueDifference boxes boxes_within joint_difference",
+            "._explain": "explain explain_ranks",
+            "._explained": "Explanation FailedCheck RankReads Undecided",
+            "._fingerprint": "fingerprint in_usual_threads",
+            "._no_checkpoint": "step_prefix",
+            "._opened": "OpenCheckpoint StoredBoxes index_of largest_tensors open_checkpoint tree_of",
+            "._replicas": "check_replicas",
+            "._verify": "verify",
+            "._whole_tensors": "load_plain_tensors",
         },
     )

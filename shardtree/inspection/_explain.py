@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..core import plans
 from ..core.ambient import shielded
 from ..core.layouts import ShardColumns
 from ..core.trees import Transform, targets_through
@@ -16,6 +15,7 @@ from ..shell.checkpoint.loading import LoadRequest, StrictHandling
 from ..shell.storage import Directory
 from ..shell.table import LoadOptions, Strategies, unless_replaced
 from ..shell.world import one_process
+from ._explained import Explanation
 from ._explanation import explanation
 
 
@@ -36,7 +36,7 @@ def explain(
     transform: Transform | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
-) -> plans.Explanation:
+) -> Explanation:
     """Return what `load` would do with a target, in a world of one: what is wrong, and how much would be read.
 
     Its `ok` is what becomes of that load. Only metadata and the common state are read, and no memory is made. For one
@@ -117,7 +117,7 @@ def explain_ranks(
     transform: Transform | Sequence[Transform] | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
-) -> plans.Explanation:
+) -> Explanation:
     """Return what a `load` by several ranks would do, found out in this process, given the targets of all of them.
 
     Its `ok` is True if that load would succeed on every rank, and False if it would raise, for stored bytes that verify

@@ -46,6 +46,7 @@ from ..shell.checkpoint.loading import (
 )
 from ..shell.table import Checkpoint
 from ..shell.table.index import stored_keys, stored_kinds, untaken_of
+from ._explained import Explanation, FailedCheck, RankReads
 from ._findings import Findings
 from ._undecided import find_undecided
 
@@ -101,7 +102,7 @@ class _Load:
         return [shard for shard in shards if shard.key in self.kinds and shard.key not in wrong]
 
 
-def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> plans.Explanation:
+def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
     """Return what a load of these targets would do: the checks of every rank run in this process, one after the other.
 
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
@@ -120,13 +121,13 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         with findings.record(ranks):
             findings.reads = _reads_together(load, findings)
     reads = {one.rank: one for one in findings.reads}
-    return plans.Explanation(
+    return Explanation(
         missing=tuple(sorted(load.checkpoint_keys - load.target_keys)),
         problems=(
             *sorted(findings.problems.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)),
-            *(plans.FailedCheck(tuple(sorted(on)), *error) for error, on in findings.failures.items()),
+            *(FailedCheck(tuple(sorted(on)), *error) for error, on in findings.failures.items()),
         ),
-        reads=tuple(reads.get(rank, plans.RankReads(rank, 0, 0, None)) for rank in ranks),
+        reads=tuple(reads.get(rank, RankReads(rank, 0, 0, None)) for rank in ranks),
         undecided=tuple(findings.undecided),
         omitted=() if raises else tuple(findings.unexpected.values()),
         left_out=(*omissions.left_out, *unasked_paths),
@@ -218,10 +219,10 @@ def _check(load: _Load, findings: Findings, rank: int) -> None:
     # Where ranks read for each other, what a rank reads is known once all are checked.
     groups = [] if load.exchange.together else groups_of(load.fitting(rest.tensors, whole.problems), kinds)
     cost = None if whole.cost is None else load.cost(groups) if len(groups) > 1 else whole.cost()
-    findings.reads.append(plans.RankReads(rank, len(rest.tensors), len(rest.objects), cost))
+    findings.reads.append(RankReads(rank, len(rest.tensors), len(rest.objects), cost))
 
 
-def _reads_together(load: _Load, findings: Findings) -> list[plans.RankReads]:
+def _reads_together(load: _Load, findings: Findings) -> list[RankReads]:
     """Return what each rank that has a target reads, sends and receives where ranks read for each other."""
 
     def targets() -> Iterator[Shards]:

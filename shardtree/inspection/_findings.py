@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..core import plans
 from ..errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ..shell.checkpoint.loading import Omissions
+from ._explained import RankReads, Undecided
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +31,8 @@ class Findings:
     unexpected: dict[str, plans.Unexpected] = field(default_factory=dict)
     omissions: Omissions = field(default_factory=Omissions)
     uncompared: set[str] = field(default_factory=set)
-    undecided: dict[plans.Undecided, None] = field(default_factory=dict)
-    reads: list[plans.RankReads] = field(default_factory=list)
+    undecided: dict[Undecided, None] = field(default_factory=dict)
+    reads: list[RankReads] = field(default_factory=list)
 
     @contextmanager
     def record(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:

@@ -23,9 +23,10 @@ from ..core.layouts import ShardColumns, check_access, join_columns, select_rows
 from ..core.mapping import ShardedTensor
 from ..core.trees import leaves_with_paths
 from ..errors import IntegrityError, TreeError, error_text, render_path
+from ..maintenance import stored_parts
 from ..shell.checkpoint import open_together, sharded_backend, sharded_metadata, strategy_of
 from ..shell.storage import Directory, Hashes, Storage, in_threads
-from ..shell.table import Checkpoint, LoadOptions, Strategies, StrategyAction, stored_parts, unreplaced
+from ..shell.table import Checkpoint, LoadOptions, Strategies, StrategyAction, unreplaced
 from ..shell.world import World, agree, current_world, gather
 from ._replicas import tree_shards, unlike_text
 

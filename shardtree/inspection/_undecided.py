@@ -9,9 +9,10 @@ import torch
 
 from ..core.mapping import ShardedTensor, given_tensor
 from ..core.mapping.memory import tied
-from ..core.plans import Undecided, is_integer, stored_elements
+from ..core.plans import is_integer, stored_elements
 from ..shell.checkpoint.loading import Kinds, LoadRequest, ObjectsFit, Target
 from ..transforms import drop_objects
+from ._explained import Undecided
 
 
 def find_undecided(

@@ -11,6 +11,7 @@ from ..core.ambient import shielded
 from ..core.geometry import as_int
 from ..errors import CorruptCheckpoint, StorageError, UnsafeFile, UnsupportedValue, error_text, plural
 from ..formats.manifest import manifest_findings
+from ..maintenance import refused_findings
 from ..shell.checkpoint import are_objects_beside, common_backend, given_options, open_at, sharded_backend, strategy_of
 from ..shell.storage import Directory, in_turn
 from ..shell.table import (
@@ -29,7 +30,6 @@ from ..shell.table import (
     is_damaged,
     is_of_others,
     refuse_replaced,
-    refused_findings,
     unless_replaced,
 )
 from ..shell.world import one_process

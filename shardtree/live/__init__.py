@@ -1,4 +1,4 @@
-"""Live resharding: tensors move from ranks that hold them to ranks that want them, without files."""
+"""Live ranks: simulated and started ones, and tensors that move from ranks that hold them to ranks that want them."""
 
 import typing
 
@@ -10,22 +10,21 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from ._memory import make_buffers
     from ._move import Route, Transport, long_pieces_apart, move
+    from ._processes import launched_rank, launched_world, run_processes
     from ._reading import cuts_shards, foretold_exchange, foretold_groups
     from ._redistribute import redistribute
+    from ._simulated import simulate
 else:
     from ..core.deferred import later
 
     __getattr__ = later(
         __name__,
         {
-            "Route": "._move",
-            "Transport": "._move",
-            "cuts_shards": "._reading",
-            "foretold_exchange": "._reading",
-            "foretold_groups": "._reading",
-            "long_pieces_apart": "._move",
-            "make_buffers": "._memory",
-            "move": "._move",
-            "redistribute": "._redistribute",
+            "._memory": "make_buffers",
+            "._move": "Route Transport long_pieces_apart move",
+            "._processes": "launched_rank launched_world run_processes",
+            "._reading": "cuts_shards foretold_exchange foretold_groups",
+            "._redistribute": "redistribute",
+            "._simulated": "simulate",
         },
     )

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..core.geometry import as_int
-from ..core.layouts import Mesh, PartitionSpec, abstract_at, from_local
 from ..core.mapping import ShardedTensor
 from ..errors import ShapeError, TreeError, error_text
+from ..meshes import Mesh, PartitionSpec, abstract_at, from_local
 from ._axes import Cut, WhereCut, check_where_cut, cuts_of, one_per_shard, placed, unfit
 from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._per_parameter import built_shards, first_element, per_parameter

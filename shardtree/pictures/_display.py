@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
-from ..core.layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
+from ..core.layouts import ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
 from ..core.lazy import LazyTensor
 from ..core.mapping import ShardedTensor, ShardedTensorFactory
 from ..errors import MetadataError, StrategyError, TreeError, error_text, shorten
 from ..inspection import OpenCheckpoint, StoredBoxes, index_of, largest_tensors
 from ..live.resharding import ReshardPlan, Schedule
+from ..meshes import Mesh
 from ..series import CheckpointSeries
 from ..series.policies import SavedStep
 from ..shell.storage import storage_at

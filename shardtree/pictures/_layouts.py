@@ -11,21 +11,11 @@ import numpy as np
 import torch
 
 from ..core.geometry import Column, group_sums
-from ..core.layouts import (
-    Mesh,
-    PartitionSpec,
-    ShardColumns,
-    StoredLayout,
-    TensorKind,
-    mesh_columns,
-    select_rows,
-    shard_columns,
-    sharding_faults,
-    splits,
-)
+from ..core.layouts import ShardColumns, StoredLayout, TensorKind, select_rows, shard_columns, sharding_faults
 from ..core.mapping import ShardedTensor
 from ..core.trees import near_names
 from ..errors import KeyMismatch, error_text, plural, size_text
+from ..meshes import Mesh, PartitionSpec, mesh_columns, splits
 from ._picture import Bar, Bars, Cell, Entry, Picture, Plane
 from ._regions import Regions, places, regions_of
 from ._style import rank_labels, rank_words

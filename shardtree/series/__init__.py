@@ -12,9 +12,8 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "CheckpointSeries": "._series",
-            "FileMark": "._listing",
-            "Removal": "._removal",
-            "StepFiles": "._removal",
+            "._listing": "FileMark",
+            "._removal": "Removal StepFiles",
+            "._series": "CheckpointSeries",
         },
     )

@@ -1,3 +1,17 @@
-"""Storage that isn't a local disk: object stores, and whatever fsspec reaches."""
+"""Storage that isn't a local disk: object stores, whatever fsspec reaches, and this process's memory."""
+
+import typing
 
 from ._object_url import in_larger_requests, object_storage
+
+if typing.TYPE_CHECKING:
+    from ._memory import BytesReader, MemoryStorage
+else:
+    from ..core.deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "._memory": "BytesReader MemoryStorage",
+        },
+    )

@@ -81,4 +81,8 @@ if typing.TYPE_CHECKING:
         write_file,
     )
 else:
-    __getattr__, __dir__ = face(__name__, __all__, "..shell.table")
+    __getattr__, __dir__ = face(
+        __name__,
+        __all__,
+        "..shell.table",
+    )

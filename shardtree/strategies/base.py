@@ -44,7 +44,6 @@ else:
         __all__,
         "...shell.table",
         {
-            "ENTRY_POINT_GROUP": "...shell.table.base",
-            "Fn": "...shell.table.base",
+            "...shell.table.base": "ENTRY_POINT_GROUP Fn",
         },
     )

@@ -12,7 +12,6 @@ from zlib import crc32
 from ..errors import CorruptCheckpoint, StorageError, shorten
 from ..shell.storage import (
     Capabilities,
-    MemoryStorage,
     SizedBuffers,
     Storage,
     can,
@@ -28,6 +27,7 @@ from ..shell.storage import (
     wrapped,
     write_parts,
 )
+from ..stores import MemoryStorage
 from .conformance import check_strategy
 
 Seen = Callable[[], Storage]

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.layouts import Mesh, PartitionSpec, shard
 from ..core.mapping import LocalNonpersistentObject, ShardedTensor
 from ..core.trees import apply_factories, entries, leaves_with_paths, map_shards, node_data
 from ..errors import CheckpointingException, TreePath, render_path
 from ..live.resharding import reshard
+from ..meshes import Mesh, PartitionSpec, shard
 from ._bits import CallableOutline, outline, shards_of
 from ._tolerances import Deviation, Tolerances, deviation, largest_element
 

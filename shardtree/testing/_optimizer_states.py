@@ -14,10 +14,12 @@ from ..core.layouts import object_columns, shard_columns, sharding_problems
 from ..core.mapping import ShardedObject, ShardedTensor
 from ..core.trees import diff, leaves_with_paths
 from ..errors import render_path
+from ..live import simulate
 from ..optim import optim_state_by_id, optim_state_by_name, optim_state_to_sharding_state, sharding_state_to_optim_state
 from ..shell.checkpoint import load, save
-from ..shell.storage import Directory, MemoryStorage
-from ..shell.world import World, simulate
+from ..shell.storage import Directory
+from ..shell.world import World
+from ..stores import MemoryStorage
 from ._layouts import Layout, cut, even_layout, layouts, prependable
 from ._states import ranks_of
 from ._tensors import PRINTABLE_DTYPES, random_bits, shapes

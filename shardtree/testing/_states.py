@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from ..core.mapping import LocalNonpersistentObject, ShardedObject
 from ..core.trees import deepest, leaves_with_paths, without_data
+from ..live import simulate
 from ..shell.checkpoint import load as st_load
 from ..shell.checkpoint import save as st_save
-from ..shell.storage import Directory, MemoryStorage
+from ..shell.storage import Directory
 from ..shell.table import Strategies
-from ..shell.world import simulate
+from ..stores import MemoryStorage
 from ._bits import assemble, check_same, outline, refilled
 from ._layouts import Layout, cut, layouts, pretty_repr
 from ._tensors import PRINTABLE_DTYPES, tensors

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ..core.layouts import AxisSplit, Mesh, PartitionSpec, SpecEntry
 from ..core.trees import empty_data
+from ..meshes import AxisSplit, Mesh, PartitionSpec, SpecEntry
 
 # Dtypes: all of this torch, by name, so that a new release's dtypes are tested without a change here.
 

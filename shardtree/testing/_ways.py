@@ -12,13 +12,14 @@ import torch
 from ..core.trees import diff, unbox
 from ..errors import render_path, shorten
 from ..inspection import explain_ranks
-from ..live import redistribute
+from ..live import redistribute, simulate
 from ..live.resharding import plan_reshard, reshard, with_relays
 from ..shell.checkpoint import load as st_load
 from ..shell.checkpoint import save as st_save
-from ..shell.storage import Directory, MemoryStorage, ReadReport
+from ..shell.storage import Directory, ReadReport
 from ..shell.table import LoadOptions, Strategies
-from ..shell.world import World, simulate
+from ..shell.world import World
+from ..stores import MemoryStorage
 from ._bits import outline
 from ._law_reshard import check_reshard
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import shardtree
-from shardtree._later import ROOM_OF, ROOMS
+from shardtree._later import NAMES, ROOMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
@@ -84,7 +84,7 @@ def names_of(room: str) -> list[str]:
 def room_of(name: str) -> str:
     """Return the room that one of the root's names is of."""
     rooms = ("mapping", "trees", "lazy", "errors")
-    return ROOM_OF.get(name) or next(
+    return next((room for room, names in NAMES.items() if name in names.split()), None) or next(
         room for room in rooms if hasattr(importlib.import_module(f"shardtree.{room}"), name)
     )
 

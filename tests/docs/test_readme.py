@@ -18,7 +18,7 @@ import torch
 import shardtree as st
 from shardtree.interop.deepspeed import save_universal
 from shardtree.interop.dtensor import from_dtensors
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from shardtree.strategies import StrategyAction
 from shardtree.world import World
 from tests.docs.test_blocks import fences, run_block

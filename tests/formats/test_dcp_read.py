@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 import shardtree as st
 from shardtree.errors import UnsafeFile
 from shardtree.formats.torch_dist._common import nested
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from shardtree.testing import first_difference
 from shardtree.trees import HOLE
 from tests.formats.dcp_ranks import rows, save_what_differs

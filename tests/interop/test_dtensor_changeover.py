@@ -10,7 +10,7 @@ import torch
 
 import shardtree as st
 from shardtree.interop.dtensor import from_dtensors, to_dtensors
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from shardtree.world import World
 from tests.interop.test_dtensor_fsdp2 import check_same, states, train, trained, whole
 

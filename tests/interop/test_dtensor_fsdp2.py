@@ -15,7 +15,7 @@ from torch import nn
 import shardtree as st
 from shardtree.core.layouts import tensor_shards
 from shardtree.interop.dtensor import dtensor_layout, from_dtensors, to_dtensors
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from shardtree.world import World
 from tests.interop.test_dtensor import rows
 

@@ -14,7 +14,7 @@ from torch import nn
 import shardtree as st
 from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue
 from shardtree.interop.dtensor import ModuleKeys, load_module
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from shardtree.storage import MemoryStorage
 from shardtree.world import World
 from tests.interop.hooked_modules import check_under_fsdp2, hooked_values

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import shardtree
+from shardtree.maintenance import remove_sharded
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.shell.storage import make_folder
 from shardtree.shell.table import safetensors
-from shardtree.shell.table.index import remove_sharded
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, wrapped
 from shardtree.strategies import (
     AsyncRequest,

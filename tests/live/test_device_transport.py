@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import shardtree as st
+from shardtree.live import run_processes
 from shardtree.live._describe import agreed_device, describe
 from shardtree.live._memory import device_of_tensors, take_ends
-from shardtree.shell.world import run_processes
 from shardtree.shell.world._distributed import group_exchange
 from shardtree.testing import outline
 from tests.shell.world.passing_on import PassingOn

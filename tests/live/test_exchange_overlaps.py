@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.live import _reading as _exchange
+from shardtree.live._simulated import SimulatedWorld
 from shardtree.live.resharding._exchange import ExchangePlan, plan_exchange, plan_reads
-from shardtree.shell.world._simulated import SimulatedWorld
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, random_bits
 from shardtree.world import World

@@ -29,8 +29,8 @@ from shardtree import (
 )
 from shardtree.errors import WorldError
 from shardtree.layouts import ShardColumns
+from shardtree.live import run_processes
 from shardtree.plans import peak_bytes, with_relays
-from shardtree.shell.world import run_processes
 from shardtree.testing import outline
 
 pytestmark = pytest.mark.torchrun

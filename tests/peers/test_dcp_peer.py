@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from shardtree.testing import first_difference, outline
 from shardtree.world import World
 

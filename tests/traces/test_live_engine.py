@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import shardtree as st
-from shardtree.shell.world import run_processes
+from shardtree.live import run_processes
 from tests.traces.loaders import LOADERS, Loader
 from tests.traces.test_loaders import QKV, given
 

@@ -15,9 +15,9 @@ import torch
 import shardtree as st
 from shardtree.buffers import BufferPlan, flat_shards, flat_targets
 from shardtree.lenses import Lens
+from shardtree.live import run_processes
 from shardtree.mapping import ShardedObject
 from shardtree.optim import abstract_optim_state_from_metadata
-from shardtree.shell.world import run_processes
 from shardtree.world import World
 from tests.training.place import Layout, Place, joined_place
 from tests.training.plain import plain_losses

@@ -6,7 +6,7 @@ root's where the root has the class, as users write `st.Mesh`, and its room's ot
 
 from __future__ import annotations
 
-from ..moved import new_address
+from ..deferred import leaf
 
 _HOMES = {
     "shardtree": {
@@ -52,6 +52,7 @@ _HOMES = {
         "pictures._picture": "Bar Bars Block Cell Entry Flow Line Moment Picture Plane Stream",
     },
     "shardtree.plans": {
+        "core.plans._cost": "ReadCost",
         "plans._explain": "Explanation FailedCheck RankReads ReadCost Undecided",
         "plans._fit": "Gap Mismatch Refusal Unexpected",
         "plans._without_scales": "ScaledValues",
@@ -103,7 +104,7 @@ STORED_NAMES = {
     for public, homes in _HOMES.items()
     for home, names in homes.items()
     for name in names.split()
-    for address in (f"shardtree.{home}.{name}", new_address(f"shardtree.{home}.{name}"))
+    for address in (f"shardtree.{home}.{name}", leaf("new_address")(f"shardtree.{home}.{name}"))
 }
 """Address of a class in the module that holds or held it → the name under which it is stored."""
 
@@ -128,7 +129,7 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
     Examples:
         >>> addresses_of("shardtree.Mesh")
-        ('shardtree.Mesh', 'shardtree.layouts.meshes._mesh.Mesh', 'shardtree.core.layouts.meshes._mesh.Mesh')
+        ('shardtree.Mesh', 'shardtree.layouts.meshes._mesh.Mesh', 'shardtree.meshes._mesh.Mesh')
         >>> addresses_of("http.HTTPStatus")
         ('http.HTTPStatus',)
     """

@@ -17,7 +17,7 @@ from ._save import (
 
 if typing.TYPE_CHECKING:
     from ._convert import convert
-    from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
+    from ._cost import Prospect, ReadCost
     from ._fit import (
         Gap,
         Misfit,
@@ -45,39 +45,14 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "Explanation": "._explain",
-            "FailedCheck": "._explain",
-            "Gap": "._fit",
-            "LoadPlan": "._load",
-            "Misfit": "._fit",
-            "Mismatch": "._fit",
-            "Overlap": "._fit",
-            "PrefixDifference": "._fit",
-            "Prospect": "._explain",
-            "RankReads": "._explain",
-            "ReadCost": "._explain",
-            "Refusal": "._fit",
-            "Runs": "._load",
-            "ScaledValues": "._without_scales",
-            "StoredChunks": "._load",
-            "Strided": "._load",
-            "Undecided": "._explain",
-            "Unexpected": "._fit",
-            "convert": "._convert",
-            "convertible": "._fit",
-            "find_gaps": "._fit",
-            "find_mismatches": "._fit",
-            "find_scaled": "._without_scales",
-            "find_unexpected": "._fit",
-            "grouped": "._load",
-            "is_integer": "._fit",
-            "misfit_lines": "._fit",
-            "overlaps": "._fit",
-            "plan_load": "._load",
-            "prefix_difference": "._fit",
-            "read_rounds": "._load",
-            "runs_plan": "._load",
-            "stored_elements": "._fit",
-            "wants_names": "._fit",
+            "._convert": "convert",
+            "._cost": "Prospect ReadCost",
+            "._fit": (
+                "Gap Misfit Mismatch Overlap PrefixDifference Refusal Unexpected convertible find_gaps "
+                "find_mismatches find_unexpected is_integer misfit_lines overlaps prefix_difference stored_elements "
+                "wants_names"
+            ),
+            "._load": "LoadPlan Runs StoredChunks Strided grouped plan_load read_rounds runs_plan",
+            "._without_scales": "ScaledValues find_scaled",
         },
     )

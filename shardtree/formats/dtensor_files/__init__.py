@@ -13,7 +13,6 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "Entries": "._contents",
-            "read_contents": "._contents",
+            "._contents": "Entries read_contents",
         },
     )

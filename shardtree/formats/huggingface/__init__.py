@@ -14,8 +14,7 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "MAX_FILE_BYTES": "._save",
-            "save_sharded_up_to": "._save",
-            "without_framework": "._texts",
+            "._save": "MAX_FILE_BYTES save_sharded_up_to",
+            "._texts": "without_framework",
         },
     )

@@ -15,16 +15,9 @@ from ...core.geometry import box_column
 from ...core.layouts import ShardColumns, TensorKind
 from ...core.mapping import ShardedObject, ShardedTensor
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...maintenance import untaken_findings
 from ...shell.storage import Reader, ReadReport, Storage, StoredFile, in_threads, opened, threads_of
-from ...shell.table import (
-    METADATA_FILE,
-    Checkpoint,
-    Damage,
-    Finding,
-    Unchecked,
-    check_taken,
-    untaken_findings,
-)
+from ...shell.table import METADATA_FILE, Checkpoint, Damage, Finding, Unchecked, check_taken
 from ...shell.table.index import Index, IndexMetadata, build_index, load_from_index, stored_columns
 from ._listing import INDEX_FILE, Listing, are_tied, find_weights, read_index_json, read_listing
 from ._texts import TEXTS, joined_texts

@@ -17,6 +17,7 @@ from ...core.layouts import TensorKind, shard_columns
 from ...core.mapping import ShardedObject, ShardedTensor
 from ...core.plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...maintenance import file_contents, regions_between, span_findings
 from ...shell.storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
 from ...shell.table import (
     Checkpoint,
@@ -31,19 +32,8 @@ from ...shell.table import (
     first_difference,
     memory_of,
     pieces_of,
-    span_findings,
 )
-from ...shell.table.index import (
-    IndexMetadata,
-    chunks_of,
-    file_at,
-    file_contents,
-    find_texts,
-    kind_at,
-    plan_shards,
-    regions_between,
-    texts,
-)
+from ...shell.table.index import IndexMetadata, chunks_of, file_at, find_texts, kind_at, plan_shards, texts
 from ..archives import Record
 from ..torch import HEADERS
 from ._contents import Contents

@@ -13,8 +13,6 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "Listing": "._contents",
-            "listed": "._contents",
-            "read_contents": "._contents",
+            "._contents": "Listing listed read_contents",
         },
     )

@@ -17,9 +17,10 @@ from ...core.layouts import shard_columns
 from ...core.mapping import ShardedObject, ShardedTensor
 from ...core.plans import LoadPlan, ReadCost, runs_plan
 from ...errors import UnsupportedValue, error_text
-from ...shell.storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, Verify, fetch, fetch_cost
+from ...shell.storage import ByteRanges, ReadReport, StoredFile, Verify, fetch, fetch_cost
 from ...shell.table import Checkpoint, Copies, Damage, Resolution, check_objects_known, check_taken, is_object
 from ...shell.table.index import DeferredMetadata, Index, IndexMetadata, plan_shards
+from ...stores import MemoryStorage
 from ..archives import StoredTensor, box_of, filled_tensor
 from ..rank_archives import check_record
 from ._buckets import is_bucket, is_groups

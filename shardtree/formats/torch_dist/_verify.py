@@ -11,19 +11,9 @@ import numpy as np
 
 from ...core.codec import dtype_name
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
+from ...maintenance import file_contents, refused_findings, regions_between, span_findings, untaken_findings
 from ...shell.storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
-from ...shell.table import (
-    Checkpoint,
-    Damage,
-    Finding,
-    Region,
-    Unchecked,
-    is_damaged,
-    refused_findings,
-    span_findings,
-    untaken_findings,
-)
-from ...shell.table.index import file_contents, regions_between
+from ...shell.table import Checkpoint, Damage, Finding, Region, Unchecked, is_damaged
 from ..archives import archive_records, tensor_place
 from ..torch import HEADERS, verify_archive
 from ._common import load_dcp_common

@@ -18,7 +18,7 @@ from ...core.layouts import shard_columns
 from ...core.mapping import ShardedObject, ShardedTensor
 from ...core.plans import LoadPlan, ReadCost
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
-from ...shell.storage import Buffer, MemoryStorage, ReadReport, Storage, fetch
+from ...shell.storage import Buffer, ReadReport, Storage, fetch
 from ...shell.table import (
     Checkpoint,
     check_lengths,
@@ -36,6 +36,7 @@ from ...shell.table.index import (
     planned_cost,
     read_planned,
 )
+from ...stores import MemoryStorage
 from ..archives import decode_archive
 from ._array import Shape, StoredArray, fill_item, zarr_name
 from ._codecs import check_headers

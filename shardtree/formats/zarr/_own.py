@@ -16,6 +16,7 @@ import torch
 
 from ...core.codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CorruptCheckpoint, StrategyError, error_text
+from ...maintenance import unused_files, without_prefix
 from ...shell.storage import (
     Buffer,
     Storage,
@@ -43,8 +44,6 @@ from ...shell.table.index import (
     sound_index,
     texts,
     unsound_index,
-    unused_files,
-    without_prefix,
 )
 from ._array import StoredArray
 from ._layout import array_name

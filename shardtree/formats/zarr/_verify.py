@@ -9,21 +9,10 @@ from functools import partial
 from ...core.codec import canonical_json
 from ...core.geometry import Column
 from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
+from ...maintenance import files_findings, refused_findings, span_findings, untaken_findings, whole_file_findings
 from ...shell.storage import Storage, in_threads, read_if_there, threads_of
-from ...shell.table import (
-    Checked,
-    Checkpoint,
-    Damage,
-    Finding,
-    Region,
-    Unchecked,
-    checked_name,
-    is_damaged,
-    refused_findings,
-    span_findings,
-    untaken_findings,
-)
-from ...shell.table.index import file_at, files_findings, whole_file_findings
+from ...shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecked, checked_name, is_damaged
+from ...shell.table.index import file_at
 from ..torch import archive_findings
 from ._array import Shape, StoredArray
 from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells

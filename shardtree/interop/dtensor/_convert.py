@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ...core.layouts import KeyFunction, Mesh, ShardColumns, TensorKind, join_columns, rank_leaf
-from ...core.layouts.meshes import Placement, placed_columns
+from ...core.layouts import ShardColumns, TensorKind, join_columns
 from ...core.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from ...core.trees import (
     HOLE,
@@ -22,6 +21,7 @@ from ...core.trees import (
     without_holes,
 )
 from ...errors import ShapeError, TreeError, TreePath, UnsupportedValue, error_text, render_path
+from ...meshes import KeyFunction, Mesh, Placement, placed_columns, rank_leaf
 from ._placed import Parts, PlacedTensor, ReadOptions, Strided, all_parts, is_dtensor, placed_tensors
 
 # DTensors to shards.

@@ -14,8 +14,8 @@ import torch
 from ...core.mapping import ShardedObject, ShardedTensor
 from ...core.trees import HOLE, map_data, plain_matcher, refuse_scaled, scaled_values, those_of
 from ...errors import IntegrityError, MetadataError, ShapeError, UnsafeFile, UnsupportedValue, error_text
-from ...inspection import OpenCheckpoint, open_checkpoint
-from ...shell.checkpoint import load, load_common_state_dict, load_sharded_metadata
+from ...inspection import OpenCheckpoint, load_common_state_dict, load_sharded_metadata, open_checkpoint
+from ...shell.checkpoint import load
 from ...shell.storage import Directory
 from ...shell.table import LoadOptions, Strategies
 from ...shell.world import World, one_process

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from ...core.layouts import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
 from ...core.trees import call_at, leaves_with_paths, path_key, refuse_shapeless
 from ...errors import (
     CheckpointingException,
@@ -23,6 +22,7 @@ from ...errors import (
     error_text,
     render_path,
 )
+from ...meshes import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
 
 # DeviceMeshes as meshes; sub-meshes as part of the mesh that they are a slice of.
 

@@ -29,27 +29,16 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "BYTES_IN_FLIGHT": "._schedule",
-            "Boxes": "._copies",
-            "CARRIERS": "._copies",
-            "Memories": "._copies",
-            "Origin": "._summary",
-            "Provenance": "._summary",
-            "Regions": "._copies",
-            "ReshardPlan": "._plan",
-            "Schedule": "._schedule",
-            "Transfers": "._transfers",
-            "copy_boxes": "._copies",
-            "copy_transfers": "._copies",
-            "peak_bytes": "._plan",
-            "plan_reshard": "._plan",
-            "region_views": "._copies",
-            "reshard": "._in_memory",
-            "select_regions": "._copies",
-            "shard_regions": "._copies",
-            "target_regions": "._copies",
-            "unshard": "._unshard",
-            "with_relays": "._relay",
-            "write_boxes": "._copies",
+            "._copies": (
+                "Boxes CARRIERS Memories Regions copy_boxes copy_transfers region_views select_regions shard_regions "
+                "target_regions write_boxes"
+            ),
+            "._in_memory": "reshard",
+            "._plan": "ReshardPlan peak_bytes plan_reshard",
+            "._relay": "with_relays",
+            "._schedule": "BYTES_IN_FLIGHT Schedule",
+            "._summary": "Origin Provenance",
+            "._transfers": "Transfers",
+            "._unshard": "unshard",
         },
     )

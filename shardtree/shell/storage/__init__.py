@@ -74,13 +74,13 @@ from ._storage import (
     inside,
     is_left_over,
     is_temporary,
+    parts_in_file,
 )
 from ._threads import Task, background_threads, in_threads, in_turn, usual_threads, write_behind
 from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 
 if typing.TYPE_CHECKING:
     from ._fetch import fetch, fetch_run
-    from ._memory import BytesReader, MemoryStorage
     from ._network import crosses_network
     from ._opened import RequestReader, fetch_ahead, opened
     from ._requests import fetch_cost
@@ -90,14 +90,9 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "BytesReader": "._memory",
-            "MemoryStorage": "._memory",
-            "RequestReader": "._opened",
-            "crosses_network": "._network",
-            "fetch": "._fetch",
-            "fetch_ahead": "._opened",
-            "fetch_cost": "._requests",
-            "fetch_run": "._fetch",
-            "opened": "._opened",
+            "._fetch": "fetch fetch_run",
+            "._network": "crosses_network",
+            "._opened": "RequestReader fetch_ahead opened",
+            "._requests": "fetch_cost",
         },
     )

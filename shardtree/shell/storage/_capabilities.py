@@ -70,7 +70,7 @@ class Capabilities:
         abort_uploads: ``(folder, is_left)``: gives up uploads that interrupted saves left open in a folder, if
             ``is_left(name, seconds)`` says so of the name of its file and its age.
         late_requests: whether a request may be carried out after whoever sent it has ended.
-        latency: how long the last small request took, in seconds; None if there was none.
+        latency: Duration of the last small request, in seconds; None if there was none, 0 if reading takes no request.
         refusals: what its file system has refused, such as to sync folders, and a save did without.
         request_scale: how many times as long as usual the requests are by which long files are moved.
 

@@ -50,6 +50,7 @@ from ._metadata import (
     stamp,
     unless_replaced,
     unreplaced,
+    write_checked,
 )
 from ._own_hash import encode_metadata
 from ._save_folders import (
@@ -65,6 +66,7 @@ from ._save_folders import (
     is_surely_orphaned,
     make_save_folder,
     new_save_id,
+    noted,
     owned,
     remove_interrupted,
     remove_save,
@@ -120,10 +122,6 @@ if typing.TYPE_CHECKING:
         VerifyReport,
         by_reason,
         is_damaged,
-        refused_findings,
-        span_findings,
-        stored_parts,
-        untaken_findings,
     )
     from .index import read_index, rows_from_index, rows_of_saves, stored_fingerprints
     from .index._metadata import PairsMapping
@@ -133,22 +131,8 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "Checked": "._findings",
-            "Damage": "._findings",
-            "Finding": "._findings",
-            "PairsMapping": ".index._metadata",
-            "Region": "._findings",
-            "Unchecked": "._findings",
-            "VerifyReport": "._findings",
-            "by_reason": "._findings",
-            "is_damaged": "._findings",
-            "read_index": ".index",
-            "refused_findings": "._findings",
-            "rows_from_index": ".index",
-            "rows_of_saves": ".index",
-            "span_findings": "._findings",
-            "stored_fingerprints": ".index",
-            "stored_parts": "._findings",
-            "untaken_findings": "._findings",
+            "._findings": "Checked Damage Finding Region Unchecked VerifyReport by_reason is_damaged",
+            ".index": "read_index rows_from_index rows_of_saves stored_fingerprints",
+            ".index._metadata": "PairsMapping",
         },
     )

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from ...core.deferred import notebook_html
-from ...core.fingerprints import PartialFingerprint, piece_total, shard_parts
-from ...core.geometry import slabs
-from ...core.mapping import ShardedTensor
-from ...core.plans import grouped
 from ...errors import plural, shorten, size_text
-from ..storage import in_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,70 +139,6 @@ def is_damaged(findings: Iterable[Finding]) -> bool:
     return any(isinstance(one, Damage) for one in findings)
 
 
-def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of a file that lie in none of the given spans.
-
-    Examples:
-        >>> gaps(10, [(4, 6), (1, 4)])
-        ((0, 1), (6, 10))
-    """
-    ranges, at = [], 0
-    for begin, end in sorted(spans):
-        if begin > at:
-            ranges.append((at, begin))
-        at = max(at, end)
-    return (*ranges, (at, length)) if at < length else tuple(ranges)
-
-
-def span_findings(file: str, why: str, length: int, spans: Iterable[tuple[int, int]]) -> tuple[Finding, ...]:
-    """Return the number of checked bytes of a file as a `Checked`, and of the others as an `Unchecked`.
-
-    Args:
-        file: the file's name.
-        why: the reason that other bytes have no checksum.
-        length: Length of the file, in bytes.
-        spans: ranges of bytes that were compared with a checksum.
-
-    Examples:
-        >>> span_findings("f", "no checksum", 10, [(0, 7)])
-        (Checked(file='f', nbytes=7), Unchecked(file='f', why='no checksum', nbytes=3, spans=((7, 10),)))
-    """
-    ranges = gaps(length, spans)
-    nbytes = sum(end - begin for begin, end in ranges)
-    unchecked = (Unchecked(file, why, nbytes, ranges if nbytes < length else ()),) if ranges else ()
-    return (Checked(file, length - nbytes), *unchecked) if nbytes < length else unchecked
-
-
-def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
-    """Return what a reader of a format doesn't take, so that it is named where all else is checked.
-
-    Args:
-        untaken: why it isn't taken, by key or name.
-
-    Examples:
-        >>> untaken_findings({"text": "torch has no such dtype"})
-        [Unchecked(file='text', why="'text' isn't taken: torch has no such dtype", nbytes=0, spans=())]
-    """
-    return [Unchecked(name, f"{name!r} isn't taken: {why}", 0) for name, why in sorted(untaken.items())]
-
-
-def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
-    """Return the finding of values that are as they were saved, and that a load with the same options refuses.
-
-    Args:
-        refused: The error's text by the value's name.
-
-    Examples:
-        >>> refused_findings({"rng/shard_0_1": "it names http.HTTPStatus, which isn't known to be harmless"})[0].nbytes
-        0
-    """
-    if not refused:
-        return []
-    name, error = min(refused.items())
-    cause = error.partition("\n")[0]
-    return [Unchecked(name, f"a load with these options refuses {plural(len(refused), 'value')}: {cause}", 0)]
-
-
 def by_reason(findings: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
     """Return what couldn't be checked, by why.
 
@@ -285,46 +214,3 @@ class VerifyReport:
             7
         """
         return sum(one.nbytes for one in self.unchecked)
-
-
-# Fingerprints of stored tensors, which are read back slab by slab through their format's LOAD_SHARDED
-
-_GROUP_BYTES = 32 * 1024 * 1024  # about the most that is in memory at a time
-_SLAB_BYTES = _GROUP_BYTES // 2
-
-Load = Callable[[Sequence[ShardedTensor]], object]
-"""Fills the shards' data in place, as LOAD_SHARDED does."""
-
-
-def stored_parts(
-    tensors: Iterable[ShardedTensor], load: Load, *, rank: int = 0, ranks: int = 1, threads: int | None = None
-) -> Iterator[dict[str, PartialFingerprint]]:
-    """Yield shares of stored tensors' fingerprints, a group of slabs at a time.
-
-    Args:
-        tensors: whole ones, without data.
-        load: reads them.
-        rank: which share of the groups to read.
-        ranks: how many shares there are.
-        threads: how many compute at a time; None for the usual number.
-    """
-    for number, group in enumerate(_groups(tensors)):
-        if number % ranks == rank:
-            slabs = [slab.init_data("cpu") for slab in group]
-            load(slabs)
-            yield shard_parts(slabs, lambda pieces: in_threads(piece_total, pieces, threads))
-
-
-def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """Return slabs in groups that fit in memory."""
-    # Groups, since planning a read takes longer than reading a small tensor.
-    slabs = (slab for tensor in tensors for slab in _slabs(tensor))
-    return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, _GROUP_BYTES)
-
-
-def _slabs(tensor: ShardedTensor) -> Iterator[ShardedTensor]:
-    shape = tensor.global_shape
-    if not torch.Size(shape).numel():
-        yield ShardedTensor(tensor.key, None, tensor.dtype, shape, shape, (0,) * len(shape), None)
-    for offset, size in slabs(shape, max(1, _SLAB_BYTES // tensor.dtype.itemsize)):
-        yield ShardedTensor(tensor.key, None, tensor.dtype, size, shape, offset, None)

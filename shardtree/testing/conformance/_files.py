@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from ...errors import AlreadyACheckpoint, CheckpointingException
-from ...inspection import open_checkpoint, verify
-from ...shell.checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata
-from ...shell.storage import LocalStorage, MemoryStorage, Storage, can, files_in, make_folder, storage_at
+from ...inspection import load_common_state_dict, load_sharded_metadata, open_checkpoint, verify
+from ...shell.checkpoint import is_checkpoint
+from ...shell.storage import LocalStorage, Storage, can, files_in, make_folder, storage_at
 from ...shell.table import (
     METADATA_FILE,
     OWNER_FILE,
@@ -21,6 +21,7 @@ from ...shell.table import (
     find_strategy,
     is_save_folder,
 )
+from ...stores import MemoryStorage
 from .._layouts import even_layout
 from .._states import GlobalState
 from .._watched import Call, watched

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from ...errors import RemoteError, StorageError, StrategyError, UnsupportedValue
+from ...live import simulate
 from ...shell.checkpoint import is_checkpoint
 from ...shell.checkpoint import load as st_load
 from ...shell.checkpoint import save as st_save
 from ...shell.storage import Directory, Storage, storage_at
 from ...shell.table import SaveOptions, Strategies, Strategy, StrategyAction, find_strategy
-from ...shell.world import simulate
 from .._layouts import Layout
 from .._states import GlobalState, check_loaded, rank_tree, ranks_of, target_tree
 

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import CheckpointingException, RemoteError, StrategyError, error_text, plural
-from ...shell.storage import Directory, MemoryStorage
+from ...shell.storage import Directory
 from ...shell.table import Strategies, StrategyAction
+from ...stores import MemoryStorage
 from . import _files as _file_cases
 from . import _layout_cases, _tensor_cases, _value_cases
 from ._subject import Case, Promise, Refused, Subject, Writer, raising

@@ -12,9 +12,9 @@ from ...core.geometry import slices
 from ...core.lazy import stored
 from ...core.mapping import ShardedTensor
 from ...errors import CheckpointingException, KeyMismatch
+from ...live import simulate
 from ...shell.storage import ReadReport, Storage, storage_at
 from ...shell.table import LoadOptions, SaveOptions, StrategyAction
-from ...shell.world import simulate
 from .._bits import bits, check_equal
 from .._layouts import even_layout
 from .._states import GlobalState

@@ -14,14 +14,8 @@ import torch
 from ...core.mapping import ShardedObject, ShardedTensor
 from ...core.plans import Mismatch, Unexpected
 from ...errors import CheckpointingException
-from ...inspection import explain
-from ...shell.checkpoint import (
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_sharded_metadata,
-    remove_sharded_tensors,
-)
+from ...inspection import explain, load_common_state_dict, load_content_metadata, load_sharded_metadata
+from ...shell.checkpoint import load, remove_sharded_tensors
 from ...shell.table import PROTOCOLS, Strategies, Strategy, StrategyAction, table_of
 from .._bits import outline
 from .._layouts import Layout, even_layout

@@ -15,10 +15,8 @@ from shardtree.core.layouts import (
     common_problems,
     join_objects,
     kind_problems,
-    mesh_shard,
     object_problems,
     problem_lines,
-    rank_leaf,
     select_rows,
     write_problems,
 )
@@ -41,6 +39,7 @@ from shardtree.layouts import (
     unshard,
 )
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.meshes import mesh_shard, rank_leaf
 from shardtree.objects import reshard_objects
 
 FULL = torch.arange(24.0).reshape(4, 6)

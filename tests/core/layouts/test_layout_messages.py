@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardtree.core.layouts import check_spec, held_arrays, mesh_shard, raise_problems, rank_leaf, trees_by_rank
-from shardtree.core.layouts.meshes import placed_columns
-from shardtree.core.layouts.meshes._placement import Placement
+from shardtree.core.layouts import held_arrays, raise_problems, trees_by_rank
 from shardtree.layouts import (
     AxisSplit,
     Mesh,
@@ -32,6 +30,8 @@ from shardtree.layouts import (
     unshard,
 )
 from shardtree.mapping import ShardedObject, ShardedTensor
+from shardtree.meshes import check_spec, mesh_shard, placed_columns, rank_leaf
+from shardtree.meshes._placement import Placement
 from shardtree.objects import (
     ObjectArray,
     concatenate_objects,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as hs
 
 import shardtree as st
-from shardtree.core.layouts import meshes
+from shardtree import meshes
 from shardtree.core.trees import path_key
 from shardtree.core.trees._nodes import Field, entries
 from shardtree.errors import KeyMismatch, TreeError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtree.shell.storage._memory import MemorySibling
 from shardtree.storage import LocalStorage, MemoryStorage, Sibling
+from shardtree.stores._memory import MemorySibling
 
 PLACES: dict[str, Callable[[Path], LocalStorage | MemoryStorage]] = {
     "local": lambda folder: LocalStorage(str(folder / "step_10")),

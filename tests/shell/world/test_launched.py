@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtree.errors import WorldError
-from shardtree.shell.world import launched_rank, launched_world
+from shardtree.live import launched_rank, launched_world
 
 
 @pytest.fixture

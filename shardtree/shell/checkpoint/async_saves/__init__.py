@@ -12,9 +12,8 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "AsyncCallsQueue": "._queue",
-            "async_calls": "._queue",
-            "refuse_overlap": "._exit",
-            "snapshot_shards": "._snapshot",
+            "._exit": "refuse_overlap",
+            "._queue": "AsyncCallsQueue async_calls",
+            "._snapshot": "snapshot_shards",
         },
     )

@@ -22,17 +22,10 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "RunningSave": "._start",
-            "SaveStart": "._start",
-            "in_save_folder": "._start",
-            "inspect_folder": "._start",
-            "is_live": "._replace",
-            "make_folder": "._start",
-            "named_file": "._start",
-            "own_files": "._replace",
-            "pending_save": "._start",
-            "save": "._save",
-            "save_request": "._commit",
-            "take_apart": "._parts",
+            "._commit": "save_request",
+            "._parts": "take_apart",
+            "._replace": "is_live own_files",
+            "._start": "RunningSave SaveStart in_save_folder inspect_folder make_folder named_file pending_save",
+            "._save": "save",
         },
     )

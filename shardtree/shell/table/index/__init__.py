@@ -42,7 +42,6 @@ from ._save import (
 )
 
 if typing.TYPE_CHECKING:
-    from ._damage import bounding_box, file_contents, files_findings, regions_between, whole_file_findings
     from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
     from ._metadata import (
         DeferredMetadata,
@@ -54,15 +53,12 @@ if typing.TYPE_CHECKING:
         untaken_of,
     )
     from ._rows import (
+        ReadIndex,
         list_files,
         load_common,
         objects_from_index,
-        remove_sharded,
         rows_from_index,
         rows_of_saves,
-        unused_files,
-        verify_index,
-        without_prefix,
     )
 else:
     from ....core.deferred import later
@@ -70,31 +66,10 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "DeferredMetadata": "._metadata",
-            "IndexMetadata": "._metadata",
-            "bounding_box": "._damage",
-            "explain_from_index": "._load",
-            "file_contents": "._damage",
-            "files_findings": "._damage",
-            "list_files": "._rows",
-            "load_common": "._rows",
-            "load_from_index": "._load",
-            "objects_from_index": "._rows",
-            "plan_shards": "._load",
-            "planned_cost": "._load",
-            "read_planned": "._load",
-            "reasoned": "._metadata",
-            "regions_between": "._damage",
-            "remove_sharded": "._rows",
-            "rows_from_index": "._rows",
-            "rows_of_saves": "._rows",
-            "stored_fingerprints": "._metadata",
-            "stored_keys": "._metadata",
-            "stored_kinds": "._metadata",
-            "untaken_of": "._metadata",
-            "unused_files": "._rows",
-            "verify_index": "._rows",
-            "whole_file_findings": "._damage",
-            "without_prefix": "._rows",
+            "._load": "explain_from_index load_from_index plan_shards planned_cost read_planned",
+            "._metadata": (
+                "DeferredMetadata IndexMetadata reasoned stored_fingerprints stored_keys stored_kinds untaken_of"
+            ),
+            "._rows": "ReadIndex list_files load_common objects_from_index rows_from_index rows_of_saves",
         },
     )

@@ -1,17 +1,8 @@
 """The native format: plain safetensors files, an index in columns, block hashes, and one file that commits."""
 
-import typing
-
 from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
 from ._write import save_common, save_sharded
-
-if typing.TYPE_CHECKING:
-    from ._read import verify_files
-else:
-    from ....core.deferred import later
-
-    __getattr__ = later(__name__, {"verify_files": "._read"})
 
 _READ = "shell.table.safetensors._read"
 
@@ -21,9 +12,7 @@ ROWS: StoredRows = {
     (StrategyAction.LOAD_SHARDED, "safetensors", 1): f"{_READ}:load_sharded",
     (StrategyAction.LOAD_OBJECTS, "safetensors", 1): f"{_READ}:load_objects",
     (StrategyAction.LOAD_METADATA, "safetensors", 1): f"{_READ}:load_metadata",
-    (StrategyAction.REMOVE_SHARDED, "safetensors", 1): f"{_READ}:remove_sharded",
     (StrategyAction.LIST_FILES, "safetensors", 1): f"{_READ}:list_files",
-    (StrategyAction.VERIFY, "safetensors", 1): f"{_READ}:verify_files",
     (StrategyAction.SAVE_COMMON, "safetensors", 1): save_common,
     (StrategyAction.SAVE_SHARDED, "safetensors", 1): save_sharded,
     (StrategyAction.DESCRIBE, "safetensors", 1): lambda: FormatTraits(

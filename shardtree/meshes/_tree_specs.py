@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ....errors import MetadataError, TreePath, error_text, render_path
-from ...mapping import ShardedTensor
-from ...trees import Field, call_at, entries, leaves_with_paths
+from ..core.mapping import ShardedTensor
+from ..core.trees import Field, call_at, entries, leaves_with_paths
+from ..errors import MetadataError, TreePath, error_text, render_path
 from ._specs import PartitionSpec, Specs, checked_spec
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.ambient import shielded
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.trees import without_holes
-from ...errors import TreeError, error_text
-from ..storage import Directory
-from ..table import LoadOptions, Strategies
-from ..world import one_process
-from ._dispatch import Choice, given_options
-from ._open import CONTENT_METADATA, by_rank_zero, load_common, open_at, sharded_metadata, tensors_of
+from ..core.ambient import shielded
+from ..core.mapping import ShardedObject, ShardedTensor
+from ..core.trees import without_holes
+from ..errors import TreeError, error_text
+from ..shell.checkpoint import (
+    CONTENT_METADATA,
+    Choice,
+    by_rank_zero,
+    given_options,
+    load_common,
+    open_at,
+    sharded_metadata,
+    tensors_of,
+)
+from ..shell.storage import Directory
+from ..shell.table import LoadOptions, Strategies
+from ..shell.world import one_process
 
 
 @shielded

@@ -8,13 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from ....core.geometry import Column
-from ....errors import CheckpointingException, CorruptCheckpoint
-from ...storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
-from .._findings import Checked, Damage, Finding, Region, Unchecked
-from .._metadata import checked_name, read_checked
-from .._values import Checkpoint
-from ._columns import Index, file_at, item_sizes, text_at
+from ..core.geometry import Column
+from ..errors import CheckpointingException, CorruptCheckpoint
+from ..shell.storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
+from ..shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecked, checked_name, read_checked
+from ..shell.table.index import Index, ReadIndex, file_at, item_sizes, text_at
 
 # The tensors, objects and elements in a byte range of a file
 
@@ -191,6 +189,20 @@ class _Describer:
         around = " (the file's header lies in it)" if begin < first else ""
         around = around or (" (it goes on after the file's last tensor)" if end > contents.end else "")
         return replace(damage, what=damage.what + around)
+
+
+def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding, ...]:
+    """Return which blocks of the indexed files aren't as they were saved, and which have no hash.
+
+    Args:
+        checkpoint: what is checked.
+        read_index: returns its index; its error is the only finding, since the hashes are in the index.
+    """
+    try:
+        index = checkpoint.once(read_index)
+    except CorruptCheckpoint as error:
+        return (Damage(checked_name(checkpoint, "index"), str(error)),)
+    return tuple(files_findings(checkpoint, index))
 
 
 def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as draws
 
 import shardtree as st
-from shardtree.core.layouts.meshes import _tree_specs
 from shardtree.core.trees import entries
 from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, from_local, layout_of
+from shardtree.meshes import _tree_specs
 from shardtree.testing import bits
 from shardtree.trees import flatten_with_paths, leaves_with_paths, register_dataclass
 

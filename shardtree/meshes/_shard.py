@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ....errors import MetadataError, ShapeError, TreePath, error_text, render_path
-from ...geometry import integers
-from ...mapping import ShardedObject, ShardedTensor
-from ...trees import HOLE, empty_data, flatten_with_paths, prune, refuse_hidden, without_data
-from .._columns import ShardColumns, TensorKind
+from ..core.geometry import integers
+from ..core.layouts import ShardColumns, TensorKind
+from ..core.mapping import ShardedObject, ShardedTensor
+from ..core.trees import HOLE, empty_data, flatten_with_paths, prune, refuse_hidden, without_data
+from ..errors import MetadataError, ShapeError, TreePath, error_text, render_path
 from ._mesh import Mesh, check_mesh
 from ._placement import KeyFunction, Placed, copies_by_path, keyed_tensors, placed_columns, placed_leaves
 from ._shards import RankShard, mesh_shard, rank_data, rank_leaf

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from shardtree.errors import NotACheckpoint, RemoteNotACheckpoint, WorldError
-from shardtree.shell.world import agree, run_processes
+from shardtree.live import run_processes
+from shardtree.shell.world import agree
 from shardtree.world import World, current_world
 
 pytestmark = pytest.mark.torchrun

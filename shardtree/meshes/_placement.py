@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....errors import IntegrityError, MetadataError, TreeError, TreePath, error_text, render_path
-from ...geometry import Column, Mask, box_column, refuse, widen
-from ...lazy import LazyTensor
-from ...mapping import SHAPE_FIX, ShardedObject, ShardedTensor, ShardedTensorFactory, lacks_memory, without_shape
-from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_hidden
-from .._columns import ShardColumns, TensorKind
+from ..core.geometry import Column, Mask, box_column, refuse, widen
+from ..core.layouts import ShardColumns, TensorKind
+from ..core.lazy import LazyTensor
+from ..core.mapping import SHAPE_FIX, ShardedObject, ShardedTensor, ShardedTensorFactory, lacks_memory, without_shape
+from ..core.trees import call_at, diff, flatten_with_paths, path_key, refuse_hidden
+from ..errors import IntegrityError, MetadataError, TreeError, TreePath, error_text, render_path
 from ._mesh import Mesh
 from ._shards import mesh_shards
 from ._specs import PartitionSpec, Specs, check_patterns, check_spec

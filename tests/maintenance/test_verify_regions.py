@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.maintenance import bounding_box
 from shardtree.shell.storage import BLOCK_BYTES
-from shardtree.shell.table.index import bounding_box
 from tests.shell.checkpoint.parts import FORMATS, saved_by
 from tests.shell.checkpoint.parts import files as walk
 from tests.shell.table.folders import Files, flipped, folder_of

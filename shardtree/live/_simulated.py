@@ -6,12 +6,14 @@ import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock, Thread
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ...errors import WorldError, error_text
-from ._world import T, World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
+from ..errors import WorldError, error_text
+from ..shell.world import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
+
+T = TypeVar("T")
 
 # The rendezvous of simulated ranks: the one object that their threads share.
 #

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final, Literal, TypeAlias
 
-from ....errors import KeyMismatch, MetadataError, error_text
-from ...geometry import integer, refuse
-from ...trees import key_matcher, match_key, stars
-from .._columns import TensorKind
+from ..core.geometry import integer, refuse
+from ..core.layouts import TensorKind
+from ..core.trees import key_matcher, match_key, stars
+from ..errors import KeyMismatch, MetadataError, error_text
 from ._mesh import Mesh, check_mesh
 
 # The spec of one tensor.

@@ -10,9 +10,9 @@ from typing import Any, Never
 
 import numpy as np
 
-from ....errors import MetadataError, error_text, plural
-from ...deferred import notebook_html
-from ...geometry import integer, refuse
+from ..core.deferred import notebook_html
+from ..core.geometry import integer, refuse
+from ..errors import MetadataError, error_text, plural
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

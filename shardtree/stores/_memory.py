@@ -10,9 +10,8 @@ from itertools import count
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from ...errors import StorageError, error_text, plural
-from ._capabilities import Capabilities
-from ._storage import AnyBuffer, Buffer, Sibling, byte_view, inside, parts_in_file
+from ..errors import StorageError, error_text, plural
+from ..shell.storage import AnyBuffer, Buffer, Capabilities, Sibling, byte_view, inside, parts_in_file
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class MemoryStorage:
     def capabilities(self) -> Capabilities:
         """What a folder in memory can do beyond `Storage`."""
         folders = ("make_folder", "is_folder", "remove_folder")
-        return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings", "locked")
+        return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings", "locked", latency=0.0)
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import CheckpointingException, UnsupportedValue, WorldError
-from shardtree.shell.world._simulated import Meeting, SimulatedWorld
+from shardtree.live._simulated import Meeting, SimulatedWorld
 from shardtree.world import World, one_process, simulate
 
 VALUES = st.recursive(

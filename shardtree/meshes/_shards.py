@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ....errors import ShapeError, error_text
-from ...geometry import Spans, cut_spans, integers, slices
-from ...mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
-from ...trees import join_data
+from ..core.geometry import Spans, cut_spans, integers, slices
+from ..core.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from ..core.trees import join_data
+from ..errors import ShapeError, error_text
 from ._mesh import Mesh
 from ._specs import AxisSplit, PartitionSpec, SpecEntry, check_fits, splits
 

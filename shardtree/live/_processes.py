@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context
-from typing import Any
+from typing import Any, TypeVar
 
-from ...errors import WorldError, error_text
-from ._distributed import distributed
-from ._world import DEFAULT_TIMEOUT, T, World, one_process
+from ..errors import WorldError, error_text
+from ..shell.world import DEFAULT_TIMEOUT, World, distributed, one_process
+
+T = TypeVar("T")
 
 _GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
 

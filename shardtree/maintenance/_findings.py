@@ -1,0 +1,72 @@
+"""Findings of checks of whole files and of spans of them: what has a checksum, and why the rest has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..errors import plural
+from ..shell.table import Checked, Finding, Unchecked
+
+
+def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of a file that lie in none of the given spans.
+
+    Examples:
+        >>> gaps(10, [(4, 6), (1, 4)])
+        ((0, 1), (6, 10))
+    """
+    ranges, at = [], 0
+    for begin, end in sorted(spans):
+        if begin > at:
+            ranges.append((at, begin))
+        at = max(at, end)
+    return (*ranges, (at, length)) if at < length else tuple(ranges)
+
+
+def span_findings(file: str, why: str, length: int, spans: Iterable[tuple[int, int]]) -> tuple[Finding, ...]:
+    """Return the number of checked bytes of a file as a `Checked`, and of the others as an `Unchecked`.
+
+    Args:
+        file: the file's name.
+        why: the reason that other bytes have no checksum.
+        length: Length of the file, in bytes.
+        spans: ranges of bytes that were compared with a checksum.
+
+    Examples:
+        >>> span_findings("f", "no checksum", 10, [(0, 7)])
+        (Checked(file='f', nbytes=7), Unchecked(file='f', why='no checksum', nbytes=3, spans=((7, 10),)))
+    """
+    ranges = gaps(length, spans)
+    nbytes = sum(end - begin for begin, end in ranges)
+    unchecked = (Unchecked(file, why, nbytes, ranges if nbytes < length else ()),) if ranges else ()
+    return (Checked(file, length - nbytes), *unchecked) if nbytes < length else unchecked
+
+
+def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
+    """Return what a reader of a format doesn't take, so that it is named where all else is checked.
+
+    Args:
+        untaken: why it isn't taken, by key or name.
+
+    Examples:
+        >>> untaken_findings({"text": "torch has no such dtype"})
+        [Unchecked(file='text', why="'text' isn't taken: torch has no such dtype", nbytes=0, spans=())]
+    """
+    return [Unchecked(name, f"{name!r} isn't taken: {why}", 0) for name, why in sorted(untaken.items())]
+
+
+def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
+    """Return the finding of values that are as they were saved, and that a load with the same options refuses.
+
+    Args:
+        refused: The error's text by the value's name.
+
+    Examples:
+        >>> refused_findings({"rng/shard_0_1": "it names http.HTTPStatus, which isn't known to be harmless"})[0].nbytes
+        0
+    """
+    if not refused:
+        return []
+    name, error = min(refused.items())
+    cause = error.partition("\n")[0]
+    return [Unchecked(name, f"a load with these options refuses {plural(len(refused), 'value')}: {cause}", 0)]

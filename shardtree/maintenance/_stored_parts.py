@@ -1,0 +1,53 @@
+"""Fingerprints of stored tensors, which are read back slab by slab through their format's LOAD_SHARDED."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from ..core.fingerprints import PartialFingerprint, piece_total, shard_parts
+from ..core.geometry import slabs
+from ..core.mapping import ShardedTensor
+from ..core.plans import grouped
+from ..shell.storage import in_threads
+
+_GROUP_BYTES = 32 * 1024 * 1024  # about the most that is in memory at a time
+_SLAB_BYTES = _GROUP_BYTES // 2
+
+Load = Callable[[Sequence[ShardedTensor]], object]
+"""Fills the shards' data in place, as LOAD_SHARDED does."""
+
+
+def stored_parts(
+    tensors: Iterable[ShardedTensor], load: Load, *, rank: int = 0, ranks: int = 1, threads: int | None = None
+) -> Iterator[dict[str, PartialFingerprint]]:
+    """Yield shares of stored tensors' fingerprints, a group of slabs at a time.
+
+    Args:
+        tensors: whole ones, without data.
+        load: reads them.
+        rank: which share of the groups to read.
+        ranks: how many shares there are.
+        threads: how many compute at a time; None for the usual number.
+    """
+    for number, group in enumerate(_groups(tensors)):
+        if number % ranks == rank:
+            slabs = [slab.init_data("cpu") for slab in group]
+            load(slabs)
+            yield shard_parts(slabs, lambda pieces: in_threads(piece_total, pieces, threads))
+
+
+def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
+    """Return slabs in groups that fit in memory."""
+    # Groups, since planning a read takes longer than reading a small tensor.
+    slabs = (slab for tensor in tensors for slab in _slabs(tensor))
+    return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, _GROUP_BYTES)
+
+
+def _slabs(tensor: ShardedTensor) -> Iterator[ShardedTensor]:
+    shape = tensor.global_shape
+    if not torch.Size(shape).numel():
+        yield ShardedTensor(tensor.key, None, tensor.dtype, shape, shape, (0,) * len(shape), None)
+    for offset, size in slabs(shape, max(1, _SLAB_BYTES // tensor.dtype.itemsize)):
+        yield ShardedTensor(tensor.key, None, tensor.dtype, size, shape, offset, None)
