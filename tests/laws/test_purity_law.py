@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import buffers, lenses, objects, optim, plans, traces
-from shardtree.core import fingerprints, layouts, lazy, mapping
+from shardtree import buffers, layouts, lenses, meshes, objects, optim, plans, traces
+from shardtree.core import fingerprints, lazy, mapping
 from shardtree.core.plans import find_unexpected
 from shardtree.testing import check_pure, glu, random_bits
 
@@ -28,12 +28,12 @@ PURE = {
     "mapping": ("core.mapping",),
     "trees": ("core.trees",),
     "objects": ("core.layouts._object", "transforms._object_rules"),
-    "layouts": ("core.layouts", "live.resharding"),
+    "layouts": ("core.layouts", "live.resharding", "meshes"),
     "lenses": ("lenses",),
     "buffers": ("optim.buffers",),
     "optim": ("optim",),
     "transforms": ("transforms",),
-    "plans": ("core.plans", "live.resharding"),
+    "plans": ("core.plans", "inspection._explained", "live.resharding"),
     "fingerprints": ("core.fingerprints",),
     "retention": ("series.policies",),
     "pictures": ("pictures",),
@@ -52,7 +52,7 @@ WHOLE = st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(4, 2))
 RESHARD = st.plan_reshard([{"w": WHOLE}], [{}, {"w": WHOLE}])
 TRACED = traces.trace(lambda given: {"w": given["w"].T.reshape(4, 2)}, {"w": WEIGHT.data})
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
-MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((layouts.AxisSplit("dp", 2), layouts.AxisSplit("tp")))
+MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((meshes.AxisSplit("dp", 2), meshes.AxisSplit("tp")))
 BUFFERS = buffers.plan_buffers({"w": WEIGHT}, data_parallel=3)
 STATE = optim.OptimizerState.of(torch.ones(3))
 

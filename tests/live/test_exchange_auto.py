@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import shardtree as st
 from shardtree.shell.checkpoint.loading import _choice
 from shardtree.shell.checkpoint.loading._choice import Place, exchange_choice
 from shardtree.shell.storage import _network, crosses_network
-from shardtree.storage import LocalStorage, MemoryStorage, ReadReport
+from shardtree.storage import Capabilities, LocalStorage, MemoryStorage, ReadReport
 from shardtree.testing import watched
 
 ROWS = torch.arange(1 << 19).view(1 << 9, -1)
@@ -30,9 +31,17 @@ def test_ranks_read_for_each_other_where_all_three_hold(places: list[tuple[str, 
     assert bool(found.why) is (len(places) > 1)
 
 
-def saved() -> Any:
-    """Return a storage that isn't known to be local or in memory."""
-    folder = MemoryStorage()
+class Elsewhere(MemoryStorage):
+    """A folder of which nobody says how far away it is."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, latency=None)
+
+
+def saved(folder: MemoryStorage | None = None) -> Any:
+    """Return a storage with a checkpoint, which isn't known to be local or in memory unless another one is given."""
+    folder = Elsewhere() if folder is None else folder
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", ROWS)}, folder)
     return watched(folder)
 
@@ -89,7 +98,7 @@ def test_one_machine_and_local_storage_read_alone() -> None:
     assert [report.exchange for report in loaded(saved())] == [
         "Each rank reads by itself, since all are on one machine."
     ] * 2
-    assert loaded(saved().inner)[0].exchange == "Each rank reads by itself, since storage is local."
+    assert loaded(saved(MemoryStorage()))[0].exchange == "Each rank reads by itself, since storage is local."
 
 
 MOUNTS = """\
