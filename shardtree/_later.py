@@ -1,6 +1,7 @@
-"""Where the root's other names are: each is loaded from its room when it is first asked for (PEP 562).
+"""Where the root's names are: each is loaded from its room when it is first asked for (PEP 562).
 
-Loading all takes a few hundred milliseconds, so `import shardtree` brings leaves and tree maps alone.
+Loading all takes a few hundred milliseconds, and torch seconds: `import shardtree` loads neither, so that the command
+line can answer at once.
 """
 
 import typing
@@ -12,7 +13,17 @@ NAMES = {
         "load_plain_tensors load_sharded_metadata load_tensors_metadata open_checkpoint remove_sharded_tensors save "
         "verify"
     ),
+    "core.lazy": "LazyTensor lazy_map",
+    "core.mapping": (
+        "CommonStateDict FactoryBuildFn FactoryMergeFn LocalNonpersistentObject ReplicaId ShardedBase "
+        "ShardedObject ShardedStateDict ShardedTensor ShardedTensorFactory StateDict is_main_replica"
+    ),
+    "core.trees": (
+        "apply_factories apply_factory_merges bind cast combine compose diff extract_metadata map_data map_shards "
+        "merge narrow partition prefix rebox rename select unbox without_data"
+    ),
     "display": "draw",
+    "errors": "CheckpointingException",
     "layouts": "Mesh P PartitionSpec abstract abstract_at coverage from_local layout_of shard shard_at unshard",
     "live": "redistribute",
     "plans": "ReshardPlan plan_reshard reshard",
@@ -79,7 +90,10 @@ if typing.TYPE_CHECKING:
     from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
     from .checkpoint import save as save
     from .checkpoint import verify as verify
+    from .core.lazy import LazyTensor as LazyTensor
+    from .core.lazy import lazy_map as lazy_map
     from .display import draw as draw
+    from .errors import CheckpointingException as CheckpointingException
     from .layouts import Mesh as Mesh
     from .layouts import P as P
     from .layouts import PartitionSpec as PartitionSpec
@@ -92,6 +106,18 @@ if typing.TYPE_CHECKING:
     from .layouts import shard_at as shard_at
     from .layouts import unshard as unshard
     from .live import redistribute as redistribute
+    from .mapping import CommonStateDict as CommonStateDict
+    from .mapping import FactoryBuildFn as FactoryBuildFn
+    from .mapping import FactoryMergeFn as FactoryMergeFn
+    from .mapping import LocalNonpersistentObject as LocalNonpersistentObject
+    from .mapping import ReplicaId as ReplicaId
+    from .mapping import ShardedBase as ShardedBase
+    from .mapping import ShardedObject as ShardedObject
+    from .mapping import ShardedStateDict as ShardedStateDict
+    from .mapping import ShardedTensor as ShardedTensor
+    from .mapping import ShardedTensorFactory as ShardedTensorFactory
+    from .mapping import StateDict as StateDict
+    from .mapping import is_main_replica as is_main_replica
     from .plans import ReshardPlan as ReshardPlan
     from .plans import plan_reshard as plan_reshard
     from .plans import reshard as reshard
@@ -104,6 +130,25 @@ if typing.TYPE_CHECKING:
     from .strategies import register_default_strategy as register_default_strategy
     from .traces import Trace as Trace
     from .traces import trace as trace
+    from .trees import apply_factories as apply_factories
+    from .trees import apply_factory_merges as apply_factory_merges
+    from .trees import bind as bind
+    from .trees import cast as cast
+    from .trees import combine as combine
+    from .trees import compose as compose
+    from .trees import diff as diff
+    from .trees import extract_metadata as extract_metadata
+    from .trees import map_data as map_data
+    from .trees import map_shards as map_shards
+    from .trees import merge as merge
+    from .trees import narrow as narrow
+    from .trees import partition as partition
+    from .trees import prefix as prefix
+    from .trees import rebox as rebox
+    from .trees import rename as rename
+    from .trees import select as select
+    from .trees import unbox as unbox
+    from .trees import without_data as without_data
     from .world import World as World
     from .world import distributed as distributed
     from .world import simulate as simulate

@@ -26,9 +26,11 @@ _command = partial(app.command, cls=Command)
 
 
 def _warn_of_pickle(value: bool) -> bool:
+    if not value:
+        return value
     from ..live import launched_rank
 
-    if value and not launched_rank():
+    if not launched_rank():
         what = "loading pickled values can run any code that the checkpoint's writer put there"
         typer.echo(f"warning: --allow-pickle: {what}", err=True)
     return value
@@ -224,7 +226,11 @@ def convert(
     ],
     backend: Annotated[
         str,
-        typer.Option("--to", metavar="BACKEND[:VERSION]", help=f"The format to write: {FORMATS}. hf is huggingface."),
+        typer.Option(
+            "--to",
+            metavar="BACKEND[:VERSION]",
+            help=f"The format to write: {FORMATS}, or one of an installed package. hf is huggingface.",
+        ),
     ],
     common_backend: Annotated[
         str | None,

@@ -60,18 +60,6 @@ def format_named(text: str) -> str | tuple[str, int]:
     return name, int(version)
 
 
-def formats_text() -> str:
-    """Return the formats that can be written, in the order of their names, installed packages' too.
-
-    Examples:
-        >>> "safetensors, torch_dist" in formats_text()
-        True
-    """
-    formats = formats_with(StrategyAction.SAVE_SHARDED)
-    several = {name for name, version in formats if (name, version + 1) in formats or (name, version - 1) in formats}
-    return ", ".join(f"{name}:{version}" if name in several else name for name, version in formats)
-
-
 def float_dtype_named(text: str) -> str:
     """Return the name of the floating-point dtype that a text names.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from shardtree.cli._app import app
-from shardtree.cli._command import shell_words
+from shardtree.cli._command import FORMATS, shell_words
+from shardtree.shell.table import formats_with
+from shardtree.strategies import StrategyAction, default_strategies
 from tests.cli.checkpoints import run
 
 OPTIONS = {
@@ -73,10 +78,31 @@ def test_flags_have_no_type_in_the_help() -> None:
     assert app.info.help
 
 
-def test_help_lists_the_formats_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardtree.shell.table import base
-    from shardtree.strategies import StrategyAction
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "--version",
+        "convert --help",
+        "explain --help",
+        "punch",
+        "inspect",
+        "convert a --to",
+        "verify --nothing a",
+    ],
+)
+def test_help_and_wrong_usage_need_not_wait_for_torch(words: str) -> None:
+    code = (
+        "import sys, shardtree.cli; sys.argv[1:] = sys.argv[1].split()\n"
+        "try: shardtree.cli.main()\n"
+        "except SystemExit: pass\n"
+        "print(*('LOADED' for name in ('torch', 'numpy', 'optree') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True, check=True)
+    assert "LOADED" not in done.stdout
 
-    monkeypatch.setitem(base._rows, (StrategyAction.SAVE_SHARDED, "punchcards", 2), print)
-    text = " ".join(run("convert", "--help").stdout.split())
-    assert "safetensors" in text and "punchcards" in text
+
+def test_help_names_the_formats_that_can_be_written() -> None:
+    ours = formats_with(StrategyAction.SAVE_SHARDED, strategies=default_strategies)
+    assert ", ".join(name for name, _ in ours) == FORMATS

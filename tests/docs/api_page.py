@@ -83,10 +83,7 @@ def names_of(room: str) -> list[str]:
 
 def room_of(name: str) -> str:
     """Return the room that one of the root's names is of."""
-    rooms = ("mapping", "trees", "lazy", "errors")
-    return next((room for room, names in NAMES.items() if name in names.split()), None) or next(
-        room for room in rooms if hasattr(importlib.import_module(f"shardtree.{room}"), name)
-    )
+    return next(room.removeprefix("core.") for room, names in NAMES.items() if name in names.split())
 
 
 def lines() -> Iterator[str]:
