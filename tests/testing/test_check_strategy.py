@@ -72,7 +72,8 @@ def test_every_registered_format_keeps_its_promises(name: tuple[str, int]) -> No
         assert {"regular layouts come back", "flat ranges come back", "replicas come back"} <= {*report.kept}
     if name == NATIVE:  # it refuses nothing, and leaves out only what it has no row for
         assert report.refused == ()
-        assert dict(report.left_out) == {RECOGNISED: "no row for recognize"}
+        rows = {RECOGNISED: "recognize", PARSED: "parse", RESOLVED: "resolve", LAST_STEP: "commit"}
+        assert dict(report.left_out) == {promise: f"no row for {row}" for promise, row in rows.items()}
 
 
 def test_it_runs_on_files_too(tmp_path: Path) -> None:
@@ -90,6 +91,8 @@ DEATHS = "a save that dies leaves no checkpoint, or a whole one"
 RECOGNISED = "the format is recognised, and nothing else"
 ROWS_FIT = "rows fit their protocols"
 PARSED = "parsed metadata serves other ranks"
+RESOLVED = "ranks that resolve together load the same"
+LAST_STEP = "the last step makes the checkpoint"
 TRAITS = "traits are those of a checkpoint's files"
 
 
@@ -426,7 +429,7 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     "resolves on one rank alone": (
         StrategyAction.RESOLVE,
         resolve_alone,
-        "ranks that resolve together load the same",
+        RESOLVED,
         "shared by 2: raised a raw ValueError",
     ),
     "describes itself with an unknown word": (
@@ -468,7 +471,7 @@ HUGGING_FACE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     "has no last step": (
         StrategyAction.COMMIT,
         lambda pending, fields: None,
-        "the last step makes the checkpoint",
+        LAST_STEP,
         r"before and after it: \[False, False\]",
     ),
 }
