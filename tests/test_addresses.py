@@ -51,6 +51,7 @@ NOT_UNPICKLED = {
         )
     },
     "shardtree.checkpoint.loading._load.load_plain_tensors": "moved before rooms did; nothing stores it",
+    "shardtree.testing.conformance._value_cases.check_rows": "moved to conformance._row_cases; nothing stores it",
     "shardtree.traces._recording.trace": "moved to traces._tracing before this list was kept; nothing stores `trace`",
 }
 """Addresses in pickles that can't be imported any more, each with the reason."""

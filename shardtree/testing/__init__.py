@@ -70,7 +70,7 @@ from ._tensors import (
 from ._watched import Call, watched
 from ._ways import check_ways
 from .conformance import RefusedCase, StrategyReport, check_strategy
-from .conformance._value_cases import check_rows
+from .conformance._row_cases import check_rows
 
 __all__ = [
     "GlobalState",

@@ -33,7 +33,7 @@ from shardtree.strategies import (
     write_file,
 )
 from shardtree.testing import check_strategy
-from shardtree.testing.conformance import _layout_cases, _suite
+from shardtree.testing.conformance import _layout_cases, _promises
 from tests.faults.sampling import EXHAUSTIVE, SEED, sample
 from tests.inspection.test_verify_flips import Case, check_flip, verified
 from tests.shell.checkpoint.parts import files as walk
@@ -246,7 +246,9 @@ def test_a_field_with_nearly_the_name_of_the_hash_is_another_programs() -> None:
 
 WITH_OPTIONS = ("common values keep their places", "a checkpoint is replaced as a whole, and only when asked")
 """Promises that need options which a writer isn't given."""
-PROMISES = [promise.name for promise in (*_suite._PROMISES, *_layout_cases.RANDOM) if promise.name not in WITH_OPTIONS]
+PROMISES = [
+    promise.name for promise in (*_promises.PROMISES, *_layout_cases.RANDOM) if promise.name not in WITH_OPTIONS
+]
 
 
 @pytest.mark.slow

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 
-from shardtree.errors import StrategyError, UnsupportedValue
+from shardtree.errors import CheckpointingException, StrategyError, UnsupportedValue
 from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardtree.shell.table import Resolution, find_strategy
 from shardtree.storage import ReadReport
 from shardtree.strategies import (
     AsyncRequest,
     Checked,
     Checkpoint,
+    FormatTraits,
     PendingSave,
     Strategy,
     StrategyAction,
@@ -25,6 +29,9 @@ from shardtree.strategies import (
 )
 from shardtree.testing import StrategyReport, check_strategy
 from shardtree.testing._bits import carried
+from shardtree.testing.conformance import _row_cases
+from shardtree.testing.conformance._layout_cases import RANDOM
+from shardtree.testing.conformance._promises import OF_ACTIONS, PROMISES
 from shardtree.trees import map_shards
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
 from tests.testing.writers import (
@@ -65,7 +72,8 @@ def test_every_registered_format_keeps_its_promises(name: tuple[str, int]) -> No
         assert {"regular layouts come back", "flat ranges come back", "replicas come back"} <= {*report.kept}
     if name == NATIVE:  # it refuses nothing, and leaves out only what it has no row for
         assert report.refused == ()
-        assert dict(report.left_out) == {RECOGNISED: "no row for recognize"}
+        rows = {RECOGNISED: "recognize", PARSED: "parse", RESOLVED: "resolve", LAST_STEP: "commit"}
+        assert dict(report.left_out) == {promise: f"no row for {row}" for promise, row in rows.items()}
 
 
 def test_it_runs_on_files_too(tmp_path: Path) -> None:
@@ -81,6 +89,11 @@ def test_it_runs_on_files_too(tmp_path: Path) -> None:
 Fault = Callable[..., Any]
 DEATHS = "a save that dies leaves no checkpoint, or a whole one"
 RECOGNISED = "the format is recognised, and nothing else"
+ROWS_FIT = "rows fit their protocols"
+PARSED = "parsed metadata serves other ranks"
+RESOLVED = "ranks that resolve together load the same"
+LAST_STEP = "the last step makes the checkpoint"
+TRAITS = "traits are those of a checkpoint's files"
 
 
 def native(action: StrategyAction) -> Strategy:
@@ -234,7 +247,40 @@ def without_capitals(shards: list[Any]) -> list[Any]:
     return [shard for shard in shards if shard.key == shard.key.lower()]
 
 
-FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
+def scalars_plus_one(shard: ShardedTensor) -> ShardedTensor:
+    return shard if shard.global_shape else replace(shard, data=shard.data + 1)
+
+
+def on_flat_ranges(shard: ShardedTensor) -> ShardedTensor:
+    return shard if shard.flattened_range is None else replace(shard, data=shard.data.flip(0))
+
+
+def without_lazy_data(shard: ShardedTensor) -> ShardedTensor:
+    is_lazy = not isinstance(shard.data, torch.Tensor)
+    return replace(shard, data=torch.zeros(shard.local_shape, dtype=shard.dtype)) if is_lazy else shard
+
+
+def tolerant(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Go on where a file is cut short."""
+    with suppress(CheckpointingException):
+        return native(Load)(checkpoint, shards)
+    return ReadReport()
+
+
+def without_objects(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {key: leaf for key, leaf in native(Metadata)(checkpoint).items() if isinstance(leaf, ShardedTensor)}
+
+
+def resolve_alone(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution:
+    """Keep the result of one rank, however many there are."""
+
+    def keep(results: Sequence[Any]) -> None:
+        (checkpoint.cache.results["resolved"],) = results
+
+    return Resolution(lambda share, shares: {}, keep)
+
+
+NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     # name: the row, its fault, the promise that must be named, what is said of it
     "drops a replica when it saves": (
         Save,
@@ -321,7 +367,123 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     ),
     "forgets capitals": (Save, saving(without_capitals), "any key comes back", "'W': raised our"),
     "takes other arguments": (Load, lambda checkpoint: None, "rows fit their protocols", "too many positional"),
+    "adds to scalars": (
+        Save,
+        saving(
+            tensors_alone(lambda shard: shard if shard.global_shape else replace(shard, data=carried(shard.data) + 1))
+        ),
+        "scalars come back",
+        "on 1 rank: ",
+    ),
+    "takes every box for the first": (
+        Load,
+        loading(from_the_corner),
+        "irregular layouts come back",
+        "loaded as rows: ",
+    ),
+    "takes every layer for the first": (Load, loading(from_the_corner), "prepended axes come back", "as 4 layers: "),
+    "takes each part for the first": (
+        Load,
+        loading(from_the_corner),
+        "a part is loaded as it is in the whole",
+        "a row of a grid: ",
+    ),
+    "saves no lazy data": (Save, saving(tensors_alone(without_lazy_data)), "lazy tensors are saved", "a view of one: "),
+    "lists nothing": (
+        Metadata,
+        lambda checkpoint: {},
+        "what doesn't fit is an error",
+        "another shape: raised KeyMismatch",
+    ),
+    "turns flat ranges round": (
+        Save,
+        saving(tensors_alone(on_flat_ranges)),
+        "ranks need not know each other's shards",
+        "4 ranks' flat ranges: ",
+    ),
+    "has no common state": (
+        Common,
+        lambda checkpoint: {},
+        "common values keep their places",
+        "nothing but values: found",
+    ),
+    "lists no objects": (Metadata, without_objects, "metadata names every object", "lists objects {}"),
+    "goes on where a file is cut": (
+        Load,
+        tolerant,
+        "what is left of a cut file isn't loaded as if it were whole",
+        "half of .*: ",
+    ),
+    "writes lists for tuples": (
+        StrategyAction.SAVE_COMMON,
+        lambda pending, common: native(StrategyAction.SAVE_COMMON)(pending, lists_for_tuples(common)),
+        "the common state comes back as it was",
+        "a tuple: rank 0 found",
+    ),
+    "parses to what can't be sent": (
+        StrategyAction.PARSE,
+        lambda checkpoint: lambda: 0,
+        PARSED,
+        "the result can't be sent to other ranks",
+    ),
+    "resolves on one rank alone": (
+        StrategyAction.RESOLVE,
+        resolve_alone,
+        RESOLVED,
+        "shared by 2: raised a raw ValueError",
+    ),
+    "describes itself with an unknown word": (
+        StrategyAction.DESCRIBE,
+        lambda: FormatTraits(cuts_chunks="sometimes"),  # type: ignore[arg-type]
+        TRAITS,
+        "cuts_chunks is 'sometimes', expected one of",
+    ),
 }
+
+
+def of_hugging_face(action: StrategyAction) -> Strategy:
+    return default_strategies[action, *HUGGING_FACE]
+
+
+_FIELDS = {"sharded_backend": "huggingface", "sharded_backend_version": 1}
+_FIELDS |= {"common_backend": "huggingface", "common_backend_version": 1}
+
+HUGGING_FACE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
+    # a format that has rows that the native one lacks
+    "recognises everything": (
+        StrategyAction.RECOGNIZE,
+        lambda storage: of_hugging_face(StrategyAction.RECOGNIZE)(storage) or _FIELDS,
+        RECOGNISED,
+        "an empty folder: takes it for",
+    ),
+    "parses again on each rank": (
+        StrategyAction.PARSE,
+        lambda checkpoint: of_hugging_face(StrategyAction.PARSE)(checkpoint),
+        PARSED,
+        r"load_metadata reads \['model.safetensors'\] again",
+    ),
+    "says that its files lie in a folder of the save": (
+        StrategyAction.DESCRIBE,
+        lambda: replace(of_hugging_face(StrategyAction.DESCRIBE)(), in_save_folder=True),
+        TRAITS,
+        r"in_save_folder=True, and \['model.safetensors'\] lie beside",
+    ),
+    "has no last step": (
+        StrategyAction.COMMIT,
+        lambda pending, fields: None,
+        LAST_STEP,
+        r"before and after it: \[False, False\]",
+    ),
+}
+
+FAULTS = {name: (NATIVE, *fault) for name, fault in NATIVE_FAULTS.items()}
+FAULTS |= {name: (HUGGING_FACE, *fault) for name, fault in HUGGING_FACE_FAULTS.items()}
+ELSEWHERE = {
+    "what is written can be read",
+    "a checkpoint is replaced as a whole, and only when asked",
+    "random states come back in random layouts",
+}
+"""Promises whose planted faults have tests of their own."""
 
 
 def caught(name: tuple[str, int], action: StrategyAction, fault: Fault, promise: str) -> str:
@@ -335,21 +497,12 @@ def caught(name: tuple[str, int], action: StrategyAction, fault: Fault, promise:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", usually(list(FAULTS), 5))
 def test_it_catches_a_backend_that(name: str) -> None:
-    action, fault, promise, said = FAULTS[name]
-    text = caught(NATIVE, action, fault, promise)
+    backend, action, fault, promise, said = FAULTS[name]
+    text = caught(backend, action, fault, promise)
     assert re.search(rf"^  {re.escape(promise)}: not in \d+ of \d+ case", text, re.MULTILINE), text
     assert re.search(said, text), text
-    assert check_strategy(*NATIVE, only=[promise]).kept == (promise,)
-
-
-def test_it_catches_a_backend_that_recognises_everything() -> None:
-    fields = {"sharded_backend": "huggingface", "sharded_backend_version": 1}
-    both = fields | {"common_backend": "huggingface", "common_backend_version": 1}
-    row = StrategyAction.RECOGNIZE
-    everything = lambda storage: default_strategies[row, *HUGGING_FACE](storage) or both  # noqa: E731
-    text = caught(HUGGING_FACE, row, everything, RECOGNISED)
-    assert re.search(r"the format is recognised, and nothing else: not in \d of 7 cases", text), text
-    assert "an empty folder: takes it for" in text
+    kept = check_strategy(*backend, only=[promise]).kept
+    assert kept == (promise,) or not find_strategy(action, *backend), "the promise is broken without the fault too"
 
 
 def test_a_raw_error_comes_with_the_lines_of_the_backend_that_raised_it() -> None:
@@ -393,6 +546,13 @@ def test_what_the_plain_cases_do_not_show_random_ones_find_and_shrink() -> None:
     text = str(failure.value)
     assert re.search(r"GlobalState\(tensors=\{'\S+': '\S+ \(1, 1, \d\)'\}, objects=\{\}, common=\{\}\)", text), text
     assert text.count("Piece(") == 2, text  # one to save, one to load
+
+
+def test_it_catches_a_backend_that_can_only_write() -> None:
+    promise = "what is written can be read"
+    table = {row: default_strategies[row] for row in default_strategies if row != (Metadata, *NATIVE)}
+    with pytest.raises(AssertionError, match="load_sharded: there is no row for load_metadata"):
+        check_strategy(*NATIVE, strategies=table, only=[promise])
 
 
 def test_it_catches_a_backend_that_remembers_what_it_read_before(tmp_path: Path) -> None:
@@ -466,3 +626,84 @@ def test_the_same_cases_run_each_time() -> None:
             *NATIVE, strategies=table, only=["flat ranges come back", "random states come back in random layouts"]
         )
     assert seen[0] == seen[1] and len(seen[0]) > 10
+
+
+# -- actions: ours all have promises, and those of others bring theirs
+
+
+def test_each_action_has_promises_and_each_promise_is_an_actions() -> None:
+    assert {*OF_ACTIONS} == {*StrategyAction}
+    names = [promise.name for promise in (*PROMISES, *RANDOM)]
+    of_all_rows = {promise.name for promise in _row_cases.PROMISES}
+    assert all(OF_ACTIONS.values()) and len(names) == len({*names})
+    assert {name for own in OF_ACTIONS.values() for name in own} == {*names} - of_all_rows
+
+
+def test_each_promise_has_a_planted_fault_and_each_action_a_faulty_row() -> None:
+    names = {promise.name for promise in (*PROMISES, *RANDOM)}
+    assert names - {promise for _, _, _, promise, _ in FAULTS.values()} == {*ELSEWHERE}
+    for action, own in OF_ACTIONS.items():
+        caught_by = {promise for _, faulty, _, promise, _ in FAULTS.values() if faulty is action}
+        assert caught_by & {*own}, action
+
+
+class Added(Enum):
+    """Actions that this test adds."""
+
+    COUNT = "count_tensors"
+    OTHER = "another"
+
+
+class CountTensors(Protocol):
+    def __call__(self, checkpoint: Checkpoint, /) -> int: ...
+
+
+def count_tensors(checkpoint: Checkpoint) -> int:
+    return len(native(Metadata)(checkpoint))
+
+
+def check_count(count: CountTensors, save: Callable[..., Checkpoint]) -> None:
+    tree = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    halves = [{"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, 2))} for rank in (0, 1)]
+    assert [count(save({"step": 3})), count(save(tree)), count(save(*halves))] == [0, 1, 1], "counts wrong"
+
+
+def added(function: Fault, action: Enum = Added.COUNT) -> dict[Any, Fault]:
+    return {(action, *NATIVE): function}
+
+
+def test_an_added_action_keeps_the_promise_that_comes_with_it() -> None:
+    table, only = default_strategies | added(count_tensors), [ROWS_FIT, "count_tensors keeps its promise"]
+    options: dict[str, Any] = {"promises": {Added.COUNT: check_count}, "protocols": {Added.COUNT: CountTensors}}
+    assert check_strategy(*NATIVE, strategies=table, only=only, **options).kept == (*only,)
+    assert check_strategy(*HUGGING_FACE, strategies=table, only=only, **options).left_out == {
+        "count_tensors keeps its promise": "no row for count_tensors"
+    }
+    wrong = default_strategies | added(lambda checkpoint: 1)
+    with pytest.raises(AssertionError, match=r"count_tensors keeps its promise: not in 1 of 1 case\n.*counts wrong"):
+        check_strategy(*NATIVE, strategies=wrong, only=only, **options)
+    with pytest.raises(
+        AssertionError, match=r"rows fit their protocols[\s\S]*count_tensors: called with \(checkpoint\)"
+    ):
+        check_strategy(*NATIVE, strategies=default_strategies | added(lambda: 1), only=only, **options)
+
+
+def test_an_action_without_a_promise_is_an_error_that_says_what_it_needs() -> None:
+    table = default_strategies | added(count_tensors) | added(count_tensors, Added.OTHER)
+    with pytest.raises(StrategyError) as failure:
+        check_strategy(*NATIVE, strategies=table, promises={Added.COUNT: check_count})
+    text = str(failure.value)
+    assert "('safetensors', 1) has rows for actions without a promise\n  Added.OTHER\n" in text
+    assert "promises={action: check}" in text and "protocols={action: protocol}" in text
+    assert check_strategy(*HUGGING_FACE, strategies=table, only=[ROWS_FIT]).kept == (ROWS_FIT,)
+
+
+def test_what_an_added_check_saves_may_be_refused() -> None:
+    def check_objects(count: Any, save: Callable[..., Checkpoint]) -> None:
+        save({"step": 3, "rng": ShardedObject("rng", 1, (1,), (0,))})
+
+    table = default_strategies | {(Added.COUNT, *HUGGING_FACE): count_tensors}
+    report = check_strategy(
+        *HUGGING_FACE, strategies=table, promises={Added.COUNT: check_objects}, only=["count_tensors keeps its promise"]
+    )
+    assert report.kept == () and "it is refused: " in report.left_out["count_tensors keeps its promise"]

@@ -39,6 +39,9 @@ _ATTENTION = (
     *("q_layernorm", "k_layernorm", "kv_layernorm"),
 )
 
+# Names can't be required in place of this order: norms, which begin with equal weights, need it in every release's own
+# checkpoints, and a conversion on the command line has neither names nor a model. Names alone wouldn't do either: they
+# don't say which tensor-parallel rank's part a bucket has, which its values do.
 # Megatron-Core registers a layer's modules in this order. A fused norm is stored under one key by both of its layer
 # specifications, but is a module before the attention in one, and the first parameter of linear_qkv in the other.
 _LOCAL = (

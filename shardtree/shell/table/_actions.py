@@ -40,8 +40,9 @@ class StrategyAction(Enum):
 
 Strategy = Callable[..., Any]
 """A function of the table; its action's protocol says what it takes and returns."""
-Row = tuple[StrategyAction, str, int]
-"""An action, a backend and its version."""
+# Any rather than Enum: keys of a Mapping are invariant, and a dict whose keys have StrategyActions is a table too.
+Row = tuple[Any, str, int]
+"""An action, a backend and its version; the action may be a member of a user's Enum whose value is a string."""
 Strategies = Mapping[Row, Strategy]
 """The type of a dispatch table."""
 StoredRows = Mapping[Row, Strategy | str]

@@ -8,11 +8,13 @@ a row for the whole process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import TypeVar
 
 from ...core.deferred import by_name, leaf
@@ -82,7 +84,7 @@ class StrategyTable(Mapping[Row, Strategy]):
 
     def __str__(self) -> str:
         backends = sorted({row[1:] for row in self})
-        actions = [action for action in StrategyAction if any(row[0] is action for row in self)]
+        actions = _in_order({row[0] for row in self})
         heads = [f"{name} {version}" for name, version in backends]
         width = max((len(action.value) for action in actions), default=0)
         lines = ["  ".join([" " * width, *heads])]
@@ -91,6 +93,12 @@ class StrategyTable(Mapping[Row, Strategy]):
             cells = (mark.center(len(head)) for mark, head in zip(marks, heads, strict=True))
             lines.append("  ".join([action.value.ljust(width), *cells]).rstrip())
         return "\n".join(lines)
+
+
+def _in_order(actions: Set[Enum]) -> list[Enum]:
+    """Return our own actions in the order of their definition, then those that users added, by name."""
+    ours = [action for action in StrategyAction if action in actions]
+    return [*ours, *sorted(actions - {*ours}, key=attrgetter("value"))]
 
 
 @cache
@@ -128,7 +136,12 @@ def _is_row(row: object) -> bool:
     if not isinstance(row, tuple) or len(row) != 3:
         return False
     action, backend, version = row
-    return isinstance(action, StrategyAction) and isinstance(backend, str) and as_int(version) is not None
+    return _is_action(action) and isinstance(backend, str) and as_int(version) is not None
+
+
+def _is_action(action: object) -> bool:
+    # A plain string isn't an action: it is rather one of ours, whose name was passed in place of the member.
+    return isinstance(action, Enum) and isinstance(action.value, str)
 
 
 def _is_ours(strategy: object) -> bool:
@@ -142,12 +155,13 @@ default_strategies = StrategyTable(_rows)
 
 
 def register_default_strategy(
-    action: StrategyAction, backend: str, version: int, strategy: Strategy | None = None, *, override: bool = False
+    action: Enum, backend: str, version: int, strategy: Strategy | None = None, *, override: bool = False
 ) -> Callable[[Fn], Fn]:
     """Register a function for a row, for this process; works as a decorator too.
 
     Args:
-        action: what the function does; its signature is the protocol of that action in `shardtree.strategies`.
+        action: a `StrategyAction`, whose protocol is the function's signature; or an action of the caller's own, a
+            member of an Enum whose value is a string.
         backend: the format's name.
         version: the format's version.
         strategy: the function; None if this is used as a decorator.
@@ -182,9 +196,7 @@ def register_default_strategy(
     return register
 
 
-def get_default_strategy(
-    action: StrategyAction, backend: str, version: int, *, strategies: Strategies | None = None
-) -> Strategy:
+def get_default_strategy(action: Enum, backend: str, version: int, *, strategies: Strategies | None = None) -> Strategy:
     """Return the function of a row.
 
     A row that is missing from the process's table is looked for once among the entry points of installed packages.
@@ -219,9 +231,7 @@ def get_default_strategy(
     return strategy
 
 
-def find_strategy(
-    action: StrategyAction, backend: str, version: int, *, strategies: Strategies | None = None
-) -> Strategy | None:
+def find_strategy(action: Enum, backend: str, version: int, *, strategies: Strategies | None = None) -> Strategy | None:
     """Return the function of a row, None if there is none: whether a backend can do something.
 
     Examples:
@@ -233,7 +243,7 @@ def find_strategy(
     return table_of(strategies).get(row) or _packages().rows.get(row)
 
 
-def formats_with(action: StrategyAction, *, strategies: Strategies | None = None) -> tuple[tuple[str, int], ...]:
+def formats_with(action: Enum, *, strategies: Strategies | None = None) -> tuple[tuple[str, int], ...]:
     """Return the formats that have a row for an action, as (backend, version), sorted; installed packages' too.
 
     Examples:
@@ -359,9 +369,9 @@ def _packages() -> _Packages:
     return _Packages({row: default_strategies[row] for row in default_strategies if row not in before}, errors)
 
 
-def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
+def _checked_row(action: Enum, backend: str, version: int) -> Row:
     number = as_int(version)
-    if isinstance(action, StrategyAction) and isinstance(backend, str) and number is not None:
+    if _is_action(action) and isinstance(backend, str) and number is not None:
         return action, backend, number
     row = f"({action!r}, {backend!r}, {version!r})"
     raise StrategyError(

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
 from ...errors import RemoteError, StorageError, StrategyError, UnsupportedValue
+from ...inspection import open_checkpoint
 from ...live import simulate
 from ...shell.checkpoint import is_checkpoint
 from ...shell.checkpoint import load as st_load
 from ...shell.checkpoint import save as st_save
 from ...shell.storage import Directory, Storage, storage_at
-from ...shell.table import SaveOptions, Strategies, Strategy, StrategyAction, find_strategy
+from ...shell.table import (
+    Checkpoint,
+    SaveOptions,
+    Strategies,
+    Strategy,
+    StrategyAction,
+    default_strategies,
+    find_strategy,
+    table_of,
+)
 from .._layouts import Layout
 from .._states import GlobalState, check_loaded, rank_tree, ranks_of, target_tree
 
@@ -22,6 +33,10 @@ _REFUSALS = (UnsupportedValue, StrategyError, StorageError)
 Layouts = Mapping[str, Layout]
 Trees = Sequence[Any]
 Writer = Callable[[Trees, Directory], None]
+SaveTrees = Callable[..., Checkpoint]
+"""Saves trees, one for each rank, with the backend under test, and returns the checkpoint."""
+ActionCheck = Callable[[Any, SaveTrees], None]
+"""The promise of an added action: gets a row's function and a `SaveTrees`, raises AssertionError if it is broken."""
 
 
 class Refused(Exception):
@@ -39,6 +54,7 @@ class Subject:
         directory: returns a new place for a checkpoint.
         save: writes all ranks' trees to a place, for a format without a row for saving; else None.
         examples: how many random states are tried.
+        protocols: signatures of the actions that the caller added, as protocols.
         holds_common: whether it holds plain values, once that was tried.
     """
 
@@ -48,15 +64,28 @@ class Subject:
     directory: Callable[[], Directory]
     save: Writer | None
     examples: int
+    protocols: Mapping[Enum, type] = field(default_factory=dict)
     holds_common: bool | None = None
 
-    def row(self, action: StrategyAction) -> Strategy | None:
+    def row(self, action: Enum) -> Strategy | None:
         """Return the function of a row, None if there is none."""
         return find_strategy(action, self.backend, self.version, strategies=self.strategies)
 
-    def has(self, action: StrategyAction) -> bool:
+    def has(self, action: Enum) -> bool:
         """Return whether the backend has a row."""
         return self.row(action) is not None
+
+    def actions(self) -> list[Enum]:
+        """Return the actions that the backend has rows for: ours, then those that the table's owner added."""
+        ours = [action for action in StrategyAction if self.has(action)]
+        name = [self.backend, self.version]
+        added = [action for action, *of in table_of(self.strategies) if of == name and action not in ours]
+        return [*ours, *sorted(added, key=lambda action: str(action.value))]
+
+    def with_row(self, action: Enum, function: Strategy) -> Subject:
+        """Return the backend with another function in a row."""
+        table = default_strategies if self.strategies is None else self.strategies
+        return replace(self, strategies={**table, (action, self.backend, self.version): function})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +109,13 @@ class Promise:
 
     Attributes:
         name: the property, in words.
-        rows: the rows that a backend needs to make this promise.
+        rows: the actions whose rows a backend needs to make this promise.
         cases: yields its tests, simple ones first.
         saves: whether it is about saving, so that a format without a row for saving doesn't make it.
     """
 
     name: str
-    rows: frozenset[StrategyAction]
+    rows: frozenset[Enum]
     cases: Callable[[Subject], Iterator[Case]]
     saves: bool = False
 
@@ -151,6 +180,15 @@ def save_trees(subject: Subject, trees: Trees, place: Directory | None = None, *
         assert not left, f"it was refused ({_first_line(error)}), and there is a checkpoint"
         raise Refused(_first_line(error)) from error
     return to
+
+
+def save_checkpoint(subject: Subject, *trees: Any) -> Checkpoint:
+    """Return the checkpoint that the backend makes of trees, one for each rank.
+
+    Raises:
+        Refused: the format can't represent them.
+    """
+    return open_checkpoint(save_trees(subject, trees), strategies=subject.strategies).checkpoint
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -13,20 +14,9 @@ from ...errors import CheckpointingException, RemoteError, StrategyError, error_
 from ...shell.storage import Directory
 from ...shell.table import Strategies, StrategyAction
 from ...stores import MemoryStorage
-from . import _files as _file_cases
-from . import _layout_cases, _tensor_cases, _value_cases
-from ._subject import Case, Promise, Refused, Subject, Writer, raising
-
-# Plain named cases first, Hypothesis last: it finds unexpected cases, but that flat ranges, replicas and empty
-# shards are where formats break is known. Named cases run in the same order each time, fail with a name, and need no
-# shrinking.
-_PROMISES: tuple[Promise, ...] = (
-    *_value_cases.ROW_PROMISES,
-    *_layout_cases.PROMISES,
-    *_tensor_cases.PROMISES,
-    *_value_cases.PROMISES,
-    *_file_cases.PROMISES,
-)
+from . import _layout_cases, _row_cases
+from ._promises import PROMISES, added_promises, refuse_unknown
+from ._subject import ActionCheck, Case, Promise, Refused, Subject, Writer, raising
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +92,13 @@ def check_strategy(
     save: Writer | None = None,
     examples: int = 10,
     only: Collection[str] = (),
+    promises: Mapping[Enum, ActionCheck] | None = None,
+    protocols: Mapping[Enum, type] | None = None,
 ) -> StrategyReport:
     """Check that a backend keeps every promise that its rows make, and return a report.
 
-    A backend promises what it has rows for. It may refuse what its format can't represent, with `UnsupportedValue` (or
+    A backend promises what it has rows for: each action has its promises, and an action that the caller added needs one
+    in `promises`. A backend may refuse what its format can't represent, with `UnsupportedValue` (or
     `StrategyError`, `StorageError`) while it saves; it may not change it. A few plain tensors may not be refused.
     Cases are plain and fixed, simple ones first; if all of them pass, random states in random layouts are tried, and
     failures are shrunk. The same cases run each time.
@@ -119,26 +112,47 @@ def check_strategy(
             format's loads aren't tried.
         examples: how many random states are tried.
         only: the names of the promises to try, for example while one of them is being fixed; all by default.
+        promises: Checks of added actions, by action: a member of an Enum of the caller's, whose value is a string. A
+            check is called as ``check(function, save)``, with the row's function and a ``save`` that takes trees, one
+            for each rank, and returns their `Checkpoint` in this backend. It raises AssertionError if the function is
+            wrong.
+        protocols: Protocols of added actions, by action; rows of an action without one aren't compared with any.
 
     Returns:
         The report: promises that are kept, cases that were refused, and promises that were left out, with reasons.
 
     Raises:
         AssertionError: names each broken promise, with its simplest cases.
-        StrategyError: the table has no row for the backend.
+        StrategyError: the table has no row for the backend, or has one for an action without a promise.
 
     Examples:
         >>> print(check_strategy("safetensors", 1, only=["scalars come back", "flat ranges come back"]))
         ('safetensors', 1) keeps 2 promises
           kept: scalars come back
           kept: flat ranges come back
+
+        An action of one's own, with a row that is wrong:
+
+        >>> from shardtree import default_strategies
+        >>> Added = Enum("Added", {"COUNT": "count_tensors"})
+        >>> table = default_strategies | {(Added.COUNT, "safetensors", 1): lambda checkpoint: 1}
+        >>> def check(count, save):
+        ...     assert count(save({"step": 3})) == 0, "counts what isn't there"
+        >>> only = ["count_tensors keeps its promise"]
+        >>> check_strategy("safetensors", 1, strategies=table, promises={Added.COUNT: check}, only=only)
+        Traceback (most recent call last):
+        AssertionError: ('safetensors', 1) breaks 1 of 1 promise
+          count_tensors keeps its promise: not in 1 of 1 case
+            its check: counts what isn't there
     """
-    subject = Subject(backend, version, strategies, directory, save, examples)
-    if not any(subject.has(action) for action in StrategyAction):
+    checks = promises or {}
+    subject = Subject(backend, version, strategies, directory, save, examples, protocols or {})
+    if not subject.actions():
         fix = "Pass the table that has its rows as strategies=, or register them."
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
+    refuse_unknown(subject, checks)
     names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_Failure]()
-    for promise in _select(only):
+    for promise in _select(only, [*PROMISES, *added_promises(checks), *_layout_cases.RANDOM]):
         reason = _why_left_out(promise, subject)
         if not reason and promise in _layout_cases.RANDOM and failures:
             # Random states would fail for the same reasons, take longer and say less.
@@ -159,13 +173,12 @@ def check_strategy(
     return StrategyReport((backend, version), tuple(names), tuple(refusals), left_out)
 
 
-def _select(names: Collection[str]) -> list[Promise]:
-    """Return the promises of these names; all if there are no names.
+def _select(names: Collection[str], every: Sequence[Promise]) -> list[Promise]:
+    """Return those of all promises that have these names; all if there are no names.
 
     Raises:
         StrategyError: there is no such promise.
     """
-    every = [*_PROMISES, *_layout_cases.RANDOM]
     names_of_all = [promise.name for promise in every]
     unknown = [repr(name) for name in names if name not in names_of_all]
     if unknown:
@@ -182,7 +195,7 @@ def _why_left_out(promise: Promise, subject: Subject) -> str:
     can_save = subject.has(StrategyAction.SAVE_SHARDED) or subject.has(StrategyAction.SAVE_COMMON)
     if promise.saves and not can_save:
         return "no row for saving"
-    if promise not in _value_cases.ROW_PROMISES and not can_save and subject.save is None:
+    if promise not in _row_cases.PROMISES and not can_save and subject.save is None:
         return "no row for saving; pass save="
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import subprocess
 import textwrap
@@ -106,6 +107,24 @@ def test_tables_are_joined_from_either_side():
     assert ours[StrategyAction.LOAD_COMMON, *NATIVE] is len and ours[StrategyAction.LOAD_COMMON, "x", 1] is len
     assert theirs[StrategyAction.LOAD_COMMON, *NATIVE] is not len and len(ours) == len(theirs)
     assert "x 1" in str(ours) and "x 1" not in str(default_strategies)
+
+
+def test_rows_may_have_an_action_of_ones_own():
+    action = enum.Enum("Mine", {"COUNT": "count_tensors"}).COUNT
+    table = default_strategies | {(action, *NATIVE): len}
+    assert get_default_strategy(action, *NATIVE, strategies=table) is len
+    assert formats_with(action, strategies=table) == (NATIVE,)
+    assert [line.split()[0] for line in str(table).splitlines()][-2:] == ["describe", "count_tensors"]
+    with pytest.raises(StrategyError, match=r"no strategy for count_tensors with backend 'torch', version 1"):
+        get_default_strategy(action, "torch", 1, strategies=table)
+
+
+@pytest.mark.parametrize("action", ["load_common", enum.Enum("Mine", {"COUNT": 1}).COUNT, None])
+def test_what_is_no_action_is_refused(action):
+    with pytest.raises(StrategyError, match="invalid entries"):
+        default_strategies | {(action, *NATIVE): len}
+    with pytest.raises(StrategyError, match="not a row of the table"):
+        register_default_strategy(action, *NATIVE, len)
 
 
 def test_a_format_without_a_description_has_the_plain_traits():

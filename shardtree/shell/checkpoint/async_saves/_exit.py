@@ -213,6 +213,8 @@ def _begin() -> _Process:
 
 def _watchdog(own: _Process) -> None:
     """End the process once a limit has passed."""
+    # Nothing else limits a write or a commit that hangs in its storage: the world's timeout is for collectives alone. A
+    # rank that an exception ended would hold its peers, which wait in the training's collectives, for all of that time.
     limit = own.limits.get()
     while limit is not None:
         try:
