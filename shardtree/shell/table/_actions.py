@@ -17,6 +17,8 @@ from ._values import AsyncRequest, Checkpoint, Fields, PendingSave
 class StrategyAction(Enum):
     """What a strategy does.
 
+    PUBLISH was named COMMIT once: that name, and the value "commit", still mean it.
+
     Examples:
         >>> StrategyAction.LOAD_SHARDED.value
         'load_sharded'
@@ -33,9 +35,14 @@ class StrategyAction(Enum):
     REMOVE_SHARDED = "remove_sharded"
     VERIFY = "verify"
     RECOGNIZE = "recognize"
-    COMMIT = "commit"
+    PUBLISH = "publish"
     LIST_FILES = "list_files"
     DESCRIBE = "describe"
+    COMMIT = PUBLISH
+
+    @classmethod
+    def _missing_(cls, value: object) -> StrategyAction | None:
+        return cls.PUBLISH if value == "commit" else None
 
 
 Strategy = Callable[..., Any]
@@ -142,7 +149,7 @@ class SaveSharded(Protocol):
 
     If the backend has a row for LOAD_OBJECTS too, or the common state goes to it, sharded objects are passed here as
     well. Else they go to the SAVE_SHARDED row of the common state's backend, if this has one for LOAD_OBJECTS and none
-    for COMMIT, since the shards' backend makes the commit; any other can't hold them, and the save refuses them.
+    for PUBLISH, since the shards' backend is what publishes; any other can't hold them, and the save refuses them.
     """
 
     def __call__(
@@ -176,10 +183,10 @@ class Recognize(Protocol):
     def __call__(self, storage: Storage, /) -> Fields | None: ...
 
 
-class Commit(Protocol):
-    """COMMIT: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
+class Publish(Protocol):
+    """PUBLISH: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
 
-    A format that has no such row is committed by metadata.json. The fields are those of that file.
+    A format that has no such row is published by metadata.json. The fields are those of that file.
     """
 
     def __call__(self, pending: PendingSave, fields: Fields, /) -> None: ...
@@ -212,7 +219,7 @@ PROTOCOLS = {
     StrategyAction.REMOVE_SHARDED: RemoveSharded,
     StrategyAction.VERIFY: VerifyFiles,
     StrategyAction.RECOGNIZE: Recognize,
-    StrategyAction.COMMIT: Commit,
+    StrategyAction.PUBLISH: Publish,
     StrategyAction.LIST_FILES: ListFiles,
     StrategyAction.DESCRIBE: Describe,
 }

@@ -19,7 +19,7 @@ Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
 
 
-COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
+_COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
 
 T = TypeVar("T")
 
@@ -29,6 +29,10 @@ def _ignore(_: int) -> None:
 
 
 def _nothing() -> None:
+    pass
+
+
+def _by_others(_: Fields) -> None:
     pass
 
 
@@ -211,7 +215,7 @@ class PendingSave:
         overwrite: whether the caller lets a checkpoint be replaced.
         common: the common state with holes where shards were, for SAVE_SHARDED of a format whose files of tensors have
             room for some of it (`FormatTraits.writes_common`); None where a caller hasn't given it.
-        state: of the request that SAVE_SHARDED returned, for the format's COMMIT row, and for SAVE_COMMON. For
+        state: of the request that SAVE_SHARDED returned, for the format's PUBLISH row, and for SAVE_COMMON. For
             SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
     """
 
@@ -225,6 +229,11 @@ class PendingSave:
     overwrite: bool = True
     common: Any = field(default=None, repr=False)
     state: Any = None
+
+    @property
+    def destination(self) -> Storage:
+        """The folder that holds the checkpoint in the end: `storage`, unless that takes another one's place."""
+        return self.storage if self.replaced is None else self.replaced.storage
 
 
 @dataclass(slots=True, eq=False)
@@ -248,13 +257,13 @@ class AsyncRequest(Generic[T]):
 
     It is immutable, so a queue runs exactly what was scheduled: a finalizer that is added later is in another request.
     Megatron-Core's request has only functions that write and finalizers. Whether the checkpoint counts is decided from
-    all ranks' results, which a finalizer doesn't have: hence `commit`.
+    all ranks' results, which a finalizer doesn't have: hence `index` and `publish`, which together are the commit.
 
     Attributes:
         world: the ranks that save; used only by the thread that commits.
         async_fn: writes this rank's files, without any collective; may run in another thread.
-        commit: called on rank 0 with every rank's result, by rank, without any collective: makes the checkpoint count,
-            and returns the fields of metadata.json.
+        index: Function that rank 0 calls with every rank's result, by rank: writes what of the checkpoint only all
+            ranks together know, and returns the fields of metadata.json. No collective.
         finalize_fns: called on every rank after the commit, in order; if one fails, it is an error on all ranks.
         abandon: called on every rank that knows that writing or the commit failed; removes what was written. Never
             raises.
@@ -264,11 +273,13 @@ class AsyncRequest(Generic[T]):
         outcome: what became of it.
         state: what the format's later rows of the same save need, a value of the format's own class.
         removes_saves: whether `clean_up` removes the folders of interrupted saves, and the note in its own.
+        publish: Function that rank 0 calls with these fields, last of all: makes the folder a checkpoint. No
+            collective. The request of a format leaves it to `save`: its PUBLISH row does that, or metadata.json.
     """
 
     world: World
     async_fn: Callable[[], T]
-    commit: Callable[[Sequence[T]], Fields]
+    index: Callable[[Sequence[T]], Fields]
     finalize_fns: tuple[Callable[[], None], ...] = ()
     abandon: Callable[[], None] = _nothing
     folder: Storage | None = None
@@ -276,6 +287,7 @@ class AsyncRequest(Generic[T]):
     outcome: Outcome = field(default_factory=Outcome)
     state: Any = None
     removes_saves: bool = False
+    publish: Callable[[Fields], None] = _by_others
 
     def __repr__(self) -> str:
         of, state = self.outcome, "not executed yet"
@@ -290,6 +302,16 @@ class AsyncRequest(Generic[T]):
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
         """Return the request with one more function to call after the commit, after those that it has."""
         return replace(self, finalize_fns=(*self.finalize_fns, fn))
+
+    def commit(self, results: Sequence[T]) -> Fields:
+        """Index and publish what all ranks wrote, and return the fields of metadata.json; on rank 0, no collective.
+
+        Args:
+            results: The results of `async_fn`, by rank.
+        """
+        fields = self.index(results)
+        self.publish(fields)
+        return fields
 
     def execute_sync(self) -> Fields:
         """Write, commit and finalize now, and return the fields of metadata.json; collective.
@@ -363,7 +385,7 @@ class AsyncRequest(Generic[T]):
 
         try:
             results = gather_on_rank_zero(self.world, "save: write", write)
-            fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
+            fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=_COMMIT_STEPS)
         except BaseException as error:
             # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may be the
             # checkpoint's. A RemoteError is a kind of WorldError too, but then all ranks know of the failure.
@@ -379,13 +401,12 @@ class AsyncRequest(Generic[T]):
         if not self.finalize_fns:
             self.clean_up()
             return fields
-        first: Callable[[], None] = partial(call_in_turn, self.clean_up, self.finalize_fns[0])
-        for fn in (first, *self.finalize_fns[1:]):
+        first, *others = self.finalize_fns
+
+        def finish_own() -> None:
+            self.clean_up()
+            first()
+
+        for fn in (finish_own, *others):
             agree(self.world, "save: finalize", fn)
         return fields
-
-
-def call_in_turn(*fns: Callable[[], None]) -> None:
-    """Call functions one after the other."""
-    for fn in fns:
-        fn()

@@ -35,7 +35,7 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
     if pending.world.rank != 0:
         return
     release(pending.save_id)
-    storage = pending.storage if pending.replaced is None else pending.replaced.storage
+    storage = pending.destination
     if can(storage).replace_if is not None and removes_saves:
         return  # nothing is ever written beside an object and then moved to its place
     # Never a failure of the save: the checkpoint counts by now.

@@ -104,7 +104,7 @@ def _from_narrow(
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
     """Return the request of a format that keeps its shards as bytes in files: what SAVE_SHARDED returns.
 
-    The commit writes the index and returns its place. The files of a failed save are removed, and so are, after a
+    Rank 0 writes the index and returns its place. The files of a failed save are removed, and so are, after a
     commit, the folders of the save that was replaced and of interrupted ones.
 
     Args:
@@ -123,7 +123,7 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
     return AsyncRequest(
         world=pending.world,
         async_fn=write,
-        commit=partial(_commit, pending, seen),
+        index=partial(_index, pending, seen),
         abandon=partial(_abandon, pending),
         clean_up=partial(_clean_up, pending, seen),
         removes_saves=True,
@@ -334,17 +334,17 @@ def _join(columns: Sequence[Column]) -> Column:
     return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
 
 
-def _commit(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
+def _index(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
     for name in chain.from_iterable(part.files for part in parts):
         _check_rank_file(name, pending.save_id)
-    index = partial(write_index, pending, collect_index(parts))
+    write = partial(write_index, pending, collect_index(parts))
     if can(pending.storage).entries is None:
         _check_files(pending.storage, parts)
-        return index()
+        return write()
     # One listing, beside the index: it shows whether all files are there, and then what has to be removed.
     seen.storage = Listed(pending.storage)
     with ThreadPoolExecutor(1) as thread:
-        fields = thread.submit(index)
+        fields = thread.submit(write)
         _check_files(seen.storage, parts)
         return fields.result()
 
