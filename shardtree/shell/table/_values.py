@@ -18,22 +18,16 @@ from ._traits import FormatTraits, Stamp
 Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
 
-
 _COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
 
 T = TypeVar("T")
 
 
-def _ignore(_: int) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
-def _nothing() -> None:
-    pass
-
-
-def _by_others(_: Fields) -> None:
-    pass
+_nothing = _ignore  # a name that pickles have
 
 
 Exchange = Literal["auto", "always", "never"]
@@ -273,21 +267,21 @@ class AsyncRequest(Generic[T]):
         outcome: what became of it.
         state: what the format's later rows of the same save need, a value of the format's own class.
         removes_saves: whether `clean_up` removes the folders of interrupted saves, and the note in its own.
-        publish: Function that rank 0 calls with these fields, last of all: makes the folder a checkpoint. No
-            collective. The request of a format leaves it to `save`: its PUBLISH row does that, or metadata.json.
+        publish: Function that rank 0 calls with these fields, last of all: makes the folder a checkpoint. A format's
+            own request has none: its PUBLISH row does that, or metadata.json.
     """
 
     world: World
     async_fn: Callable[[], T]
     index: Callable[[Sequence[T]], Fields]
     finalize_fns: tuple[Callable[[], None], ...] = ()
-    abandon: Callable[[], None] = _nothing
+    abandon: Callable[[], None] = _ignore
     folder: Storage | None = None
-    clean_up: Callable[[], None] = _nothing
+    clean_up: Callable[[], None] = _ignore
     outcome: Outcome = field(default_factory=Outcome)
     state: Any = None
     removes_saves: bool = False
-    publish: Callable[[Fields], None] = _by_others
+    publish: Callable[[Fields], None] = _ignore
 
     def __repr__(self) -> str:
         of, state = self.outcome, "not executed yet"
@@ -304,11 +298,7 @@ class AsyncRequest(Generic[T]):
         return replace(self, finalize_fns=(*self.finalize_fns, fn))
 
     def commit(self, results: Sequence[T]) -> Fields:
-        """Index and publish what all ranks wrote, and return the fields of metadata.json; on rank 0, no collective.
-
-        Args:
-            results: The results of `async_fn`, by rank.
-        """
+        """Index and publish the results of `async_fn`, by rank, and return the fields of metadata.json; on rank 0."""
         fields = self.index(results)
         self.publish(fields)
         return fields
@@ -346,8 +336,7 @@ class AsyncRequest(Generic[T]):
         """
         outcome = self.outcome
         if outcome.fields is None and outcome.error is None:
-            commit = self.execute_sync if outcome.commit is None else outcome.commit
-            commit()
+            (outcome.commit or self.execute_sync)()
         if outcome.error is not None:
             raise outcome.error
         if outcome.fields is None:
@@ -367,12 +356,12 @@ class AsyncRequest(Generic[T]):
             CheckpointingException: as `execute_sync`.
         """
         try:
-            self.outcome.fields = self._finish(written)
+            fields = self._finish(written)
         except BaseException as error:
             self.outcome.error = error
             raise
-        self.outcome.error = None
-        return self.outcome.fields
+        self.outcome.fields, self.outcome.error = fields, None
+        return fields
 
     def _finish(self, written: Callable[[], T]) -> Fields:
         wrote = False
@@ -390,23 +379,21 @@ class AsyncRequest(Generic[T]):
             # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may be the
             # checkpoint's. A RemoteError is a kind of WorldError too, but then all ranks know of the failure.
             is_cut_off = type(error) is WorldError or not isinstance(error, CheckpointingException)
-            if isinstance(error, OutcomeUnknown):
-                pass  # nor does rank 0: the store may take its last request after all
-            elif wrote and self.world.rank != 0 and is_cut_off:
+            if wrote and self.world.rank != 0 and is_cut_off:
                 error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
-            else:
+            elif not isinstance(error, OutcomeUnknown):  # else a store may take rank 0's last request after all
                 self.abandon()
             raise
         # No phase of its own: the checkpoint counts by now, so no rank waits while rank 0 removes what it replaced.
         if not self.finalize_fns:
             self.clean_up()
             return fields
-        first, *others = self.finalize_fns
+        finalize, *others = self.finalize_fns
 
-        def finish_own() -> None:
+        def first() -> None:
             self.clean_up()
-            first()
+            finalize()
 
-        for fn in (finish_own, *others):
+        for fn in (first, *others):
             agree(self.world, "save: finalize", fn)
         return fields

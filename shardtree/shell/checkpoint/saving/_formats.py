@@ -65,10 +65,14 @@ class FormatSteps:
         Raises:
             StrategyError: an index has no fields, or two have the same.
         """
-        fields: Fields = {}
+        fields: dict[str, Any] = {}
         for number, request in enumerate(self.requests):
-            own = request.index([result[number] for result in results])
-            fields = _united(fields, _checked(own, "an index"))
+            others = _checked(request.index([result[number] for result in results]), "an index")
+            if both := sorted(map(repr, fields.keys() & others.keys())):
+                what = "save: the formats of the shards and of the objects have the same fields of metadata.json"
+                fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
+                raise StrategyError(error_text(what, offenders=both, fix=fix))
+            fields |= others
         return fields
 
 
@@ -130,14 +134,6 @@ def _checked(fields: Any, of: str) -> Fields:
     if not isinstance(fields, Mapping):
         raise _misfit(of, fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
     return fields
-
-
-def _united(fields: Fields, others: Fields) -> Fields:
-    if both := sorted(map(repr, fields.keys() & others.keys())):
-        what = "save: the formats of the shards and of the objects beside them have the same fields of metadata.json"
-        fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
-        raise StrategyError(error_text(what, offenders=both, fix=fix))
-    return {**fields, **others}
 
 
 def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:

@@ -169,6 +169,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
         undo: Stack that gets callbacks which remove the folder that rank 0 makes.
     """
     world = save.world
+    describes = save.validate or save.options.check_replicas or save.layout is not None
 
     def alone() -> Save:
         with step("save: prepare"):
@@ -183,7 +184,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
         with step("save: find the folder"):
             storage = folder_at(save.where)
         descriptions: tuple[Description, ...] = ()
-        if save.describes:
+        if describes:
             own_hash = digest(encode_tree(common_part(save, own.common), allow_pickle=save.options.allow_pickle))
             descriptions = (describe(own.tensors, own.objects, world.rank, own_hash, known, ranks=world.size),)
         formats = save.formats._replace(backends=backends)
@@ -197,7 +198,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
         world,
-        "save: describe shards" if save.describes else "save: get ready",
+        "save: describe shards" if describes else "save: get ready",
         alone,
         message,
         steps=_STEPS,
@@ -242,7 +243,8 @@ def check_replicas(save: Save) -> None:
     def join() -> tuple[ShardColumns, Sequence[ShardedTensor]]:
         tensors = save.parts.tensors
         order = range(len(tensors)) if save.known is None else save.known.order.tolist()
-        return _checked_columns(save), [tensors[number] for number in order]
+        columns = check_together("save", save.descriptions, save.known, tiling=save.validate)
+        return columns, [tensors[number] for number in order]
 
     problems = leaf("differing_replicas")(save.world, join)
     if problems:  # the same on every rank
@@ -284,9 +286,9 @@ def share_out(save: Save) -> tuple[Writes, ShardColumns | None]:
     parts, world = save.parts, save.world
     objects = tuple(item for item in parts.objects if is_main_replica(item.replica_id))
     tensors = tuple(shard for shard in parts.tensors if is_main_replica(shard.replica_id))
-    if not save.describes:
+    if not save.descriptions:
         return (tensors, objects), shard_columns(parts.tensors) if world.size == 1 else None
-    columns = _checked_columns(save)
+    columns = check_together("save", save.descriptions, save.known, tiling=save.validate)
     if save.validate and world.size == 1:  # each main replica is the only one, and no other rank could write it
         return (tensors, objects), columns
     own = np.flatnonzero(columns.rank == world.rank)
@@ -294,7 +296,3 @@ def share_out(save: Save) -> tuple[Writes, ShardColumns | None]:
     writes = level_writes(columns, world.size)[own]
     numbers = np.flatnonzero(writes) if save.known is None else np.sort(save.known.order[writes])
     return (tuple(parts.tensors[number] for number in numbers.tolist()), objects), columns
-
-
-def _checked_columns(save: Save) -> ShardColumns:
-    return check_together("save", save.descriptions, save.known, tiling=save.validate)

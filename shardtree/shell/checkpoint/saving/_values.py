@@ -76,8 +76,3 @@ class Save:
     pending: PendingSave | None = None
     claim: Claim | None = None
     folder: NewFolder | None = None
-
-    @property
-    def describes(self) -> bool:
-        """Whether each rank gets a description of the others' shards."""
-        return self.validate or self.options.check_replicas or self.layout is not None
