@@ -36,7 +36,7 @@ Exchange = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint is read; options of one function alone say so.
+    """Options for reading a checkpoint; those of one function alone say so.
 
     Attributes:
         verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
@@ -47,12 +47,12 @@ class LoadOptions:
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of; in the common state that
             `load` returns, the namedtuple classes in the target count too.
-        object_rules: how arrays of objects are converted that are stored in another shape than the target of `load`
+        object_rules: rules that convert arrays of objects which are stored in another shape than the target of `load`
             has, by patterns of keys (``*`` matches one part between dots, ``**`` any number); the first that matches a
             key counts. Without a rule, another shape is an error.
         progress: called with the bytes that were read since the last call, by one thread at a time.
         report: called once, at the end of a `load`, with what this rank read.
-        threads: how many check files at a time in `verify`; None for as many as torch has, up to a few.
+        threads: number of threads that check files in `verify`; None for as many as torch has, up to a few.
         parameter_names: the names of an optimizer's parameters, where a checkpoint has only their numbers: in the
             order in which the optimizer was given them, as one sequence or one for each of its groups; or where
             values alone don't tell them apart.
@@ -74,7 +74,7 @@ class LoadOptions:
 
 
 class ReadCache:
-    """What was read of an open checkpoint: each function's result, once it was asked for. Nothing is ever forgotten.
+    """Memoised results of reading an open checkpoint, by function; never evicted.
 
     Args:
         results: those that are there already, by their functions.
@@ -96,14 +96,14 @@ class Checkpoint:
 
     Attributes:
         storage: the folder that it is in.
-        fields: of metadata.json.
+        fields: the fields of metadata.json.
         world: the ranks that read it together.
-        options: how it is read.
-        cache: what formats have read of it, such as the parsed index.
+        options: options for reading it.
+        cache: results of formats' reads, such as the parsed index.
         fetched: files that were fetched before they are read, by the field that names them in metadata.json: the bytes,
             which are as they were saved, and the file's name.
-        stamp: with which a checkpoint that took its place is noticed.
-        traits: of the formats that it is in, together.
+        stamp: a mark that changes once another checkpoint takes its place.
+        traits: the traits of its formats, together.
     """
 
     storage: Storage
@@ -116,7 +116,7 @@ class Checkpoint:
     traits: FormatTraits = field(default_factory=FormatTraits)
 
     def once(self, read: Callable[[Checkpoint], T]) -> T:
-        """Return what a function reads of the checkpoint: it is called the first time, and not again.
+        """Return a function's result for this checkpoint; the function is called the first time, and not again.
 
         For what several rows of a format need, such as its parsed metadata.
         """
@@ -129,7 +129,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How a checkpoint is written.
+    """Options for writing a checkpoint.
 
     Attributes:
         snapshot: whether a request holds copies of the shards' tensors. Without, as for functional training steps,
@@ -149,7 +149,7 @@ class SaveOptions:
         check_replicas: whether replicas of tensors that are cut alike are compared, by `fingerprint`, before anything
             is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then reads
             all that it shares with another one. Objects aren't compared.
-        threads: how many write at a time, in formats that can; None for as many as torch has, up to a few.
+        threads: number of threads that write, in formats that can; None for as many as torch has, up to a few.
         common: whether the common state must be the "same" on all ranks, or is the "union" of their dicts, by key, as
             pipeline stages need it that have keys of their own. What several ranks have under one key must be the same
             bits. Only where ranks differ are common states sent, one of each kind.
@@ -186,7 +186,7 @@ class Replaced:
     Attributes:
         storage: the folder, of the old files before and of the new ones after.
         sibling: the folder beside it, which is written.
-        stamp: of the old checkpoint.
+        stamp: the mark of the old checkpoint.
     """
 
     storage: Storage
@@ -203,14 +203,14 @@ class PendingSave:
         save_id: the name of this save, and of the folder inside `storage` that is this save's alone.
         world: the ranks that write it together.
         before: metadata.json as it was when the save began, None if there was none.
-        options: how it is written.
+        options: options for writing it.
         layout: all ranks' shards, None if the ranks didn't exchange them.
         replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
         overwrite: whether the caller lets a checkpoint be replaced.
         common: the common state with holes where shards were, for SAVE_SHARDED of a format whose files of tensors have
             room for some of it (`FormatTraits.writes_common`); None where a caller hasn't given it.
-        state: of the request that SAVE_SHARDED returned, for the format's PUBLISH row, and for SAVE_COMMON. For
-            SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
+        state: the state of the request that SAVE_SHARDED returned, for the format's PUBLISH row and for SAVE_COMMON.
+            For SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
     """
 
     storage: Storage
@@ -232,12 +232,12 @@ class PendingSave:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What became of a save on this rank; a request and those that are made from it share one.
+    """Result of a save on this rank; a request and those that are made from it share one.
 
     Attributes:
-        fields: of metadata.json, once the save is committed and finalized.
-        error: why it isn't, where it failed.
-        commit: waits for the save and commits it, or raises; None before a queue has it.
+        fields: the fields of metadata.json, once the save is committed and finalized.
+        error: the error with which it failed.
+        commit: function that waits for the save and commits it, or raises; None before a queue has it.
     """
 
     fields: Fields | None = None
@@ -255,19 +255,19 @@ class AsyncRequest(Generic[T]):
 
     Attributes:
         world: the ranks that save; used only by the thread that commits.
-        async_fn: writes this rank's files, without any collective; may run in another thread.
-        index: Function that rank 0 calls with every rank's result, by rank: writes what of the checkpoint only all
+        async_fn: function that writes this rank's files, without any collective; may run in another thread.
+        index: function that rank 0 calls with every rank's result, by rank: writes what of the checkpoint only all
             ranks together know, and returns the fields of metadata.json. No collective.
-        finalize_fns: called on every rank after the commit, in order; if one fails, it is an error on all ranks.
-        abandon: called on every rank that knows that writing or the commit failed; removes what was written. Never
+        finalize_fns: functions for every rank after the commit, in order; if one fails, it is an error on all ranks.
+        abandon: function for every rank that knows that writing or the commit failed; removes what was written. Never
             raises.
-        folder: where it is saved, None if unknown.
-        clean_up: called on every rank right after the commit; removes what isn't needed any more. Its error is raised
-            on that rank alone, unless there are `finalize_fns`.
-        outcome: what became of it.
-        state: what the format's later rows of the same save need, a value of the format's own class.
+        folder: the destination, None if unknown.
+        clean_up: function for every rank right after the commit; removes what isn't needed any more. Its error is
+            raised on that rank alone, unless there are `finalize_fns`.
+        outcome: the result.
+        state: a value of the format's own class, which the format's later rows of the same save need.
         removes_saves: whether `clean_up` removes the folders of interrupted saves, and the note in its own.
-        publish: Function that rank 0 calls with these fields, last of all: makes the folder a checkpoint. A format's
+        publish: function that rank 0 calls with these fields, last of all: makes the folder a checkpoint. A format's
             own request has none: its PUBLISH row does that, or metadata.json.
     """
 
@@ -353,7 +353,7 @@ class AsyncRequest(Generic[T]):
             written: returns the result of `async_fn` on this rank, or raises its error.
 
         Raises:
-            CheckpointingException: as `execute_sync`.
+            CheckpointingException: some rank failed, as in `execute_sync`.
         """
         try:
             fields = self._finish(written)

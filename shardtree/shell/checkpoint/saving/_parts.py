@@ -189,7 +189,7 @@ def _has_data(shard: ShardedTensor) -> bool:
 
 
 def _kind(data: Any) -> str:
-    """Return what data is, if it is neither a dense tensor nor a lazy one; else nothing."""
+    """Return a name for data that is neither a dense tensor nor a lazy one; else nothing."""
     if isinstance(data, torch.Tensor):
         return "" if data.layout is torch.strided and not data.is_nested else f"{data.layout} tensor"
     return "" if isinstance(data, LazyTensor) else type(data).__name__
@@ -264,10 +264,10 @@ def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree
     """Return the union of all ranks' common trees, of dicts by key.
 
     Args:
-        commons: common trees with holes, each once, by the first rank that has it.
-        first: by rank, the first one that has the same.
-        own_rank: this rank.
-        tree: this rank's, with shards.
+        commons: Common trees with holes, each once, by the first rank that has it.
+        first: The first rank that has the same common tree, by rank.
+        own_rank: This rank.
+        tree: This rank's tree, with shards.
 
     Raises:
         IntegrityError: ranks have different values under one key, or another one has a value where this one has

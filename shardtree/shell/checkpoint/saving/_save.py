@@ -84,8 +84,7 @@ def save(
             DTensors: then no layouts are exchanged, only a hash of this one. It is checked as exchanged ones are, and
             replicas are shared out by it also where `validate_access_integrity` is False.
         strategies: the dispatch table; None for the process's.
-        options: how it is written: durability, checksums, fingerprints, snapshots, progress; whether ranks' common
-            states are united.
+        options: durability, checksums, fingerprints, snapshots, progress; whether ranks' common states are united.
 
     Returns:
         None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. One that is
