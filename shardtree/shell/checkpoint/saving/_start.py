@@ -115,11 +115,11 @@ def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
         raise
     with step("save: make the folder"):
         if task is None:
-            claim, folder = make_folder(pending, save.formats, undo)
+            own_claim, folder = make_folder(pending, save.formats, undo)
         else:
-            claim, folder = task.result(), None
+            own_claim, folder = task.result(), None
             undo.callback(end, pending)
-    return replace(save, start=start, pending=pending, claim=claim, folder=folder)
+    return replace(save, start=start, pending=pending, claim=own_claim, folder=folder)
 
 
 def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_id: str | None = None) -> Start:
