@@ -48,7 +48,7 @@ def rows() -> Rows:
         (StrategyAction.PARSE, "huggingface", 1): "formats.huggingface._load:parse",
         (StrategyAction.SAVE_COMMON, "huggingface", 1): "formats.huggingface._save:save_common",
         (StrategyAction.SAVE_SHARDED, "huggingface", 1): "formats.huggingface._save:save_sharded",
-        (StrategyAction.COMMIT, "huggingface", 1): "formats.huggingface._save:commit",
+        (StrategyAction.PUBLISH, "huggingface", 1): "formats.huggingface._save:publish",
         (StrategyAction.VERIFY, "huggingface", 1): "formats.huggingface._load:verify_files",
         (StrategyAction.LIST_FILES, "huggingface", 1): "formats.huggingface._listing:list_files",
         (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
@@ -72,7 +72,7 @@ def rows() -> Rows:
         (StrategyAction.RESOLVE, "torch_dist", 1): "formats.torch_dist._load:resolve",
         (StrategyAction.SAVE_COMMON, "torch_dist", 1): "formats.torch_dist._save:save_common",
         (StrategyAction.SAVE_SHARDED, "torch_dist", 1): "formats.torch_dist._save:save_sharded",
-        (StrategyAction.COMMIT, "torch_dist", 1): "formats.torch_dist._save:commit",
+        (StrategyAction.PUBLISH, "torch_dist", 1): "formats.torch_dist._save:publish",
         (StrategyAction.VERIFY, "torch_dist", 1): "formats.torch_dist._verify:verify_files",
         (StrategyAction.LIST_FILES, "torch_dist", 1): "formats.torch_dist._listing:list_files",
         (StrategyAction.RECOGNIZE, "dcp", 1): "formats.torch_dist:recognize",
@@ -83,7 +83,7 @@ def rows() -> Rows:
         (StrategyAction.PARSE, "dcp", 1): "formats.torch_dist._listing:parse",
         (StrategyAction.SAVE_COMMON, "dcp", 1): "formats.torch_dist._save:save_dcp_common",
         (StrategyAction.SAVE_SHARDED, "dcp", 1): "formats.torch_dist._save:save_dcp_sharded",
-        (StrategyAction.COMMIT, "dcp", 1): "formats.torch_dist._save:commit_dcp",
+        (StrategyAction.PUBLISH, "dcp", 1): "formats.torch_dist._save:publish_dcp",
         (StrategyAction.VERIFY, "dcp", 1): "formats.torch_dist._verify:verify_files",
         (StrategyAction.LIST_FILES, "dcp", 1): "formats.torch_dist._listing:list_files",
         (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(
@@ -105,7 +105,7 @@ def rows() -> Rows:
         (StrategyAction.SAVE_COMMON, "zarr", 3): "formats.zarr._own:save_common",
         (StrategyAction.SAVE_SHARDED, "zarr", 3): "formats.zarr._save:save_sharded",
         (StrategyAction.REMOVE_SHARDED, "zarr", 3): "formats.zarr._own:remove_sharded",
-        (StrategyAction.COMMIT, "zarr", 3): "formats.zarr._save:commit",
+        (StrategyAction.PUBLISH, "zarr", 3): "formats.zarr._save:publish",
         (StrategyAction.VERIFY, "zarr", 3): "formats.zarr._verify:verify_files",
         (StrategyAction.LIST_FILES, "zarr", 3): "formats.zarr._group:list_files",
         (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(

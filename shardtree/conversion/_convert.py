@@ -23,15 +23,8 @@ from ..errors import (
 )
 from ..inspection import MOST_BYTES, group_bytes, tree_of
 from ..shell.checkpoint import alike, backends_of, given_options, read_fields, recognize
-from ..shell.checkpoint.saving import (
-    RunningSave,
-    SaveStart,
-    in_save_folder,
-    inspect_folder,
-    make_folder,
-    pending_save,
-)
-from ..shell.storage import Directory, can, in_turn, listed, remove_folder, storage_at, with_own_refusals
+from ..shell.checkpoint.saving import Formats, Start, inspect_folder, make_folder, pending_save
+from ..shell.storage import Claim, Directory, can, in_turn, listed, remove_folder, storage_at, with_own_refusals
 from ..shell.table import (
     METADATA_FILE,
     LoadOptions,
@@ -148,6 +141,7 @@ def convert(
     checkpoint = open_alike(source, world, reading, strategies)
 
     def prepare() -> tuple[Plan, Journal]:
+        traits = traits_of(*target.formats.backends[0], strategies)
         plan = plan_conversion(
             tree_of(checkpoint, strategies),
             transform,
@@ -158,13 +152,11 @@ def convert(
             layout=layout,
             most_bytes=max_bytes_in_flight,
             # Of one batch: no other may add to a file there. It streams, whatever its size.
-            cuts=can(target.storage).write_parts is not None
-            or not traits_of(*target.backends[0], strategies).shares_files,
+            cuts=can(target.storage).write_parts is not None or not traits.shares_files,
         )
-        pickles = target.options.allow_pickle
-        where = (target.storage, checkpoint, target.backends, plan.batches, strategies)
-        common = plan.common if world.size > 1 or traits_of(*target.backends[0], strategies).writes_common else HOLE
-        return plan, journal_of(*where, common=common, nonce=nonces[0], allow_pickle=pickles)
+        where = (target.storage, checkpoint, target.formats.backends, plan.batches, strategies)
+        common = plan.common if world.size > 1 or traits.writes_common else HOLE
+        return plan, journal_of(*where, common=common, nonce=nonces[0], allow_pickle=target.options.allow_pickle)
 
     (plan, journal), outcomes = share(world, "convert: plan", prepare, lambda own: (own[1].folder, own[1].common))
     _check_same_plan(outcomes)
@@ -186,11 +178,11 @@ def _destination(
     strategies: Strategies | None,
     options: SaveOptions,
 ) -> Destination:
-    backends, choices = backends_of(backend, common_backend, strategies), (backend, common_backend)
+    backends = backends_of(backend, common_backend, strategies)
+    formats = Formats((backend, common_backend), strategies, backends)
     if (single := single_file(where, backends)) is not None:
-        return Destination(single.draft(), choices, backends, in_one_file(strategies), options, single)
-    storage = in_larger_requests(with_own_refusals(storage_at(where)))
-    return Destination(storage, choices, backends, strategies, options)
+        return Destination(single.draft(), formats._replace(strategies=in_one_file(strategies)), options, single)
+    return Destination(in_larger_requests(with_own_refusals(storage_at(where))), formats, options)
 
 
 def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
@@ -214,10 +206,9 @@ def _check(
     """Read back what was written, and return what was found equal; what isn't is never gone on with."""
     try:
         where = target.storage if target.single is None else target.single.place()
-        checkpoint = open_alike(where, world, options, target.strategies)
-        return check_destination(
-            partial(tree_of, checkpoint, target.strategies), plan, passage, most_bytes, target.options.progress, world
-        )
+        strategies, progress = target.formats.strategies, target.options.progress
+        tree = partial(tree_of, open_alike(where, world, options, strategies), strategies)
+        return check_destination(tree, plan, passage, most_bytes, progress, world)
     except (IntegrityError, CorruptCheckpoint) as error:
         if target.single is not None and target.single.is_there:
             raise target.single.refusal() from error  # of another program
@@ -289,7 +280,7 @@ def _begin_or_resume(
     save_id, start, is_there = _look(target, journal)
     if is_there:
         # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
-        is_ours = read_fields(storage, target.strategies).get("save_id") == save_id
+        is_ours = read_fields(storage, target.formats.strategies).get("save_id") == save_id
         return save_id, _OURS if is_ours else _OF_OTHERS
     # What the format can't hold should fail now, not after hours of writing.
     rehearse_tensors(target, tensors, common)
@@ -298,7 +289,7 @@ def _begin_or_resume(
         what = f"convert: the same conversion to {storage.where()!r} is in progress"
         raise StorageError(error_text(what, fix="Wait for it; a call after it was killed goes on with it."))
     begun = None if start is None else _begin(target, journal, start)
-    alone, durable = not in_save_folder(target.backends, target.strategies), target.options.durable
+    alone, durable = not target.formats.in_save_folder, target.options.durable
     claims.enter_context(owned(storage, save_id, durable=durable, has_note=begun is not None, alone=alone))
     if start is None:
         abort_uploads(journal)  # of the call that is gone on with
@@ -307,7 +298,7 @@ def _begin_or_resume(
     return save_id, _UNFINISHED
 
 
-def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None, bool]:
+def _look(target: Destination, journal: Journal) -> tuple[str, Start | None, bool]:
     """Return the name of the save, how it starts unless an earlier call has begun it, and if it may be committed.
 
     Raises:
@@ -315,7 +306,8 @@ def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None,
     """
     with listed(target.storage, deep=False) as listing:  # one look for all questions
         save_id = begun_save(journal) if journal.folder in listing.names() else None
-        is_there = listing.length(METADATA_FILE) is not None or recognize(listing, target.strategies) is not None
+        strategies = target.formats.strategies
+        is_there = listing.length(METADATA_FILE) is not None or recognize(listing, strategies) is not None
         if save_id is not None:
             return save_id, None, is_there
         if is_there and target.single is not None:
@@ -323,8 +315,8 @@ def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None,
         if is_there:
             what = f"convert: {target.storage.where()!r} already holds a checkpoint"
             raise AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))
-        start = inspect_folder(listing, target.backends, target.strategies, overwrite=False)
-        return start.save_id, start, False
+        start = inspect_folder(listing, target.formats, overwrite=False)
+        return start[0], start, False
 
 
 def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
@@ -333,12 +325,13 @@ def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
         raise StorageError(error_text(what, fix="Convert to a folder on storage that all ranks share."))
 
 
-def _begin(target: Destination, journal: Journal, start: SaveStart) -> RunningSave:
-    """Make the folder and the journal of a new conversion, and return what marks it as alive."""
+def _begin(target: Destination, journal: Journal, start: Start) -> Claim:
+    """Make the folder and the journal of a new conversion, and return the mark that it is alive."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
-    running = RunningSave()
-    make_folder(pending, running, target.backends, target.strategies)
-    if running.folder is not None:
-        running.folder.wait()  # here, since each batch has a pending save of its own
+    with ExitStack() as undo:
+        claim, folder = make_folder(pending, target.formats, undo)
+        undo.pop_all()  # a failure after this is resumed from
+    if folder is not None:
+        folder.wait()  # here, since each batch has a pending save of its own
     begin_journal(journal, pending.save_id, durable=target.options.durable)
-    return running
+    return claim

@@ -22,10 +22,10 @@ from ..errors import (
     WorldError,
     error_text,
 )
-from ..shell.checkpoint import Backends, Choice, strategy_of
-from ..shell.checkpoint.saving import RunningSave, save_request
+from ..shell.checkpoint import strategy_of
+from ..shell.checkpoint.saving import Formats, Saver, steps_of_formats
 from ..shell.storage import Storage, can, in_threads, threads_of
-from ..shell.table import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
+from ..shell.table import AsyncRequest, PendingSave, SaveOptions, StrategyAction
 from ..shell.world import World, gather, on_rank_zero
 from ..stores import MemoryStorage
 from ._journal import Journal, announcer, record, recording, remove_others, results_of
@@ -81,17 +81,13 @@ class Destination:
 
     Attributes:
         storage: the folder.
-        choices: the formats of the shards and of the common state, as the caller named them.
-        backends: the backends of these choices.
-        strategies: the dispatch table; None for the process's.
+        formats: The formats of the shards and of the common state.
         options: how it is written.
         single: the file that is wanted of the folder; None for the folder itself.
     """
 
     storage: Storage
-    choices: tuple[Choice, Choice]
-    backends: Backends
-    strategies: Strategies | None
+    formats: Formats
     options: SaveOptions
     single: SingleFile | None = None
 
@@ -104,9 +100,8 @@ def rehearse_common(destination: Destination, common: Any) -> None:
     Raises:
         UnsupportedValue: it can't, or can't without pickling.
     """
-    save_common = strategy_of(
-        StrategyAction.SAVE_COMMON, destination.choices[1], destination.backends[1], destination.strategies
-    )
+    choices, strategies, backends = destination.formats
+    save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], backends[1], strategies)
     options = replace(destination.options, durable=False)
     try:
         save_common(PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, options), common)
@@ -130,8 +125,7 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor],
         UnsupportedValue: it lacks a dtype.
     """
     save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
-    writes, formats = (tuple(tensors), ()), (destination.choices, destination.backends, destination.strategies)
-    save_request(save, RunningSave(), writes, common, *formats)
+    steps_of_formats(replace(save, common=common), (tuple(tensors), ()), destination.formats)
 
 
 _BatchRequest = tuple[AsyncRequest[Any], set[str], ReadTurn]
@@ -178,12 +172,10 @@ class Batches:
         turn = ReadTurn(self._gate, partial(self.plan.reader.expect, lazy), sum(data.numel() for data in lazy))
         writes = tuple(self.passage.watch(shard, turn) for shard in batch.tensors), tuple(map(_read, batch.objects))
         recorder, names = recording(target.storage, announcer(self.journal, number))
-        pending = PendingSave(
-            recorder, self.save_id, Turn(number, count), None, target.options, self.columns, state=self.state
-        )
+        pending = PendingSave(recorder, self.save_id, Turn(number, count), None, target.options, self.columns)
+        pending = replace(pending, common=self.common, state=self.state)
         try:
-            formats = (target.choices, target.backends, target.strategies)
-            request = save_request(pending, RunningSave(), writes, self.common, *formats)
+            request = Saver(pending, target.formats, steps_of_formats(pending, writes, target.formats)).request()
         except UnsupportedValue as error:
             keys = sorted({item.key for item in batch.objects})
             if keys:

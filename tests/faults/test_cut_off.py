@@ -72,11 +72,11 @@ def save_cut_off(folder: Path, backend: str, moment: str, run: Callable[[AsyncRe
             return
         request = requested(world)
 
-        def commit(written: Any) -> Any:
+        def index(written: Any) -> Any:
             assert dealt_with.wait(60)
-            return request.commit(written)
+            return request.index(written)
 
-        replace(request, commit=commit).execute_sync()
+        replace(request, index=index).execute_sync()
 
     with pytest.raises(WorldError, match="rank 1: returned"):  # nobody listens when rank 0 says that it has committed
         simulate(2, on_rank)
@@ -115,7 +115,7 @@ def cannot_commit(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
     def fail(written: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    return replace(request, commit=fail)
+    return replace(request, index=fail)
 
 
 def cannot_tell(request: AsyncRequest[Any]) -> AsyncRequest[Any]:

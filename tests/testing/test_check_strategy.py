@@ -469,7 +469,7 @@ HUGGING_FACE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         r"in_save_folder=True, and \['model.safetensors'\] lie beside",
     ),
     "has no last step": (
-        StrategyAction.COMMIT,
+        StrategyAction.PUBLISH,
         lambda pending, fields: None,
         LAST_STEP,
         r"before and after it: \[False, False\]",

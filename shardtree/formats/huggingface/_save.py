@@ -53,7 +53,7 @@ from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name
 from ._texts import TEXTS, header_texts, paths_without_room
 
-# The commit: files get the names by which a model is recognised, the one that makes it a model last
+# Publishing: files get the names by which a model is recognised, the one that makes it a model last
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class Saving:
     final_names: list[str] = field(default_factory=list)
 
 
-def commit(pending: PendingSave, fields: Fields) -> None:
+def publish(pending: PendingSave, fields: Fields) -> None:
     """Make a folder a model: its files get their names, then the index is written; a single file needs none.
 
-    If another format keeps the common state, metadata.json comes before the index: it is the commit then.
+    If another format keeps the common state, metadata.json comes before the index: it publishes then.
     """
     saving: Saving = pending.state
     files, final_names = saving.model.files, saving.final_names
@@ -230,7 +230,7 @@ def _prepare(
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, model, tensors),
-        commit=partial(_check_written, pending, model.files),
+        index=partial(_check_written, pending, model.files),
         abandon=partial(abandon, pending, saving),
         state=saving,
     )

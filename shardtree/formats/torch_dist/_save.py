@@ -1,4 +1,4 @@
-"""Saving shards as archives in a file for each rank, for Megatron-Core's `torch_dist` and for plain DCP; the commit."""
+"""Saving shards as archives in a file for each rank, for Megatron-Core's `torch_dist` and for plain DCP."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, Contents]:
 _MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
 
 
-def commit(pending: PendingSave, fields: Fields) -> None:
+def publish(pending: PendingSave, fields: Fields) -> None:
     """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
     # No field of our own: Megatron-Core refuses a metadata.json with any other.
     (saving, contents), durable = contents_by(pending, TORCH_DIST[0]), pending.options.durable
@@ -143,7 +143,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
         pending.storage.replace(METADATA_FILE, data, durable=durable)
 
 
-def commit_dcp(pending: PendingSave, fields: Fields) -> None:
+def publish_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
     saving, contents = contents_by(pending, DCP[0])
     remove_folder(pending.storage, pending.save_id)
@@ -181,14 +181,14 @@ def _request(
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(write_file, pending, layout),
-        commit=partial(_commit, pending, saving),
+        index=partial(_index, pending, saving),
         abandon=partial(_abandon, pending, saving.names),
         state=saving,
     )
 
 
-def _commit(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFile]) -> Fields:
-    """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
+def _index(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFile]) -> Fields:
+    """Check what all ranks wrote, and keep it for the strategy's PUBLISH row: it writes the index."""
     saving.contents = collect(pending.storage, rank_files)
     return {}
 

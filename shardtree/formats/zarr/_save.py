@@ -44,7 +44,7 @@ from ._layout import ArrayLayout, ChunkFile, array_layouts, chunk_files, write_c
 from ._metadata import NODE_FILE, OURS, encode_v3
 from ._own import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document
 
-# The commit, on rank 0: the index of all chunk files, then the group, then metadata.json
+# On rank 0: the index of all chunk files, then the group, then metadata.json
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) 
     return blob(f"objects/{rank}", length, {OURS: {"objects": [list(place) for place in places]}})
 
 
-def commit(pending: PendingSave, fields: Fields) -> None:
+def publish(pending: PendingSave, fields: Fields) -> None:
     """Write the group's zarr.json, with the metadata of all arrays in it, and last metadata.json; on rank 0."""
     # Consolidated metadata: other programs open all arrays by this one file.
     members = dict(pending.state.members) if isinstance(pending.state, Saving) else {}
@@ -187,7 +187,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, work, tensors),
-        commit=partial(write_index, pending, saving),
+        index=partial(write_index, pending, saving),
         abandon=partial(_abandon, pending, work),
         state=saving,
     )

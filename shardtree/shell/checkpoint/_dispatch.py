@@ -93,7 +93,7 @@ def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | 
     """Return the backend that a save's objects go to: that of the shards, or of the common state; None if neither.
 
     A format without a row for loading objects holds tensors alone. Beside it, objects are another format's only
-    shards; that takes one whose files count once metadata.json is there, since the shards' format makes the commit.
+    shards; that takes one whose files count once metadata.json is there, since the shards' format is what publishes.
 
     Examples:
         >>> objects_backend(("huggingface", 1), ("safetensors", 1), None)
@@ -108,7 +108,7 @@ def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | 
     if sharded == common or has(StrategyAction.LOAD_OBJECTS, sharded):
         return sharded
     holds_them = has(StrategyAction.SAVE_SHARDED, common) and has(StrategyAction.LOAD_OBJECTS, common)
-    return common if holds_them and not has(StrategyAction.COMMIT, common) else None
+    return common if holds_them and not has(StrategyAction.PUBLISH, common) else None
 
 
 def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies | None) -> bool:

@@ -4,11 +4,11 @@ import typing
 
 from ._actions import (
     PROTOCOLS,
-    Commit,
     Copies,
     Describe,
     Recognize,
     Resolution,
+    SaveCommon,
     SaveSharded,
     Strategies,
     Strategy,
@@ -85,7 +85,6 @@ from ._values import (
     ReadCache,
     Replaced,
     SaveOptions,
-    call_in_turn,
 )
 from .base import (
     StrategyTable,

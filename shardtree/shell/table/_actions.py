@@ -1,4 +1,4 @@
-"""What a format can do: the actions, and the signature of each, as protocols that a row's function has to follow."""
+"""The actions of formats, and the signature of each, as protocols that a row's function has to follow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ._values import AsyncRequest, Checkpoint, Fields, PendingSave
 
 
 class StrategyAction(Enum):
-    """What a strategy does.
+    """An action of a format: the first part of a row's key.
+
+    PUBLISH was named COMMIT once: that name, and the value "commit", still mean it.
 
     Examples:
         >>> StrategyAction.LOAD_SHARDED.value
@@ -33,9 +35,14 @@ class StrategyAction(Enum):
     REMOVE_SHARDED = "remove_sharded"
     VERIFY = "verify"
     RECOGNIZE = "recognize"
-    COMMIT = "commit"
+    PUBLISH = "publish"
     LIST_FILES = "list_files"
     DESCRIBE = "describe"
+    COMMIT = PUBLISH
+
+    @classmethod
+    def _missing_(cls, value: object) -> StrategyAction | None:
+        return cls.PUBLISH if value == "commit" else None
 
 
 Strategy = Callable[..., Any]
@@ -91,12 +98,12 @@ class Parse(Protocol):
 
 
 class Copies(NamedTuple):
-    """What files, or parts of one, have of one box of a tensor.
+    """The copies of one box of a tensor that files, or parts of one file, have.
 
     Attributes:
-        key: the tensor's.
-        offset: where the box begins in the tensor.
-        held: whose each copy is, and a function that reads it, which returns None where it has none.
+        key: Key of the tensor.
+        offset: Offset of the box in the tensor.
+        held: (owner, reader) pairs; a reader returns None if the copy is absent.
     """
 
     key: str
@@ -106,13 +113,14 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """How the ranks of a load find out together what a format's metadata doesn't say.
+    """A way in which the ranks of a load find out together what a format's metadata doesn't say.
 
     Attributes:
-        find: returns plain data, the result of a share of the work; called with the share's number, and how many shares
-            there are: one for each rank that needs it.
-        keep: notes all shares' results, in order, in what the format knows of the checkpoint on this rank; or raises.
-        copies: returns what of this compares copies; None where nothing does. One rank alone compares them as it reads.
+        find: Function that returns plain data, the result of a share of the work, given the share's number and the
+            number of shares: one for each rank that needs it.
+        keep: Function that stores the gathered results of all shares, in order, on this rank; or raises.
+        copies: Function that returns the copies to compare; None if there are none. One rank alone compares them as it
+            reads.
     """
 
     find: Callable[[int, int], Any]
@@ -143,7 +151,7 @@ class SaveSharded(Protocol):
 
     If the backend has a row for LOAD_OBJECTS too, or the common state goes to it, sharded objects are passed here as
     well. Else they go to the SAVE_SHARDED row of the common state's backend, if this has one for LOAD_OBJECTS and none
-    for COMMIT, since the shards' backend makes the commit; any other can't hold them, and the save refuses them.
+    for PUBLISH, since the shards' backend is what publishes; any other can't hold them, and the save refuses them.
     """
 
     def __call__(
@@ -177,10 +185,10 @@ class Recognize(Protocol):
     def __call__(self, storage: Storage, /) -> Fields | None: ...
 
 
-class Commit(Protocol):
-    """COMMIT: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
+class Publish(Protocol):
+    """PUBLISH: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
 
-    A format that has no such row is committed by metadata.json. The fields are those of that file.
+    A format that has no such row is published by metadata.json. The fields are those of that file.
     """
 
     def __call__(self, pending: PendingSave, fields: Fields, /) -> None: ...
@@ -213,7 +221,7 @@ PROTOCOLS = {
     StrategyAction.REMOVE_SHARDED: RemoveSharded,
     StrategyAction.VERIFY: VerifyFiles,
     StrategyAction.RECOGNIZE: Recognize,
-    StrategyAction.COMMIT: Commit,
+    StrategyAction.PUBLISH: Publish,
     StrategyAction.LIST_FILES: ListFiles,
     StrategyAction.DESCRIBE: Describe,
 }

@@ -18,18 +18,16 @@ from ._traits import FormatTraits, Stamp
 Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
 
-
-COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
+_COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
 
 T = TypeVar("T")
 
 
-def _ignore(_: int) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
-def _nothing() -> None:
-    pass
+_nothing = _ignore  # a name that pickles have
 
 
 Exchange = Literal["auto", "always", "never"]
@@ -38,7 +36,7 @@ Exchange = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint is read; options of one function alone say so.
+    """Options for reading a checkpoint; those of one function alone say so.
 
     Attributes:
         verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
@@ -49,12 +47,12 @@ class LoadOptions:
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of; in the common state that
             `load` returns, the namedtuple classes in the target count too.
-        object_rules: how arrays of objects are converted that are stored in another shape than the target of `load`
+        object_rules: rules that convert arrays of objects which are stored in another shape than the target of `load`
             has, by patterns of keys (``*`` matches one part between dots, ``**`` any number); the first that matches a
             key counts. Without a rule, another shape is an error.
         progress: called with the bytes that were read since the last call, by one thread at a time.
         report: called once, at the end of a `load`, with what this rank read.
-        threads: how many check files at a time in `verify`; None for as many as torch has, up to a few.
+        threads: number of threads that check files in `verify`; None for as many as torch has, up to a few.
         parameter_names: the names of an optimizer's parameters, where a checkpoint has only their numbers: in the
             order in which the optimizer was given them, as one sequence or one for each of its groups; or where
             values alone don't tell them apart.
@@ -76,7 +74,7 @@ class LoadOptions:
 
 
 class ReadCache:
-    """What was read of an open checkpoint: each function's result, once it was asked for. Nothing is ever forgotten.
+    """Memoised results of reading an open checkpoint, by function; never evicted.
 
     Args:
         results: those that are there already, by their functions.
@@ -98,14 +96,14 @@ class Checkpoint:
 
     Attributes:
         storage: the folder that it is in.
-        fields: of metadata.json.
+        fields: the fields of metadata.json.
         world: the ranks that read it together.
-        options: how it is read.
-        cache: what formats have read of it, such as the parsed index.
+        options: options for reading it.
+        cache: results of formats' reads, such as the parsed index.
         fetched: files that were fetched before they are read, by the field that names them in metadata.json: the bytes,
             which are as they were saved, and the file's name.
-        stamp: with which a checkpoint that took its place is noticed.
-        traits: of the formats that it is in, together.
+        stamp: a mark that changes once another checkpoint takes its place.
+        traits: the traits of its formats, together.
     """
 
     storage: Storage
@@ -118,7 +116,7 @@ class Checkpoint:
     traits: FormatTraits = field(default_factory=FormatTraits)
 
     def once(self, read: Callable[[Checkpoint], T]) -> T:
-        """Return what a function reads of the checkpoint: it is called the first time, and not again.
+        """Return a function's result for this checkpoint; the function is called the first time, and not again.
 
         For what several rows of a format need, such as its parsed metadata.
         """
@@ -131,7 +129,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How a checkpoint is written.
+    """Options for writing a checkpoint.
 
     Attributes:
         snapshot: whether a request holds copies of the shards' tensors. Without, as for functional training steps,
@@ -151,7 +149,7 @@ class SaveOptions:
         check_replicas: whether replicas of tensors that are cut alike are compared, by `fingerprint`, before anything
             is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then reads
             all that it shares with another one. Objects aren't compared.
-        threads: how many write at a time, in formats that can; None for as many as torch has, up to a few.
+        threads: number of threads that write, in formats that can; None for as many as torch has, up to a few.
         common: whether the common state must be the "same" on all ranks, or is the "union" of their dicts, by key, as
             pipeline stages need it that have keys of their own. What several ranks have under one key must be the same
             bits. Only where ranks differ are common states sent, one of each kind.
@@ -188,7 +186,7 @@ class Replaced:
     Attributes:
         storage: the folder, of the old files before and of the new ones after.
         sibling: the folder beside it, which is written.
-        stamp: of the old checkpoint.
+        stamp: the mark of the old checkpoint.
     """
 
     storage: Storage
@@ -205,14 +203,14 @@ class PendingSave:
         save_id: the name of this save, and of the folder inside `storage` that is this save's alone.
         world: the ranks that write it together.
         before: metadata.json as it was when the save began, None if there was none.
-        options: how it is written.
+        options: options for writing it.
         layout: all ranks' shards, None if the ranks didn't exchange them.
         replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
         overwrite: whether the caller lets a checkpoint be replaced.
         common: the common state with holes where shards were, for SAVE_SHARDED of a format whose files of tensors have
             room for some of it (`FormatTraits.writes_common`); None where a caller hasn't given it.
-        state: of the request that SAVE_SHARDED returned, for the format's COMMIT row, and for SAVE_COMMON. For
-            SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
+        state: the state of the request that SAVE_SHARDED returned, for the format's PUBLISH row and for SAVE_COMMON.
+            For SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
     """
 
     storage: Storage
@@ -226,15 +224,20 @@ class PendingSave:
     common: Any = field(default=None, repr=False)
     state: Any = None
 
+    @property
+    def destination(self) -> Storage:
+        """The folder that holds the checkpoint in the end: `storage`, unless that takes another one's place."""
+        return self.storage if self.replaced is None else self.replaced.storage
+
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What became of a save on this rank; a request and those that are made from it share one.
+    """Result of a save on this rank; a request and those that are made from it share one.
 
     Attributes:
-        fields: of metadata.json, once the save is committed and finalized.
-        error: why it isn't, where it failed.
-        commit: waits for the save and commits it, or raises; None before a queue has it.
+        fields: the fields of metadata.json, once the save is committed and finalized.
+        error: the error with which it failed.
+        commit: function that waits for the save and commits it, or raises; None before a queue has it.
     """
 
     fields: Fields | None = None
@@ -248,34 +251,37 @@ class AsyncRequest(Generic[T]):
 
     It is immutable, so a queue runs exactly what was scheduled: a finalizer that is added later is in another request.
     Megatron-Core's request has only functions that write and finalizers. Whether the checkpoint counts is decided from
-    all ranks' results, which a finalizer doesn't have: hence `commit`.
+    all ranks' results, which a finalizer doesn't have: hence `index` and `publish`, which together are the commit.
 
     Attributes:
         world: the ranks that save; used only by the thread that commits.
-        async_fn: writes this rank's files, without any collective; may run in another thread.
-        commit: called on rank 0 with every rank's result, by rank, without any collective: makes the checkpoint count,
-            and returns the fields of metadata.json.
-        finalize_fns: called on every rank after the commit, in order; if one fails, it is an error on all ranks.
-        abandon: called on every rank that knows that writing or the commit failed; removes what was written. Never
+        async_fn: function that writes this rank's files, without any collective; may run in another thread.
+        index: function that rank 0 calls with every rank's result, by rank: writes what of the checkpoint only all
+            ranks together know, and returns the fields of metadata.json. No collective.
+        finalize_fns: functions for every rank after the commit, in order; if one fails, it is an error on all ranks.
+        abandon: function for every rank that knows that writing or the commit failed; removes what was written. Never
             raises.
-        folder: where it is saved, None if unknown.
-        clean_up: called on every rank right after the commit; removes what isn't needed any more. Its error is raised
-            on that rank alone, unless there are `finalize_fns`.
-        outcome: what became of it.
-        state: what the format's later rows of the same save need, a value of the format's own class.
+        folder: the destination, None if unknown.
+        clean_up: function for every rank right after the commit; removes what isn't needed any more. Its error is
+            raised on that rank alone, unless there are `finalize_fns`.
+        outcome: the result.
+        state: a value of the format's own class, which the format's later rows of the same save need.
         removes_saves: whether `clean_up` removes the folders of interrupted saves, and the note in its own.
+        publish: function that rank 0 calls with these fields, last of all: makes the folder a checkpoint. A format's
+            own request has none: its PUBLISH row does that, or metadata.json.
     """
 
     world: World
     async_fn: Callable[[], T]
-    commit: Callable[[Sequence[T]], Fields]
+    index: Callable[[Sequence[T]], Fields]
     finalize_fns: tuple[Callable[[], None], ...] = ()
-    abandon: Callable[[], None] = _nothing
+    abandon: Callable[[], None] = _ignore
     folder: Storage | None = None
-    clean_up: Callable[[], None] = _nothing
+    clean_up: Callable[[], None] = _ignore
     outcome: Outcome = field(default_factory=Outcome)
     state: Any = None
     removes_saves: bool = False
+    publish: Callable[[Fields], None] = _ignore
 
     def __repr__(self) -> str:
         of, state = self.outcome, "not executed yet"
@@ -290,6 +296,12 @@ class AsyncRequest(Generic[T]):
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
         """Return the request with one more function to call after the commit, after those that it has."""
         return replace(self, finalize_fns=(*self.finalize_fns, fn))
+
+    def commit(self, results: Sequence[T]) -> Fields:
+        """Index and publish the results of `async_fn`, by rank, and return the fields of metadata.json; on rank 0."""
+        fields = self.index(results)
+        self.publish(fields)
+        return fields
 
     def execute_sync(self) -> Fields:
         """Write, commit and finalize now, and return the fields of metadata.json; collective.
@@ -324,8 +336,7 @@ class AsyncRequest(Generic[T]):
         """
         outcome = self.outcome
         if outcome.fields is None and outcome.error is None:
-            commit = self.execute_sync if outcome.commit is None else outcome.commit
-            commit()
+            (outcome.commit or self.execute_sync)()
         if outcome.error is not None:
             raise outcome.error
         if outcome.fields is None:
@@ -342,15 +353,15 @@ class AsyncRequest(Generic[T]):
             written: returns the result of `async_fn` on this rank, or raises its error.
 
         Raises:
-            CheckpointingException: as `execute_sync`.
+            CheckpointingException: some rank failed, as in `execute_sync`.
         """
         try:
-            self.outcome.fields = self._finish(written)
+            fields = self._finish(written)
         except BaseException as error:
             self.outcome.error = error
             raise
-        self.outcome.error = None
-        return self.outcome.fields
+        self.outcome.fields, self.outcome.error = fields, None
+        return fields
 
     def _finish(self, written: Callable[[], T]) -> Fields:
         wrote = False
@@ -363,29 +374,26 @@ class AsyncRequest(Generic[T]):
 
         try:
             results = gather_on_rank_zero(self.world, "save: write", write)
-            fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
+            fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=_COMMIT_STEPS)
         except BaseException as error:
             # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may be the
             # checkpoint's. A RemoteError is a kind of WorldError too, but then all ranks know of the failure.
             is_cut_off = type(error) is WorldError or not isinstance(error, CheckpointingException)
-            if isinstance(error, OutcomeUnknown):
-                pass  # nor does rank 0: the store may take its last request after all
-            elif wrote and self.world.rank != 0 and is_cut_off:
+            if wrote and self.world.rank != 0 and is_cut_off:
                 error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
-            else:
+            elif not isinstance(error, OutcomeUnknown):  # else a store may take rank 0's last request after all
                 self.abandon()
             raise
         # No phase of its own: the checkpoint counts by now, so no rank waits while rank 0 removes what it replaced.
         if not self.finalize_fns:
             self.clean_up()
             return fields
-        first: Callable[[], None] = partial(call_in_turn, self.clean_up, self.finalize_fns[0])
-        for fn in (first, *self.finalize_fns[1:]):
+        finalize, *others = self.finalize_fns
+
+        def first() -> None:
+            self.clean_up()
+            finalize()
+
+        for fn in (first, *others):
             agree(self.world, "save: finalize", fn)
         return fields
-
-
-def call_in_turn(*fns: Callable[[], None]) -> None:
-    """Call functions one after the other."""
-    for fn in fns:
-        fn()

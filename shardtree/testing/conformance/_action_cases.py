@@ -189,10 +189,10 @@ def _check_last_step(subject: Subject) -> None:
 
     def commit(*arguments: Any) -> None:
         seen.append(is_checkpoint(place, strategies=subject.strategies))
-        _call(subject, StrategyAction.COMMIT, *arguments)
+        _call(subject, StrategyAction.PUBLISH, *arguments)
         seen.append(is_checkpoint(place, strategies=subject.strategies))
 
-    _save_state(_without_writer(subject.with_row(StrategyAction.COMMIT, commit)), place)
+    _save_state(_without_writer(subject.with_row(StrategyAction.PUBLISH, commit)), place)
     assert seen == [False, True], f"a checkpoint was there before and after it: {seen}, expected {[False, True]}"
     _check_loads(subject, _open(subject, place))
 
@@ -201,5 +201,5 @@ PROMISES = (
     Promise("parsed metadata serves other ranks", LOADS | {StrategyAction.PARSE}, parsing),
     Promise("ranks that resolve together load the same", LOADS | {StrategyAction.RESOLVE}, resolving),
     Promise("traits are those of a checkpoint's files", frozenset({StrategyAction.DESCRIBE}), describing),
-    Promise("the last step makes the checkpoint", LOADS | {StrategyAction.COMMIT}, last_steps, saves=True),
+    Promise("the last step makes the checkpoint", LOADS | {StrategyAction.PUBLISH}, last_steps, saves=True),
 )

@@ -49,7 +49,7 @@ OF_ACTIONS: Mapping[StrategyAction, tuple[str, ...]] = {
     StrategyAction.REMOVE_SHARDED: ("removal takes what has the prefix, and no more",),
     StrategyAction.VERIFY: ("verify sees flipped bits, or says that it can't",),
     StrategyAction.RECOGNIZE: ("the format is recognised, and nothing else",),
-    StrategyAction.COMMIT: ("the last step makes the checkpoint",),
+    StrategyAction.PUBLISH: ("the last step makes the checkpoint",),
     StrategyAction.LIST_FILES: (
         "the checkpoint's files are listed, and no others",
         "a checkpoint is replaced as a whole, and only when asked",

@@ -110,7 +110,7 @@ _NEEDS = {
     StrategyAction.SAVE_COMMON: (StrategyAction.LOAD_COMMON,),
     StrategyAction.LOAD_SHARDED: (StrategyAction.LOAD_METADATA,),
     StrategyAction.RESOLVE: (StrategyAction.LOAD_SHARDED,),
-    StrategyAction.COMMIT: (StrategyAction.SAVE_SHARDED,),
+    StrategyAction.PUBLISH: (StrategyAction.SAVE_SHARDED,),
 }
 
 

@@ -376,15 +376,15 @@ def test_an_interrupt_right_after_the_commit_leaves_the_new_checkpoint(
         tree = {"w": shard("w", torch.full((3,), value))}
         return st.save(tree, tmp_path / "it", backend, async_sharded_save=True, **save_keywords(**options))
 
-    def commit(written: Any) -> Any:
-        made.commit(written)
+    def publish(fields: Any) -> None:
+        made.publish(fields)
         raise KeyboardInterrupt
 
     if overwrite:
         save(1.0).execute_sync()
     made = save(2.0, overwrite=overwrite)
     with pytest.raises(KeyboardInterrupt):
-        replace(made, commit=commit).execute_sync()
+        replace(made, publish=publish).execute_sync()
     assert st.load_plain_tensors(tmp_path / "it", options=st.LoadOptions(verify="all"))["w"].tolist() == [2.0] * 3
     with pytest.raises(st.errors.CheckpointReplaced):
         made.execute_sync()

@@ -252,12 +252,12 @@ def test_what_does_not_fit_together_leaves_nothing(remote, tmp_path):
     assert fsspec.filesystem("memory").find(f"/{tmp_path.name}") == []
 
 
-def test_a_commit_that_returns_no_fields_is_refused():
+def test_an_index_that_returns_no_fields_is_refused():
     def save_nothing(pending, shards):
         return st.AsyncRequest(pending.world, lambda: None, lambda written: None)
 
     folder = MemoryStorage()
-    with pytest.raises(StrategyError, match=r"a commit returns[\s\S]*found NoneType"):
+    with pytest.raises(StrategyError, match=r"an index returns[\s\S]*found NoneType"):
         st.save({"w": shard()}, folder, save_nothing)
     assert not st.is_checkpoint(folder)
 

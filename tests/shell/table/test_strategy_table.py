@@ -80,6 +80,14 @@ def test_the_check_of_rows_sees_a_wrong_signature():
         check_rows(default_strategies, "safetensors", 99)
 
 
+def test_the_old_name_of_publish_still_means_it():
+    assert StrategyAction("commit") is StrategyAction["COMMIT"] is StrategyAction.COMMIT is StrategyAction.PUBLISH
+    assert "publish" in str(default_strategies | with_one(StrategyAction.COMMIT, print))
+    assert [action for action in StrategyAction if action.name == "COMMIT"] == []
+    with pytest.raises(ValueError, match="committed"):
+        StrategyAction("committed")
+
+
 def test_a_row_is_registered_once_unless_overridden(free_row):
     def one(checkpoint):
         return {}

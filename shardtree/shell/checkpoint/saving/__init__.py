@@ -3,29 +3,25 @@
 import typing
 
 if typing.TYPE_CHECKING:
-    from ._commit import save_request
+    from ._formats import Formats, steps_of_formats
     from ._parts import take_apart
     from ._replace import is_live, own_files
-    from ._start import (
-        RunningSave,
-        SaveStart,
-        in_save_folder,
-        inspect_folder,
-        make_folder,
-        named_file,
-        pending_save,
-    )
+    from ._saver import Saver
+    from ._start import inspect_folder, make_folder, named_file, pending_save
     from ._typed import save
+    from ._values import Start
 else:
     from ....core.deferred import later
 
     __getattr__ = later(
         __name__,
         {
-            "._commit": "save_request",
+            "._formats": "Formats steps_of_formats",
             "._parts": "take_apart",
             "._replace": "is_live own_files",
-            "._start": "RunningSave SaveStart in_save_folder inspect_folder make_folder named_file pending_save",
             "._save": "save",
+            "._saver": "Saver",
+            "._start": "inspect_folder make_folder named_file pending_save",
+            "._values": "Start",
         },
     )

@@ -28,14 +28,14 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
     """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
 
     Args:
-        pending: the save.
-        strategies: the dispatch table; None for the process's.
-        removes_saves: whether the format's own clean-up removes interrupted saves, and the note.
+        pending: The save.
+        strategies: Dispatch table; None for the process's.
+        removes_saves: Whether the format's own clean-up removes interrupted saves, and the note.
     """
     if pending.world.rank != 0:
         return
     release(pending.save_id)
-    storage = pending.storage if pending.replaced is None else pending.replaced.storage
+    storage = pending.destination
     if can(storage).replace_if is not None and removes_saves:
         return  # nothing is ever written beside an object and then moved to its place
     # Never a failure of the save: the checkpoint counts by now.

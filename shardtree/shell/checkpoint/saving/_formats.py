@@ -1,33 +1,121 @@
-"""Which format writes what of a save, and the fields of metadata.json that each returns."""
+"""The formats of a save: which of them writes what, and the fields of metadata.json that each returns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ....core.mapping import ShardedObject, ShardedTensor
+from ....core.trees import United
 from ....errors import IntegrityError, StrategyError, UnsupportedValue, error_text
-from ...table import AsyncRequest, PendingSave, Strategies, StrategyAction
+from ...table import AsyncRequest, PendingSave, SaveCommon, Strategies, StrategyAction, find_strategy, traits_of
+from .._consistency import unions_field
 from .._dispatch import DEFAULT_BACKEND, Backends, Choice, objects_backend, strategy_of
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
+"""The tensors and the objects that a rank writes."""
 
 
-def requests_of_formats(
-    pending: PendingSave, writes: Writes, choice: Choice, backends: Backends, strategies: Strategies | None
-) -> tuple[AsyncRequest[Any], ...]:
-    """Return the request of the shards' format, and that of the other one where objects go to it."""
-    tensors, objects = writes
-    holder = objects_backend(*backends, strategies)
+class Formats(NamedTuple):
+    """The formats of a save.
+
+    Attributes:
+        choices: The formats of the shards and of the common state, as the caller named them.
+        strategies: Dispatch table; None for the process's.
+        backends: The backends of the choices, once they are looked up.
+    """
+
+    choices: tuple[Choice, Choice]
+    strategies: Strategies | None
+    backends: Backends = (DEFAULT_BACKEND, DEFAULT_BACKEND)
+
+    @property
+    def in_save_folder(self) -> bool:
+        """Whether all files are in the save's own folder, so that none can be another save's too."""
+        return all(traits_of(*backend, self.strategies).in_save_folder for backend in self.backends)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FormatSteps:
+    """The part that formats have in a save, on one rank.
+
+    Attributes:
+        requests: Requests that write the shards: of their format, then of the one that takes the objects, if it isn't
+            the same.
+        save_common: Function that writes the common state, and returns its fields.
+        publish: Function that makes the folder a checkpoint, given all fields; None where metadata.json does.
+        recognizes: Whether the shards' format recognises folders that have no metadata.json.
+    """
+
+    requests: tuple[AsyncRequest[Any], ...]
+    save_common: Callable[[], Fields]
+    publish: Callable[[Fields], None] | None
+    recognizes: bool
+
+    def index(self, results: Sequence[tuple[Any, ...]]) -> Fields:
+        """Return the fields of the formats' indexes, which are written here; on rank 0.
+
+        Args:
+            results: The results of all requests, by rank.
+
+        Raises:
+            StrategyError: an index has no fields, or two have the same.
+        """
+        fields: dict[str, Any] = {}
+        for number, request in enumerate(self.requests):
+            others = _checked(request.index([result[number] for result in results]), "an index")
+            if both := sorted(map(repr, fields.keys() & others.keys())):
+                what = "save: the formats of the shards and of the objects have the same fields of metadata.json"
+                fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
+                raise StrategyError(error_text(what, offenders=both, fix=fix))
+            fields |= others
+        return fields
+
+
+def steps_of_formats(
+    pending: PendingSave, writes: Writes, formats: Formats, unions: United = MappingProxyType({})
+) -> FormatSteps:
+    """Return the part that formats have in a save, once they have laid out this rank's files; nothing is written yet.
+
+    Args:
+        pending: The save, with the common state.
+        writes: The tensors and objects that are this rank's to write.
+        formats: The formats, looked up.
+        unions: Dicts of the common state in which ranks have keys of their own.
+
+    Raises:
+        StrategyError: a format can't save, or not what it is to hold.
+        UnsupportedValue: something can't be stored.
+    """
+    (sharded, common), strategies = formats.backends, formats.strategies
+    save_common = strategy_of(StrategyAction.SAVE_COMMON, formats.choices[1], common, strategies)
+    requests = _requests(pending, writes, formats)
+    # Later rows get the state of their own format, never another's.
+    state_of_common = requests[-1].state if sharded == common or len(requests) > 1 else None
+    publish = find_strategy(StrategyAction.PUBLISH, *sharded, strategies=strategies)
+    return FormatSteps(
+        requests,
+        partial(_common_fields, save_common, replace(pending, state=state_of_common), unions),
+        None if publish is None else partial(publish, replace(pending, state=requests[0].state)),
+        find_strategy(StrategyAction.RECOGNIZE, *sharded, strategies=strategies) is not None,
+    )
+
+
+def _requests(pending: PendingSave, writes: Writes, formats: Formats) -> tuple[AsyncRequest[Any], ...]:
+    (tensors, objects), (sharded, common), strategies = writes, formats.backends, formats.strategies
+    holder = objects_backend(sharded, common, strategies)
     if holder is None and objects:
-        (sharded, common), names = backends, [repr(item.unique_key) for item in objects]
+        names = [repr(item.unique_key) for item in objects]
         what = f"save: {sharded[0]!r} holds tensors alone, and {common[0]!r} can't hold these objects beside it"
         fix = f"Leave them out of the tree, or name common_strategy={DEFAULT_BACKEND!r}."
         raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
-    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choice, backends[0], strategies)
-    requests = [save_sharded(pending, [*tensors, *(objects if holder == backends[0] else ())])]
-    if holder not in (None, backends[0]):
+    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, formats.choices[0], sharded, strategies)
+    requests = [save_sharded(pending, [*tensors, *(objects if holder == sharded else ())])]
+    if holder not in (None, sharded):
         requests.append(strategy_of(StrategyAction.SAVE_SHARDED, None, holder, strategies)(pending, objects))
     for request in requests:
         if not isinstance(request, AsyncRequest):
@@ -36,20 +124,16 @@ def requests_of_formats(
     return tuple(requests)
 
 
-def checked_fields(fields: Any) -> Fields:
-    """Return what a row has returned as fields of metadata.json, after checking that it is a mapping."""
+def _common_fields(save_common: SaveCommon, pending: PendingSave, unions: United) -> Fields:
+    fields = _checked(save_common(pending, pending.common), "a function that saves the common state")
+    # Formats of other programs have no fields of ours: Megatron-Core refuses a metadata.json with any.
+    return {**fields, **unions_field(unions)} if "common" in fields else fields
+
+
+def _checked(fields: Any, of: str) -> Fields:
     if not isinstance(fields, Mapping):
-        raise _misfit("a commit", fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
+        raise _misfit(of, fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
     return fields
-
-
-def united_fields(fields: Fields, others: Fields) -> dict[str, Any]:
-    """Return the fields of the shards' format and those of the objects', of which neither may overwrite the other's."""
-    if both := sorted(map(repr, fields.keys() & others.keys())):
-        what = "save: the formats of the shards and of the objects beside them have the same fields of metadata.json"
-        fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
-        raise StrategyError(error_text(what, offenders=both, fix=fix))
-    return {**fields, **others}
 
 
 def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
@@ -61,8 +145,8 @@ def check_can_fingerprint(backend: str, *, whole: bool) -> None:
     """Raise unless a save to a format can store fingerprints.
 
     Args:
-        backend: of the shards.
-        whole: whether the ranks check that their shards make whole tensors.
+        backend: The shards' backend.
+        whole: Whether the ranks check that their shards make whole tensors.
 
     Raises:
         StrategyError: the format has no place for them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from ....core.mapping import (
     lacks_memory,
 )
 from ....core.trees import (
-    United,
     apply_factories,
     check_is_tree,
     common_with_holes,
+    comparable,
     deepest,
     has_factories,
     is_hollow,
@@ -39,10 +39,12 @@ from ....core.trees import (
     unite,
     united,
     unwrap,
+    without_holes,
 )
 from ....errors import (
     CheckpointingException,
     IntegrityError,
+    MetadataError,
     ShapeError,
     TreeError,
     TreePath,
@@ -54,24 +56,7 @@ from ...table import misfit
 from ...world import agree, gather
 from .._consistency import check_common
 from .._open import CONTENT_METADATA
-from ._start import SaveCall, common_part
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeParts:
-    """A tree, taken apart for saving.
-
-    Attributes:
-        tensors: the tensor shards, factories applied.
-        objects: the sharded objects.
-        common: everything else, with holes where shards and nonpersistent objects were.
-        unions: where it is the union of ranks' dicts that have keys of their own.
-    """
-
-    tensors: tuple[ShardedTensor, ...]
-    objects: tuple[ShardedObject, ...]
-    common: Any
-    unions: United = field(default_factory=dict)
+from ._values import Save, TreeParts
 
 
 @collector_paused()
@@ -204,61 +189,85 @@ def _has_data(shard: ShardedTensor) -> bool:
 
 
 def _kind(data: Any) -> str:
-    """Return what data is, if it is neither a dense tensor nor a lazy one; else nothing."""
+    """Return a name for data that is neither a dense tensor nor a lazy one; else nothing."""
     if isinstance(data, torch.Tensor):
         return "" if data.layout is torch.strided and not data.is_nested else f"{data.layout} tensor"
     return "" if isinstance(data, LazyTensor) else type(data).__name__
 
 
-# Step 3, where ranks' common states differ: which one is stored.
+# Common states: how ranks' may differ, and which is stored where they do
 
 
-def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str | None]) -> tuple[Any, United]:
-    """Return the common tree that is stored where ranks' differ: their union, if that is asked for; two all-gathers.
+def check_union(save: Save) -> None:
+    """Raise unless common states may differ in the way that the options say, and are compared if it is their union.
 
-    With it, of which dicts ranks have keys of their own.
+    Raises:
+        MetadataError: there is no such way, or some or all of the common states wouldn't be compared.
+    """
+    how = save.options.common
+    if how not in ("same", "union"):
+        what = "save: unknown value of SaveOptions.common"
+        raise MetadataError(error_text(what, found=repr(how), expected="'same' or 'union'"))
+    if how == "union" and (save.common_view is not None or not save.validate):
+        fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
+        raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
+
+
+def common_part(save: Save, common: Any) -> Any:
+    """Return the part of a rank's common tree that must be the same on all ranks, or fit together."""
+    if not save.validate:
+        return None
+    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them. Holes in dicts
+    # don't count either, since ranks may hold different shards.
+    common = comparable(common)
+    return common if save.common_view is None else without_holes(save.common_view(common))
+
+
+def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> TreeParts:
+    """Return this rank's parts with the common state that is stored where ranks' differ; two all-gathers.
+
+    That is their union, if the options ask for it.
 
     Args:
-        call: the call of `save`.
-        tree: this rank's, with shards.
-        common: this rank's, with holes.
-        hashes: of what is compared of each rank's, by rank.
+        save: The save.
+        tree: This rank's tree, with shards.
+        hashes: Hashes of the parts that are compared, by rank.
 
     Raises:
         IntegrityError: it isn't asked for, or ranks have different values under the same keys, or shards and values.
     """
     # Whole states travel only in this case, and of those that are the same only one.
-    first = [hashes.index(one) for one in hashes]
-    as_union, allow_pickle = call.options.common == "union", call.options.allow_pickle
+    first, common = [hashes.index(own) for own in hashes], save.parts.common
+    as_union, allow_pickle = save.options.common == "union", save.options.allow_pickle
 
     def encode() -> bytes:
-        if first[call.world.rank] != call.world.rank:
+        if first[save.world.rank] != save.world.rank:
             return b""
         # Encoded, not pickled: ranks may hold instances of classes that others can't import.
-        return encode_tree(common if as_union else common_part(call, common), allow_pickle=allow_pickle)
+        return encode_tree(common if as_union else common_part(save, common), allow_pickle=allow_pickle)
 
-    states = gather(call.world, "save: compare common states", encode)
+    states = gather(save.world, "save: compare common states", encode)
 
-    def choose() -> tuple[Any, United]:
+    def choose() -> TreeParts:
         commons = {rank: decode_tree(states[rank], allow_pickle=allow_pickle) for rank in sorted(set(first))}
         if not as_union:
             check_common([commons[rank] for rank in first])
-            return common, {}
+            return save.parts
         # This rank's own values win: what was decoded has records where these have instances of classes.
-        union, _ = unite({0: common, 1: _union(commons, first, call.world.rank, tree)})
-        return union, united(list(commons.values()))
+        union, _ = unite({0: common, 1: _union(commons, first, save.world.rank, tree)})
+        return replace(save.parts, common=union, unions=united(list(commons.values())))
 
-    return agree(call.world, "save: check common states", choose)
+    return agree(save.world, "save: check common states", choose)
 
 
 def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
     """Return the union of all ranks' common trees, of dicts by key.
 
     Args:
-        commons: common trees with holes, each once, by the first rank that has it.
-        first: by rank, the first one that has the same.
-        own_rank: this rank.
-        tree: this rank's, with shards.
+        commons: Common trees with holes, each once, by the first rank that has it.
+        first: The first rank that has the same common tree, by rank.
+        own_rank: This rank.
+        tree: This rank's tree, with shards.
 
     Raises:
         IntegrityError: ranks have different values under one key, or another one has a value where this one has

@@ -153,7 +153,7 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
     Raises:
         NotACheckpoint: there is none.
         CorruptCheckpoint: it can't be read, so that it isn't known which files are its own.
-        StrategyError: its format doesn't say.
+        StrategyError: the format doesn't say.
     """
     fields = read_fields(storage, strategies)
     traits = traits_together(fields, deciding_files(strategies), strategies)
@@ -172,9 +172,10 @@ def is_live(save_id: str, sibling: Sibling, *, before: float) -> bool:
     """Return whether the save that has made a folder beside a checkpoint is, or may be, in progress.
 
     Args:
-        save_id: the save.
-        sibling: its folder.
-        before: by the storage's clock, when it was changed last if it is interrupted and its process can't be seen.
+        save_id: Name of the save.
+        sibling: Folder of the save.
+        before: Time by the storage's clock; a save whose process can't be seen is interrupted if its last change was
+            before that.
     """
     # By its process where that can be seen. By age alone, a save that waits an hour for its commit would count as
     # interrupted, and one that was killed a minute ago as alive.

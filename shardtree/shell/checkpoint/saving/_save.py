@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,24 +17,17 @@ from ....core.layouts import ShardColumns, shard_columns
 from ....core.mapping import ShardedTensor, is_main_replica
 from ....core.plans import level_writes
 from ....errors import IntegrityError, error_text
-from ...storage import Directory, Storage, background_threads, digest
-from ...table import AsyncRequest, PendingSave, SaveOptions, Strategies
+from ...storage import Directory, background_threads, digest
+from ...table import AsyncRequest, SaveOptions, Strategies
 from ...world import World, agree, current_world, share, step, tried
-from .._consistency import (
-    Description,
-    KnownLayout,
-    brief,
-    check_together,
-    complete,
-    describe,
-    known_layout,
-)
-from .._dispatch import Backends, Choice, backends_of, check_options
+from .._consistency import Description, brief, check_together, complete, describe, known_layout
+from .._dispatch import Choice, alike, alike_choices, backends_of, check_options
 from ..async_saves import refuse_overlap, snapshot_shards
-from ._commit import save_request, warns_unused
-from ._formats import Writes, check_can_fingerprint
-from ._parts import TreeParts, common_to_store, take_apart, take_apart_for_later
-from ._start import RunningSave, SaveCall, SaveStart, begin, check_union, common_part, folder_at, pending_here, start_of
+from ._formats import Formats, Writes, check_can_fingerprint, steps_of_formats
+from ._parts import check_union, common_part, common_to_store, take_apart, take_apart_for_later
+from ._saver import Saver, warns_unused
+from ._start import begin, folder_at, pending_here
+from ._values import Save, Start, TreeParts
 
 
 @shielded
@@ -68,8 +61,8 @@ def save(
     4. Plan: check that shards tile their tensors, share out replicas, lay out this rank's files; an asynchronous save
        copies its tensors, unless `options` say that they stay. Nothing is written. One collective.
     5. Write this rank's files. No collective; an asynchronous save returns the request that does this and step 6.
-    6. Commit: lengths and hashes meet on rank 0, which writes the common state, the index and metadata.json, and
-       removes what was replaced. Two collectives.
+    6. Commit: lengths and hashes meet on rank 0, which writes the index and the common state, publishes the checkpoint
+       by metadata.json, and removes what was replaced. Two collectives.
 
     Args:
         sharded_state_dict: dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
@@ -91,8 +84,7 @@ def save(
             DTensors: then no layouts are exchanged, only a hash of this one. It is checked as exchanged ones are, and
             replicas are shared out by it also where `validate_access_integrity` is False.
         strategies: the dispatch table; None for the process's.
-        options: how it is written: durability, checksums, fingerprints, snapshots, progress; whether ranks' common
-            states are united.
+        options: durability, checksums, fingerprints, snapshots, progress; whether ranks' common states are united.
 
     Returns:
         None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. One that is
@@ -125,34 +117,34 @@ def save(
     if is_async and options.threads is None:
         options = replace(options, threads=background_threads())
     ranks = current_world(world)
-    choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
-    call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
+    formats, view = Formats((sharded_strategy, common_strategy), strategies), preprocess_common_before_consistancy_check
+    saving = Save(ranks, checkpoint_dir, formats, validate, view, options, overwrite, layout, is_async)
 
-    parts_or_error = tried(partial(_parts, call, argument, sharded_state_dict, content_metadata))  # 1: runs now
+    parts_or_error = tried(partial(_parts, saving, argument, sharded_state_dict, content_metadata))  # 1: runs now
     with ExitStack() as undo_folder:
-        local, messages = meet(call, parts_or_error, checkpoint_dir, undo_folder)  # 2: all ranks wait
-        local = compare_common(call, sharded_state_dict, local, messages)  # 3: all wait if common states differ
+        saving = meet(saving, parts_or_error, undo_folder)  # 2: all ranks wait
+        saving = compare_common(saving, sharded_state_dict)  # 3: all wait if common states differ
         if options.check_replicas:
-            check_replicas(call, local, messages)  # 3: all wait
+            check_replicas(saving)  # 3: all wait
         # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
         # Not before step 2, in which ranks that aren't asynchronous would be waited for in vain.
         writing = current_world(world, purpose="async save") if is_async else ranks
-        request = plan(call, local, messages, writing)  # 4: nothing is written; all wait
+        request = plan(saving, writing)  # 4: nothing is written; all wait
         undo_folder.pop_all()  # from here on the request, if it is abandoned, removes the save's own folder
     if is_async:
         return warns_unused(request)
     results_or_error = tried(request.async_fn)  # 5: runs now
-    request.finish(results_or_error)  # 6: all wait, and rank 0 commits
+    request.finish(results_or_error)  # 6: all wait; rank 0 indexes and publishes
     return None
 
 
 # Steps 1 to 4: the tree is taken apart; ranks meet, compare what they hold, and share out who writes what
 
 
-def _parts(call: SaveCall, options: Any, tree: Any, content_metadata: Mapping[str, Any] | None) -> TreeParts:
+def _parts(save: Save, options: Any, tree: Any, content_metadata: Mapping[str, Any] | None) -> TreeParts:
     check_options("save", options, SaveOptions)
-    check_union(call)
-    return (take_apart_for_later if call.is_async else take_apart)(tree, content_metadata)
+    check_union(save)
+    return (take_apart_for_later if save.is_async else take_apart)(tree, content_metadata)
 
 
 _STEPS = (
@@ -163,120 +155,97 @@ _STEPS = (
     "save: make the folder",
 )
 
-Message = tuple[Description | None, SaveStart | None]
-"""What a rank sends the others: its shards, None where ranks don't compare them; where the save goes, from rank 0."""
+Message = tuple[Description | None, Start | None]
+"""A rank's message to the others: its shards, None where ranks don't compare them; where the save goes, from rank 0."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalSave:
-    """What a rank knows of a save by itself.
-
-    Attributes:
-        parts: its tree, taken apart.
-        layout: all ranks' shards, where the caller gave them.
-        backends: of the shards and of the common state.
-        storage: where to.
-        description: of its shards, None where ranks don't compare them.
-        pending: on rank 0, the save that it began; else None.
-        running: what this rank holds of it.
-    """
-
-    parts: TreeParts
-    layout: KnownLayout | None
-    backends: Backends
-    storage: Storage
-    description: Description | None
-    pending: PendingSave | None
-    running: RunningSave
-
-
-def meet(
-    call: SaveCall, parts: Callable[[], TreeParts], directory: Directory, undo: ExitStack
-) -> tuple[LocalSave, list[Message]]:
-    """Return what a rank knows by itself, and each rank's message, by rank; one all-gather, two for many ranks.
+def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
+    """Return the save as all ranks begin it; one all-gather, two for many ranks.
 
     Args:
-        call: the call of `save`.
-        parts: returns this rank's tree, taken apart, or raises why it isn't.
-        directory: where to.
-        undo: gets a callback that removes the folder that rank 0 makes.
+        save: The arguments of `save`.
+        parts: Function that returns this rank's tree, taken apart, or raises why it isn't.
+        undo: Stack that gets callbacks which remove the folder that rank 0 makes.
     """
+    world = save.world
+    describes = save.validate or save.options.check_replicas or save.layout is not None
 
-    def alone() -> LocalSave:
+    def alone() -> Save:
         with step("save: prepare"):
-            own = parts()
-            layout = None
-            if call.layout is not None:
-                layout = known_layout("save", call.layout, own.tensors, call.world.rank, call.world.size)
+            own, known = parts(), None
+            if save.layout is not None:
+                known = known_layout("save", save.layout, own.tensors, world.rank, world.size)
         with step("save: find the format"):
-            refuse_overlap(directory, call.world.rank)
-            backends = backends_of(*call.choices, call.strategies)
-            if call.options.fingerprint:
-                check_can_fingerprint(backends[0][0], whole=call.validate)
+            refuse_overlap(save.where, world.rank)
+            backends = backends_of(*save.formats.choices, save.formats.strategies)
+            if save.options.fingerprint:
+                check_can_fingerprint(backends[0][0], whole=save.validate)
         with step("save: find the folder"):
-            storage = folder_at(directory)
-        description = None
-        if call.describes:
-            own_hash = digest(encode_tree(common_part(call, own.common), allow_pickle=call.options.allow_pickle))
-            description = describe(own.tensors, own.objects, call.world.rank, own_hash, layout, ranks=call.world.size)
+            storage = folder_at(save.where)
+        descriptions: tuple[Description, ...] = ()
+        if describes:
+            own_hash = digest(encode_tree(common_part(save, own.common), allow_pickle=save.options.allow_pickle))
+            descriptions = (describe(own.tensors, own.objects, world.rank, own_hash, known, ranks=world.size),)
+        formats = save.formats._replace(backends=backends)
+        local = replace(save, where=storage, formats=formats, parts=own, known=known, descriptions=descriptions)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
-        running = RunningSave()
-        pending = begin(call, storage, backends, running, undo) if call.world.rank == 0 else None
-        return LocalSave(own, layout, backends, storage, description, pending, running)
+        return begin(local, storage, undo) if world.rank == 0 else local
 
-    def message(local: LocalSave) -> Message:
-        description = brief(local.description, call.world.size)
-        return description, None if local.pending is None else start_of(local.pending)
+    def message(local: Save) -> Message:
+        return brief(next(iter(local.descriptions), None), world.size), local.start
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
-        call.world,
-        "save: describe shards" if call.describes else "save: get ready",
+        world,
+        "save: describe shards" if describes else "save: get ready",
         alone,
         message,
         steps=_STEPS,
-        given=call.alike_arguments,
+        given=_alike_arguments(save),
     )
-    descriptions = complete(call.world, local.description, [description for description, _ in messages])
-    return local, [(description, start) for description, (_, start) in zip(descriptions, messages, strict=True)]
+    descriptions = complete(world, next(iter(local.descriptions), None), [description for description, _ in messages])
+    return replace(local, descriptions=tuple(filter(None, descriptions)), start=messages[0][1])
 
 
-def compare_common(call: SaveCall, tree: Any, local: LocalSave, messages: Sequence[Message]) -> LocalSave:
-    """Return what a rank knows, with the common state that is stored; two all-gathers where ranks' differ, else none.
+def _alike_arguments(save: Save) -> dict[str, object]:
+    """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
+    if save.world.size == 1:
+        return {}
+    flags = {"overwrite": save.overwrite, "async_sharded_save": save.is_async}
+    unusual = {name: flag for name, flag in flags.items() if flag}
+    return alike(save.options) | unusual | alike_choices(*save.formats.choices)
+
+
+def compare_common(save: Save, tree: Any) -> Save:
+    """Return the save with the common state that is stored; two all-gathers where ranks' differ, else none.
 
     Args:
-        call: the call of `save`.
-        tree: this rank's.
-        local: what this rank knows by itself.
-        messages: each rank's, by rank.
+        save: The save.
+        tree: This rank's tree.
 
     Raises:
         IntegrityError: common states differ; where their union is stored, under the same keys.
     """
-    hashes = [description.common for description, _ in messages if description is not None]
+    hashes = [description.common for description in save.descriptions]
     if len(set(hashes)) < 2:
-        return local
-    common, unions = common_to_store(call, tree, local.parts.common, hashes)
-    return replace(local, parts=replace(local.parts, common=common, unions=unions))
+        return save
+    return replace(save, parts=common_to_store(save, tree, hashes))
 
 
-def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> None:
+def check_replicas(save: Save) -> None:
     """Raise if replicas differ; one all-gather if they don't.
-
-    Args:
-        call: the call of `save`.
-        local: what this rank knows by itself.
-        messages: each rank's, by rank.
 
     Raises:
         IntegrityError: shards don't fit together, or replicas differ.
     """
 
     def join() -> tuple[ShardColumns, Sequence[ShardedTensor]]:
-        order = range(len(local.parts.tensors)) if local.layout is None else local.layout.order.tolist()
-        return _checked_columns(call, local, messages), [local.parts.tensors[number] for number in order]
+        tensors = save.parts.tensors
+        order = range(len(tensors)) if save.known is None else save.known.order.tolist()
+        columns = check_together("save", save.descriptions, save.known, tiling=save.validate)
+        return columns, [tensors[number] for number in order]
 
-    problems = leaf("differing_replicas")(call.world, join)
+    problems = leaf("differing_replicas")(save.world, join)
     if problems:  # the same on every rank
         fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
         raise IntegrityError(error_text("save: replicas differ", offenders=map(str, problems), fix=fix))
@@ -285,57 +254,44 @@ def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]
 _PLAN_STEPS = ("save: check integrity", "save: see the folder")
 
 
-def plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], writing: World) -> AsyncRequest[Any]:
+def plan(save: Save, writing: World) -> AsyncRequest[Any]:
     """Return the request that writes this rank's part to the folder that rank 0 made, and then commits; a barrier.
 
     Args:
-        call: the call of `save`.
-        local: what this rank knows by itself.
-        messages: each rank's, by rank.
-        writing: the ranks as they write and commit.
+        save: The save, whose ranks have met.
+        writing: The ranks as they write and commit.
     """
-    later = replace(call, world=writing)
-    return agree(call.world, "save: plan", partial(_plan, later, local, messages), steps=_PLAN_STEPS)
+    return agree(save.world, "save: plan", partial(_plan, save, writing), steps=_PLAN_STEPS)
 
 
-def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> AsyncRequest[Any]:
+def _plan(save: Save, writing: World) -> AsyncRequest[Any]:
     with step("save: check integrity"):
-        (tensors, objects), columns = share_out(call, local, messages)
+        (tensors, objects), columns = share_out(save)
     with step("save: see the folder"):
-        pending = local.pending or pending_here(messages[0][1], local.storage, call.world, call.options)
-    if call.is_async and call.options.snapshot:
+        pending = save.pending or pending_here(save)
+    if save.is_async and save.options.snapshot:
         tensors = snapshot_shards(tensors)
-    pending, writes, parts = replace(pending, layout=columns, world=call.world), (tensors, objects), local.parts
-    backends = (call.choices, local.backends, call.strategies)
-    return save_request(pending, local.running, writes, parts.common, *backends, parts.unions)
+    pending = replace(pending, layout=columns, world=writing, common=save.parts.common)
+    steps = steps_of_formats(pending, (tensors, objects), save.formats, save.parts.unions)
+    return Saver(pending, save.formats, steps, save.claim, save.folder).request()
 
 
-def share_out(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> tuple[Writes, ShardColumns | None]:
-    """Return what this rank writes, and all ranks' shards if it has them.
-
-    Args:
-        call: the call of `save`.
-        local: what this rank knows by itself.
-        messages: each rank's, by rank.
+def share_out(save: Save) -> tuple[Writes, ShardColumns | None]:
+    """Return the shards that this rank writes, and all ranks' shards if it has them.
 
     Raises:
         IntegrityError: shards or objects don't fit together.
     """
-    parts = local.parts
+    parts, world = save.parts, save.world
     objects = tuple(item for item in parts.objects if is_main_replica(item.replica_id))
     tensors = tuple(shard for shard in parts.tensors if is_main_replica(shard.replica_id))
-    if not call.describes:
-        return (tensors, objects), shard_columns(parts.tensors) if call.world.size == 1 else None
-    columns = _checked_columns(call, local, messages)
-    if call.validate and call.world.size == 1:  # each main replica is the only one, and no other rank could write it
+    if not save.descriptions:
+        return (tensors, objects), shard_columns(parts.tensors) if world.size == 1 else None
+    columns = check_together("save", save.descriptions, save.known, tiling=save.validate)
+    if save.validate and world.size == 1:  # each main replica is the only one, and no other rank could write it
         return (tensors, objects), columns
-    own = np.flatnonzero(columns.rank == call.world.rank)
+    own = np.flatnonzero(columns.rank == world.rank)
     # Each rank computes all ranks' shares alike, from the same columns, so that no further exchange is needed.
-    writes = level_writes(columns, call.world.size)[own]
-    numbers = np.flatnonzero(writes) if local.layout is None else np.sort(local.layout.order[writes])
+    writes = level_writes(columns, world.size)[own]
+    numbers = np.flatnonzero(writes) if save.known is None else np.sort(save.known.order[writes])
     return (tuple(parts.tensors[number] for number in numbers.tolist()), objects), columns
-
-
-def _checked_columns(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> ShardColumns:
-    descriptions = [description for description, _ in messages if description is not None]
-    return check_together("save", descriptions, local.layout, tiling=call.validate)

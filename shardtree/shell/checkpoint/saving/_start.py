@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ....core.layouts import ShardColumns
-from ....core.trees import comparable, without_holes
-from ....errors import AlreadyACheckpoint, CorruptCheckpoint, MetadataError, StorageError, error_text
+from ....errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...storage import (
     Claim,
     Directory,
@@ -33,7 +31,6 @@ from ...table import (
     PendingSave,
     Replaced,
     SaveOptions,
-    Stamp,
     Strategies,
     StrategyAction,
     deciding_files,
@@ -50,78 +47,15 @@ from ...table import (
     traits_of,
 )
 from ...world import World, step
-from .._dispatch import Backends, Choice, alike, alike_choices, common_backend, sharded_backend
+from .._dispatch import common_backend, sharded_backend
 from .._open import recognize
+from ._formats import Formats
 from ._replace import make_sibling, sibling_of
+from ._values import Save, Start
 
 logger = logging.getLogger("shardtree")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SaveCall:
-    """A call of `save`, with its defaults filled in.
-
-    Attributes:
-        world: the ranks that save together.
-        choices: what the caller named as formats of the shards and of the common state.
-        validate: whether shards must tile their tensors, and common states agree.
-        common_view: returns what of the common state is compared; None for all of it.
-        options: how it is saved.
-        overwrite: whether a checkpoint that is already there may be replaced.
-        layout: all ranks' shards, where the caller gave them.
-        strategies: the dispatch table; None for the process's.
-        is_async: whether the request is returned instead of run.
-    """
-
-    world: World
-    choices: tuple[Choice, Choice]
-    validate: bool
-    common_view: Callable[[Any], Any] | None
-    options: SaveOptions
-    overwrite: bool
-    layout: ShardColumns | None
-    strategies: Strategies | None
-    is_async: bool
-
-    @property
-    def describes(self) -> bool:
-        """Whether each rank gets a description of the others' shards."""
-        return self.validate or self.options.check_replicas or self.layout is not None
-
-    @property
-    def alike_arguments(self) -> dict[str, object]:
-        """The arguments that have to be the same on all ranks, where they aren't the usual ones."""
-        if self.world.size == 1:
-            return {}
-        flags = {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
-        unusual = {name: flag for name, flag in flags.items() if flag}
-        return alike(self.options) | unusual | alike_choices(*self.choices)
-
-
-def check_union(call: SaveCall) -> None:
-    """Raise unless common states may differ in the way that the options say, and are compared if it is their union.
-
-    Raises:
-        MetadataError: there is no such way, or some or all of the common states wouldn't be compared.
-    """
-    if call.options.common not in ("same", "union"):
-        expected = "'same' or 'union'"
-        raise MetadataError(error_text("save: no such common", found=repr(call.options.common), expected=expected))
-    if call.options.common == "union" and (call.common_view is not None or not call.validate):
-        fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
-        raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
-
-
-def common_part(call: SaveCall, common: Any) -> Any:
-    """Return what of a rank's common tree must be the same on all ranks, or fit together."""
-    if not call.validate:
-        return None
-    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them. Holes in dicts
-    # don't count either, since ranks may hold different shards.
-    common = comparable(common)
-    return common if call.common_view is None else without_holes(call.common_view(common))
 
 
 _FILE = re.compile(r".+\.(safetensors|bin|pt|pth)", re.DOTALL)
@@ -153,49 +87,13 @@ def folder_at(where: Directory) -> Storage:
     return with_own_refusals(storage)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveStart:
-    """The destination of a save, as rank 0 found it and sends it to the others.
-
-    Attributes:
-        save_id: the save's name.
-        before: metadata.json as it is, None if there is none.
-        old: the stamp of the checkpoint whose folder is exchanged in the end, None if the save writes into the folder.
-    """
-
-    save_id: str
-    before: bytes | None
-    old: Stamp | None
-
-
-@dataclass(slots=True, eq=False)
-class RunningSave:
-    """A save that a rank has begun and not ended: what marks it as alive, and how far its request has come.
-
-    Attributes:
-        claim: marks the save as alive; on rank 0 alone.
-        folder: the storage's own folder, where this save had to make it.
-        has_run: whether the request was run before.
-        has_written: whether the request has begun to write, and what it wrote wasn't removed since.
-        common: returns the fields of the common state's format, where that is written beside the shards.
-    """
-
-    claim: Claim | None = None
-    folder: NewFolder | None = None
-    has_run: bool = False
-    has_written: bool = False
-    common: Callable[[], Any] | None = None
-
-
-def begin(call: SaveCall, storage: Storage, backends: Backends, running: RunningSave, undo: ExitStack) -> PendingSave:
-    """Return the pending save whose folder is made; on rank 0.
+def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
+    """Return the save with `pending`, once its folder is made, and with what marks it as alive; on rank 0.
 
     Args:
-        call: the call of `save`.
-        storage: where to.
-        backends: of the shards and of the common state.
-        running: gets the claim on the save, and the folder.
-        undo: gets a callback that removes the folder again, as long as nothing is in it.
+        save: The save, its formats looked up.
+        storage: The destination.
+        undo: Stack that gets callbacks which remove the folder again, as long as nothing is in it.
 
     Raises:
         AlreadyACheckpoint: there is a checkpoint already, and it may not be replaced.
@@ -204,42 +102,34 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, running: Running
     """
     save_id = new_save_id()
     # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
-    at_once = call.overwrite and can(storage).replace_if is not None and in_save_folder(backends, call.strategies)
+    at_once = save.overwrite and can(storage).replace_if is not None and save.formats.in_save_folder
     task = Task(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
     try:
         with step("save: look at the folder"):
-            start = inspect_folder(storage, backends, call.strategies, overwrite=call.overwrite, save_id=save_id)
-        pending = replace(pending_save(start, storage, call.world, call.options), overwrite=call.overwrite)
+            start = inspect_folder(storage, save.formats, overwrite=save.overwrite, save_id=save_id)
+        pending = replace(pending_save(start, storage, save.world, save.options), overwrite=save.overwrite)
     except BaseException:
         if task is not None:
             task.drop()
-            end(PendingSave(storage, save_id, call.world), RunningSave(claim(save_id)))
+            end(PendingSave(storage, save_id, save.world))
         raise
-    undo.callback(_undo, pending, running)
     with step("save: make the folder"):
         if task is None:
-            make_folder(pending, running, backends, call.strategies)
+            own_claim, folder = make_folder(pending, save.formats, undo)
         else:
-            running.claim = task.result()
-    return pending
+            own_claim, folder = task.result(), None
+            undo.callback(end, pending)
+    return replace(save, start=start, pending=pending, claim=own_claim, folder=folder)
 
 
-def inspect_folder(
-    storage: Storage,
-    backends: Backends,
-    strategies: Strategies | None,
-    *,
-    overwrite: bool,
-    save_id: str | None = None,
-) -> SaveStart:
-    """Return what is known of a save before its folder is made. Nothing is changed.
+def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_id: str | None = None) -> Start:
+    """Return the destination of a save, as it is before the save's folder is made. Nothing is changed.
 
     Args:
-        storage: where to.
-        backends: of the shards and of the common state.
-        strategies: the dispatch table; None for the process's.
-        overwrite: whether a checkpoint that is already there may be replaced.
-        save_id: the save's name; None for a new one.
+        storage: The destination.
+        formats: The formats, looked up.
+        overwrite: Whether a checkpoint that is already there may be replaced.
+        save_id: The save's name; None for a new one.
 
     Raises:
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
@@ -247,7 +137,7 @@ def inspect_folder(
     """
     by_requests = can(storage).entries is not None
     is_file: Callable[[], int | None] = partial(storage.length, "")
-    is_there: Callable[[], bool] = partial(is_recognized, storage, strategies)
+    is_there: Callable[[], bool] = partial(is_recognized, storage, formats.strategies)
     if not overwrite:  # a new folder is likely, where all these looks are needed
         is_file, is_there = beside(storage, is_file), beside(storage, is_there)
     before = metadata_bytes(storage) if by_requests else None
@@ -264,13 +154,13 @@ def inspect_folder(
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
     save_id = new_save_id() if save_id is None else save_id
     # Files with fixed names can't be replaced one by one without a moment at which neither checkpoint is whole.
-    if there and not (in_save_folder(backends, strategies) and _goes_with_metadata(before, strategies)):
-        return SaveStart(save_id, None, stamp(storage, deciding_files(strategies)))
-    names = () if in_save_folder(backends, strategies) else manifests(strategies)
+    if there and not (formats.in_save_folder and _goes_with_metadata(before, formats.strategies)):
+        return save_id, None, stamp(storage, deciding_files(formats.strategies))
+    names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
         what = f"save: {storage.where(manifest)!r} lists files that no longer exist, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
-    return SaveStart(save_id, before, None)
+    return save_id, before, None
 
 
 def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
@@ -286,73 +176,69 @@ def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
     return recognize(storage, strategies) is not None
 
 
-def pending_save(start: SaveStart, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
+def pending_save(start: Start, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
     """Return the pending save on this rank; its folder is made later.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and two folders can't be exchanged there.
     """
-    if start.old is None:
-        return PendingSave(storage, start.save_id, world, start.before, options)
-    sibling = sibling_of(storage, start.save_id)
-    old = Replaced(storage, sibling, start.old)
-    return PendingSave(sibling.storage, start.save_id, world, start.before, options, replaced=old)
+    save_id, before, old = start
+    if old is None:
+        return PendingSave(storage, save_id, world, before, options)
+    sibling = sibling_of(storage, save_id)
+    return PendingSave(sibling.storage, save_id, world, before, options, replaced=Replaced(storage, sibling, old))
 
 
-def pending_here(start: SaveStart | None, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
+def pending_here(save: Save) -> PendingSave:
     """Return the pending save that rank 0 began, once this rank is known to see the folder that rank 0 made.
 
     Raises:
         StorageError: it doesn't see it.
     """
-    if start is None:
+    if save.start is None:
         raise TypeError("rank 0 sent no place for the save")
-    pending = pending_save(start, storage, world, options)
+    storage = storage_at(save.where)
+    pending = pending_save(save.start, storage, save.world, save.options)
     if not is_folder(pending.storage, pending.save_id):
-        what = f"save: {storage.where()!r} is not shared: rank {world.rank} doesn't see what rank 0 made in it"
+        what = f"save: {storage.where()!r} is not shared: rank {save.world.rank} doesn't see what rank 0 made in it"
         raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))
     return pending
 
 
-def start_of(pending: PendingSave) -> SaveStart:
-    """Return what rank 0 sends the others of a pending save."""
-    return SaveStart(pending.save_id, pending.before, None if pending.replaced is None else pending.replaced.stamp)
-
-
-def make_folder(pending: PendingSave, running: RunningSave, backends: Backends, strategies: Strategies | None) -> None:
-    """Make a save's folder, and hold it.
+def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tuple[Claim, NewFolder | None]:
+    """Return the mark that a save is alive, and the destination's own folder if it had to be made; on rank 0.
 
     Rank 0 waits after its own writing until the folder is on the medium, not here, where all others would wait too.
+
+    Args:
+        pending: The save, whose folder is made.
+        formats: Its formats.
+        undo: Stack that gets callbacks which remove what was made, as long as nothing is in it.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or another save to it is in progress.
     """
-    durable = pending.options.durable
+    durable, folder = pending.options.durable, None
     # Before any file: another save's clean-up removes what belongs to a save that isn't known to be alive.
-    running.claim = claim(pending.save_id)
-    if pending.replaced is not None:
-        make_sibling(pending.replaced.storage, pending.save_id, strategies, durable=durable)
-        return
-    running.folder = new_folder(pending.storage, durable=durable)
-    # Not synced here: the commit syncs the storage's own folder.
-    alone = not in_save_folder(backends, strategies)
-    make_save_folder(pending.storage, pending.save_id, durable=False, alone=alone)
+    own_claim = claim(pending.save_id)
+    if pending.replaced is None:
+        folder = new_folder(pending.storage, durable=durable)
+        # Only in a failed call: by the time a request is abandoned, its caller may rely on the folder.
+        undo.callback(folder.remove)
+    undo.callback(end, pending)
+    if pending.replaced is None:
+        # Not synced here: the save syncs the storage's own folder before it is published.
+        make_save_folder(pending.storage, pending.save_id, durable=False, alone=not formats.in_save_folder)
+    else:
+        make_sibling(pending.replaced.storage, pending.save_id, formats.strategies, durable=durable)
+    return own_claim, folder
 
 
-def _undo(pending: PendingSave, running: RunningSave) -> None:
-    end(pending, running)
-    # Only here, in a failed call: by the time a request is abandoned, its caller may rely on the folder.
-    if running.folder is not None:
-        running.folder.remove()
-
-
-def end(pending: PendingSave, running: RunningSave) -> None:
-    """Mark a save as ended, and remove the folder that it made unless files are in it. Never raises."""
-    if running.claim is None:  # only rank 0 has one
-        return
+def end(pending: PendingSave) -> None:
+    """Mark a save of this process as ended, and remove its folder unless files are in it. Never raises."""
     release(pending.save_id)
-    storage = pending.storage if pending.replaced is None else pending.replaced.storage
+    storage = pending.destination
     try:
         if pending.replaced is None:
             disown(storage, pending.save_id)
@@ -361,11 +247,6 @@ def end(pending: PendingSave, running: RunningSave) -> None:
     except Exception as error:
         # The save's own error is being raised, and must not be hidden; a later save removes what stays.
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
-
-
-def in_save_folder(backends: Iterable[tuple[str, int]], strategies: Strategies | None) -> bool:
-    """Return whether all files that formats write are in the save's own folder, so that no other save's files are."""
-    return all(traits_of(*each, strategies).in_save_folder for each in backends)
 
 
 def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> bool:
@@ -379,7 +260,6 @@ def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> 
         return True
     if fields is None:
         return False
-    others = [
-        each for each in {sharded_backend(fields), common_backend(fields)} if not in_save_folder([each], strategies)
-    ]
-    return not any(find_strategy(StrategyAction.LIST_FILES, *each, strategies=strategies) for each in others)
+    backends = {sharded_backend(fields), common_backend(fields)}
+    others = [backend for backend in backends if not traits_of(*backend, strategies).in_save_folder]
+    return not any(find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies) for backend in others)

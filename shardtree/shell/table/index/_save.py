@@ -49,9 +49,9 @@ class StoredItem:
     """A tensor shard or an object, and where its bytes are.
 
     Attributes:
-        item: what is stored.
-        byte: where it begins in its file.
-        length: in bytes.
+        item: The shard or the object.
+        byte: Offset in its file.
+        length: Number of bytes.
     """
 
     item: ShardedTensor | ShardedObject
@@ -61,17 +61,17 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFiles:
-    """What one rank wrote, in columns; ranks send it to rank 0 before the commit.
+    """The files of one rank, in columns; ranks send it to rank 0 before the commit.
 
     Attributes:
-        files: names of its data files.
-        lengths: theirs, in bytes.
-        hashes: of their blocks, file by file; None without checksums.
-        columns: the tensor shards that it wrote.
-        file: number of the rank's file for each shard, int64 (shards,).
-        byte: where each shard begins in it, int64 (shards,).
-        objects: unique key, file, byte and length in bytes of each object.
-        totals: each shard's share of its tensor's fingerprint, uint64 (shards,); None without fingerprints.
+        files: Names of the data files.
+        lengths: Number of bytes of each file.
+        hashes: Hashes of the blocks, file by file; None without checksums.
+        columns: The tensor shards that the rank wrote.
+        file: Number of the rank's file for each shard, int64 (shards,).
+        byte: Offset of each shard in its file, int64 (shards,).
+        objects: Unique key, file, byte and length in bytes of each object.
+        totals: Each shard's share of its tensor's fingerprint, uint64 (shards,); None without fingerprints.
     """
 
     files: tuple[str, ...]
@@ -84,7 +84,7 @@ class RankFiles:
     totals: Hashes | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to pickle it, as ranks send it to rank 0: places in narrow integers."""
+        """Return a function and arguments for pickle, with places in narrow integers, since ranks send it to rank 0."""
         places = narrowed(self.file), narrowed(self.byte)
         return _from_narrow, (self.files, self.lengths, self.hashes, self.columns, *places, self.objects, self.totals)
 
@@ -104,7 +104,7 @@ def _from_narrow(
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
     """Return the request of a format that keeps its shards as bytes in files: what SAVE_SHARDED returns.
 
-    The commit writes the index and returns its place. The files of a failed save are removed, and so are, after a
+    Rank 0 writes the index and returns its place. The files of a failed save are removed, and so are, after a
     commit, the folders of the save that was replaced and of interrupted ones.
 
     Args:
@@ -123,7 +123,7 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
     return AsyncRequest(
         world=pending.world,
         async_fn=write,
-        commit=partial(_commit, pending, seen),
+        index=partial(_index, pending, seen),
         abandon=partial(_abandon, pending),
         clean_up=partial(_clean_up, pending, seen),
         removes_saves=True,
@@ -237,10 +237,10 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) ->
     """Write a data file with the hashes of its blocks, as the save's options say.
 
     Args:
-        pending: the save.
-        name: the file's, as `rank_file` makes it.
-        buffers: its bytes in order: bytes, bytearrays, memoryviews, arrays, or what else memoryview takes, contiguous;
-            `item_buffers` yields those of an item.
+        pending: The save.
+        name: Name of the file, as `rank_file` makes it.
+        buffers: The file's bytes in order: bytes, bytearrays, memoryviews, arrays, or what else memoryview takes,
+            contiguous; `item_buffers` yields those of an item.
 
     Raises:
         StorageError: it can't be written, or one of them is no buffer.
@@ -267,7 +267,7 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) ->
 
 
 def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
-    """Return what a rank wrote, file by file, as the columns that `save_with_index` asks for.
+    """Return the columns of a rank's files that `save_with_index` asks for.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -334,17 +334,17 @@ def _join(columns: Sequence[Column]) -> Column:
     return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
 
 
-def _commit(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
+def _index(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
     for name in chain.from_iterable(part.files for part in parts):
         _check_rank_file(name, pending.save_id)
-    index = partial(write_index, pending, collect_index(parts))
+    write = partial(write_index, pending, collect_index(parts))
     if can(pending.storage).entries is None:
         _check_files(pending.storage, parts)
-        return index()
+        return write()
     # One listing, beside the index: it shows whether all files are there, and then what has to be removed.
     seen.storage = Listed(pending.storage)
     with ThreadPoolExecutor(1) as thread:
-        fields = thread.submit(index)
+        fields = thread.submit(write)
         _check_files(seen.storage, parts)
         return fields.result()
 
