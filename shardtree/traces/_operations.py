@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..core.lazy import dense
+from ..core.lazy import EXACT, INEXACT, dense, is_exact
 from . import _gathers as gathers
 from . import _scatters as scatters
 from ._moves import Moves, read_of, whole
-from ._steps import EXACT, INEXACT, Computed, Constant, Function, Operand, number, operator_name, short
+from ._steps import Computed, Constant, Function, Operand, number, operator_name, short
 from ._tracer import Tracer, is_ordinary, meta_of
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[st
         # What the tensor's elements go through: its moves stay moves of sources.
         tensor, values[places[0]] = values[places[0]], None
         # Without axes, what it is computed with decides the dtype, and whether it is a whole vector the last bit.
-        is_alone = not tensor.ndim and (operator_name(func) in INEXACT or any(isinstance(v, Constant) for v in values))
+        is_steady = is_exact(operator_name(func), args, kwargs)
+        is_alone = not tensor.ndim and (not is_steady or any(isinstance(value, Constant) for value in values))
         record.write(new, tensor, (Function(func, places[0], tuple(values), options, is_alone),))
         return new
     steps = dense(tuple(meta.shape)).stride

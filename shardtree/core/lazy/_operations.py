@@ -11,6 +11,7 @@ import torch
 
 from ...errors import UnsupportedValue, error_text
 from ._sources import Strided
+from ._steady import ALIASES
 
 Class = TypeVar("Class", bound=type)
 
@@ -23,10 +24,7 @@ VIEWS = {
 # These, without options, return the tensor itself, which is immutable and on the CPU.
 UNCHANGED: dict[str, torch.dtype | None] = {"clone": None, "contiguous": None, "cpu": None, "detach": None}
 JOINS = {"cat", "concat", "concatenate", "stack"}
-ARITHMETIC = {
-    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv"),
-    *("rsub", "neg", "negative"),
-}
+ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", *ALIASES}
 PRODUCTS = {"matmul", "mm"}
 INQUIRIES = {
     *("dim", "ndimension", "size", "numel", "nelement"),
