@@ -10,12 +10,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core.codec import format_tag, is_tagged
+from ..core.codec import dtype_name, format_tag, is_tagged
 from ..errors import shorten
 from ._arguments import is_ordinary, tensors_in
 from ._moves import Move, Written, read_of, through, whole
 from ._refusals import Refusals, caller
-from ._steps import Constant, Kind, bits, reread, seen_through, short
+from ._steps import Constant, Kind, bits, reread, seen_through
 
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
@@ -102,7 +102,7 @@ class Tracer(torch.Tensor):
     def get_dtype(self) -> str:
         """Return the dtype's name in safetensors."""
         if not is_tagged(self.dtype):
-            self.record.refuse("get_dtype", [self], why=f"safetensors has no name for {short(self.dtype)}")
+            self.record.refuse("get_dtype", [self], why=f"safetensors has no name for {dtype_name(self.dtype)}")
         return format_tag(self.dtype)
 
     def __deepcopy__(self, memo: Any) -> Tracer:

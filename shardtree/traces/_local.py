@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
+from ..core.codec import dtype_name
 from ..core.lazy import Box, Boxwise, LazyTensor, Recipe, dense, of_source
 from ..core.mapping import ShardedTensor
 from ..errors import TraceError, error_text
 from ._boxes import MOST, Reads, View, into_box, reads_of, tight
 from ._evaluate import leaves, operand_moves
 from ._moves import Move, Moves
-from ._steps import Computed, Constant, Function, Kind, Operand, bits, short
+from ._steps import Computed, Constant, Function, Kind, Operand, bits
 from ._trace import Trace, check_kinds, evaluated
 
 
@@ -125,7 +126,7 @@ def _description(value: Any) -> Any:
     if isinstance(value, Moves | tuple | list):
         return [_description(each) for each in value]
     if isinstance(value, Constant):
-        return [short(value.value.dtype), [*value.value.shape], sha256(bits(value.value).numpy()).hexdigest()]
+        return [dtype_name(value.value.dtype), [*value.value.shape], sha256(bits(value.value).numpy()).hexdigest()]
     if isinstance(value, Function | Computed | Operand):
         return [_description(getattr(value, name)) for name in value.__slots__]
     return value if isinstance(value, str | int) else str(value.name()) if hasattr(value, "name") else repr(value)

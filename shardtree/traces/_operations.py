@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.codec import dtype_name
 from ..core.lazy import EXACT, INEXACT, dense, is_exact
 from . import _gathers as gathers
 from . import _scatters as scatters
 from ._arguments import is_ordinary
 from ._cells import Cells, Tracer, meta_of
 from ._moves import Moves, read_of, whole
-from ._steps import Computed, Constant, Function, Operand, number, operator_name, short
+from ._steps import Computed, Constant, Function, Operand, number, operator_name
 from ._writes import copy_into, put
 
 ELEMENTWISE = EXACT | INEXACT
@@ -171,7 +172,7 @@ def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tenso
         TraceError: it doesn't.
     """
     if not torch.can_cast(result.dtype, into.dtype):
-        why = f"the result is {short(result.dtype)}, which torch doesn't cast to {short(into.dtype)}"
+        why = f"the result is {dtype_name(result.dtype)}, which torch doesn't cast to {dtype_name(into.dtype)}"
         record.refuse(name, [result], why=why)
 
 

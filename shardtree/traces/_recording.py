@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from ..core.codec import dtype_name
+from ..core.lazy import is_view
 from ..errors import TraceError, error_text
 from . import _operations as operations
 from ._arguments import elements_of, is_composite, is_ordinary, is_plain, mapped, tensors_in, written
 from ._cells import Cell, Cells, Tracer, meta_of
 from ._memory import Watch
-from ._steps import Constant, operator_name, short
+from ._steps import Constant, operator_name
 from ._writes import copy_into
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
@@ -125,8 +127,7 @@ class Record(Cells):
         def tracer(meta: torch.Tensor) -> Tracer:
             if meta.itemsize != base.itemsize:
                 self.refuse(f"{name} as a dtype of another size", [base])
-            own = meta.untyped_storage()._cdata == meta_of(base).untyped_storage()._cdata
-            if meta.is_conj() or meta.is_neg() or (meta.numel() and not own):
+            if meta.is_conj() or meta.is_neg() or not is_view(meta, meta_of(base)):
                 self.refuse(name, [base])
             return Tracer(self, self.cell(base), meta)
 
@@ -186,7 +187,7 @@ class Record(Cells):
         changed = [cell for cell in list(self.cells.values()) if cell.was_changed()]
         if changed:
             texts = [
-                f"a tensor of {cell.numel} elements of {short(cell.dtype)}, with those of {self.names_in([cell])}"
+                f"a tensor of {cell.numel} elements of {dtype_name(cell.dtype)}, with those of {self.names_in([cell])}"
                 for cell in changed
             ]
             fix = "Change them in the thread that is traced, or in one that it starts, and by torch's operations."

@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
+from ..core.codec import dtype_name
 from ..core.lazy import as_integers, flat_bytes, is_exact, steady
 from ..errors import shorten
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name without torch's."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class Kind:
         return prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
 def kind_of(like: Any) -> Kind:
@@ -112,7 +108,7 @@ class Cast:
         return tensor.to(self.dtype)
 
     def __str__(self) -> str:
-        return f"to({short(self.dtype)})"
+        return f"to({dtype_name(self.dtype)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,7 @@ class Bits:
         return tensor.view(self.dtype)
 
     def __str__(self) -> str:
-        return f"view({short(self.dtype)})"
+        return f"view({dtype_name(self.dtype)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +338,7 @@ def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
         elif _is_own_inverse(step):
             own = step
         elif isinstance(step, Cast):
-            return f"is rounded: {short(step.source)} -> {short(step.dtype)}"
+            return f"is rounded: {dtype_name(step.source)} -> {dtype_name(step.dtype)}"
         else:
             return f"is computed: {step}"
         back = joined((own,), back)

@@ -90,10 +90,9 @@ def _refuser(operation: str) -> Callable[..., Any]:
 
 
 def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
-    """Return whether an operation gave a view of its operand, with the same elements read as the same dtype."""
+    """Return whether an operation gave a view of its operand; a result without elements counts as a view."""
     # Storages are compared, since meta tensors have no addresses.
-    shared = result.untyped_storage()._cdata == operand.untyped_storage()._cdata
-    return result.dtype == operand.dtype and (shared or not result.numel())
+    return not result.numel() or result.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
 
 def place_of(tensor: torch.Tensor) -> Strided:

@@ -283,7 +283,7 @@ def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[s
     meta = _meta(lazy)
     result = _call_with_meta(lazy, meta, func, args, kwargs)
     pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-    if not all(operations.is_view(piece, meta) for piece in pieces):
+    if not all(piece.dtype == meta.dtype and operations.is_view(piece, meta) for piece in pieces):
         raise operations.refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
     views = tuple(LazyTensor(lazy.source, operations.place_of(piece), lazy.casts) for piece in pieces)
     return views[0] if isinstance(result, torch.Tensor) else views
