@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._evaluate import gone_through, operand_moves, strided
-from ._flow import Flow
+from ._fields import Fields
 from ._moves import Move, Moves, in_place, turned
 from ._steps import Computed, Constant, Operand, bits, exactly
 from ._text import move_text
@@ -35,7 +35,7 @@ class Difference:
         return f"{self.name!r}: {self.elements} elements are {self.here}, not {self.there}"
 
 
-def differences(one: Flow, other: Flow) -> dict[str, tuple[Difference, ...]]:
+def differences(one: Fields, other: Fields) -> dict[str, tuple[Difference, ...]]:
     """Return by output what differs."""
     by_output: dict[str, tuple[Difference, ...]] = {}
     for name in dict.fromkeys([*one.outputs, *other.outputs]):
@@ -48,7 +48,7 @@ def differences(one: Flow, other: Flow) -> dict[str, tuple[Difference, ...]]:
     return by_output
 
 
-def _differing(one: Flow, other: Flow, name: str) -> Iterator[Difference]:
+def _differing(one: Fields, other: Fields, name: str) -> Iterator[Difference]:
     mine, theirs, shape = one.moves[name], other.moves[name], one.outputs[name].shape
     for move, count in _not_in(theirs, mine):
         texts = [move_text(each, shape, other.root_shape(each)) for each in theirs.find([in_place(move)])[0]]

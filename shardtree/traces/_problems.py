@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ._evaluate import leaves, operand_moves
-from ._flow import Flow
+from ._fields import Fields
 from ._moves import Move, Moves, Written, in_place, nested, turned
 from ._steps import Computed, Constant
 from ._text import axis_of, factored, places_text
@@ -45,7 +45,7 @@ class Problem:
         return f"{self.name!r}: {self.elements} elements {_WHAT[self.kind]}: {self.where}"
 
 
-def problems_of(ranks: Sequence[Flow]) -> tuple[Problem, ...]:
+def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
     """Return the problems of all ranks' traces; what several ranks have of a source counts as copies."""
     uses: dict[str, dict[Move, None]] = defaultdict(dict)  # each once, though many ranks have equal moves
     problems: list[Problem] = []
@@ -76,7 +76,7 @@ def _problem(kind: str, name: str, shape: tuple[int, ...], moves: Sequence[Move]
         yield Problem(kind, name, sum([move.numel for move in moves]), places_text(moves, shape))
 
 
-def _output_problems(trace: Flow, name: str, label: str) -> Iterator[Problem]:
+def _output_problems(trace: Fields, name: str, label: str) -> Iterator[Problem]:
     moves, kind = trace.moves[name], trace.outputs[name]
     missing = coverage(moves, kind.numel)[0] if moves.numel < kind.numel else []
     unwritten = [*missing, *(move for move in moves if not _is_known(move))]

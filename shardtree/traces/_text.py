@@ -7,7 +7,7 @@ from math import prod
 
 from ..core.lazy import dense
 from ..errors import plural
-from ._flow import Flow
+from ._fields import Fields
 from ._moves import Loop, Move, rolled
 from ._steps import Constant
 
@@ -15,7 +15,7 @@ _SHOWN = 16
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def trace_text(trace: Flow) -> str:
+def trace_text(trace: Fields) -> str:
     """Return a trace's printed form, of at most some moves for each output."""
     lines = [f"trace: {plural(len(trace.sources), 'source')} -> {plural(len(trace.outputs), 'output')}"]
     for name, kind in trace.outputs.items():

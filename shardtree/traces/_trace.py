@@ -16,7 +16,7 @@ from ..errors import KeyMismatch, ShapeError, TraceError, error_text
 from ._boxes import reads_of
 from ._differences import Difference, differences
 from ._evaluate import dense_tensor, filled, leaves
-from ._flow import Flow
+from ._fields import Fields
 from ._moves import Move, Moves, read_of, rolled, turned
 from ._problems import Problem, problems_of
 from ._steps import Computed, Constant, Kind, Operand, kind_of, undone
@@ -27,7 +27,7 @@ Place = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Trace(Flow):
+class Trace(Fields):
     """What code does to elements: for each output, which elements of which sources it is made of, and how.
 
     A pure value: functions of it give others, `==` compares what is done, exactly, however it was done, and `print`

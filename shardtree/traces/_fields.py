@@ -10,7 +10,7 @@ from ._steps import Kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flow:
+class Fields:
     """Sources and outputs of code, and the moves between them: the fields of a `Trace`, which documents them."""
 
     sources: Mapping[str, Kind]
