@@ -45,7 +45,7 @@ def arithmetic(
 
     def identify() -> tuple[Any, ...]:
         words = (f"{word}={scalar_text(value)}" for word, value in sorted(options.items()))
-        values = (value if isinstance(value, Source) else scalar_text(value) for value in operands)
+        values = (value if _is_source(value) else scalar_text(value) for value in operands)
         return function.__name__, ", ".join(words), *values
 
     return _by_windows(compute, operands, shape, dtype, name, identify)
@@ -89,7 +89,7 @@ def _by_windows(
     identify: Identify,
 ) -> Boxwise:
     """Return the source of elements that are computed from those at their index, one window of a box at a time."""
-    sources = [value for value in operands if isinstance(value, Source)]
+    sources = [value for value in operands if _is_source(value)]
     most = max(1, WINDOW_BYTES // (dtype.itemsize + sum(source.dtype.itemsize for source in sources)))
 
     def recipe(box: Box) -> Recipe:
@@ -98,7 +98,7 @@ def _by_windows(
         def make(parts: Iterator[torch.Tensor]) -> torch.Tensor:
             whole = torch.empty(box.shape, dtype=dtype, device="cpu")
             for start, window in windows:
-                elements = compute([next(parts) if isinstance(value, Source) else value for value in operands])
+                elements = compute([next(parts) if _is_source(value) else value for value in operands])
                 # The usual case of a small read: no copy into a larger result.
                 if window == box.shape:
                     return elements.contiguous()
@@ -109,6 +109,10 @@ def _by_windows(
         return [(source, place) for place in places for source in sources], make
 
     return Boxwise(name, shape, dtype, recipe, identify)
+
+
+def _is_source(operand: Any) -> bool:
+    return hasattr(operand, "read_box")  # `isinstance` would evaluate all properties of the protocol
 
 
 def _unknown() -> None:

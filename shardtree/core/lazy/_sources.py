@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from math import prod
 from operator import add, le, mul
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -138,7 +138,6 @@ class Fetch(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-@runtime_checkable
 class Source(Protocol):
     """A dense row-major tensor that reads any box of itself. A lazy tensor is one too."""
 
