@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from ..core.lazy import Box, LazyTensor, has_no_elements, memory_beside, of_source
+from ..core.lazy import Box, Boxwise, LazyTensor, Recipe, has_no_elements, memory_beside, of_source
 from ..core.mapping import ShardedTensor
 from ..errors import ShapeError, TreeError, UnsupportedValue, error_text
 from ..lenses import StoredForm, as_factory
 from ._encode import Encode, blocks_of, encoded
-from ._lazy import Boxwise
 from ._part import Join, Part, decoded, in_pieces, inside, is_of_blocks, joined, owned, scaled, shard_of
 
 
@@ -287,17 +286,17 @@ class Form:
             return decoded(key, parts, self.join, tensors, box, dtype)
         bases = [part.box(*box).offset for part in parts]
 
-        def in_whole(inner: Box) -> Box:
-            return Box(tuple(map(sum, zip(box.offset, inner.offset, strict=True))), inner.shape)
+        def recipe(inner: Box) -> Recipe:
+            place = Box(tuple(map(sum, zip(box.offset, inner.offset, strict=True))), inner.shape)
+            boxes = (inside(part.box(*place), base) for part, base in zip(parts, bases, strict=True))
 
-        def needs(inner: Box) -> list[Box]:
-            return [inside(part.box(*in_whole(inner)), base) for part, base in zip(parts, bases, strict=True)]
+            def make(read: Iterator[torch.Tensor]) -> torch.Tensor:
+                return decoded(key, parts, self.join, list(read), place, dtype)
 
-        def make(read: Sequence[torch.Tensor], inner: Box) -> torch.Tensor:
-            return decoded(key, parts, self.join, read, in_whole(inner), dtype)
+            return zip(tensors, boxes, strict=True), make
 
-        name, identity = f"{self.name} of {tensors[0].name}", self._identity(f"dequantise {box}")
-        return of_source(Boxwise(name, box.shape, dtype, tuple(tensors), needs, make, identity))
+        identify = partial(self._made_of, f"dequantise {box}", *tensors)
+        return of_source(Boxwise(f"{self.name} of {tensors[0].name}", box.shape, dtype, recipe, identify))
 
     def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
         """Return the parts of a box's data, lazy if these are; None for each where a block isn't there whole."""
@@ -312,17 +311,19 @@ class Form:
         zeros = (0,) * len(shape)
         outer = part.box(zeros, shape)  # counted from where the box begins, as a block does
 
-        def needs(inner: Box) -> list[Box]:
-            return [blocks_of(part, self.block, shape, inner)]
+        def recipe(inner: Box) -> Recipe:
+            blocks = blocks_of(part, self.block, shape, inner)
 
-        def make(read: Sequence[torch.Tensor], inner: Box) -> torch.Tensor:
-            assert self.encode is not None
-            return encoded(key, part, number, self.block, self.encode, read[0], needs(inner)[0], inner)
+            def make(read: Iterator[torch.Tensor]) -> torch.Tensor:
+                assert self.encode is not None
+                return encoded(key, part, number, self.block, self.encode, next(read), blocks, inner)
+
+            return [(matrix, blocks)], make
 
         if isinstance(matrix, torch.Tensor):
-            return make([matrix], outer)
-        name, identity = f"{matrix.name} as {self.name}", self._identity(f"quantise {number}")
-        return of_source(Boxwise(name, outer.shape, part.dtypes[0], (matrix,), needs, make, identity))
+            return recipe(outer)[1](iter([matrix]))
+        identify = partial(self._made_of, f"quantise {number}", matrix)
+        return of_source(Boxwise(f"{matrix.name} as {self.name}", outer.shape, part.dtypes[0], recipe, identify))
 
     def _turn(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape or an offset of the weight as that of what is stored as matrices; or the other way round."""
@@ -331,8 +332,11 @@ class Form:
     def _turn_tensor(self, tensor: Any) -> Any:
         return tensor.transpose(-1, -2) if self.is_turned else tensor
 
-    def _identity(self, doing: str) -> str | None:
-        """Return what tells this form from others, the same in each process; None where functions are a caller's."""
+    def _made_of(self, doing: str, *lazies: LazyTensor) -> tuple[Any, ...] | None:
+        """Return the identity of what is made of lazy tensors; None where functions are a caller's.
+
+        It tells this form from others, and is the same in each process.
+        """
         functions = [self.join, self.encode, *(part.read for part in self.parts)]
         rooms = [str(getattr(each, "__module__", None)) for each in functions if each is not None]
         if not all(room.startswith("shardtree.") for room in rooms):
@@ -341,7 +345,7 @@ class Form:
             (part.name, part.dtypes, part.per, part.pack, part.tail, part.group, part.shape) for part in self.parts
         ]
         names = [each and each.__qualname__ for each in functions]
-        return str((doing, self.name, self.base, self.is_turned, self.block, names, parts))
+        return str((doing, self.name, self.base, self.is_turned, self.block, names, parts)), *lazies
 
 
 def _data_for(shard: ShardedTensor, part: Part, box: Box, data: Any) -> Any:

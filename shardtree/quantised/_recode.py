@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..core.geometry import check_type, refuse
-from ..core.lazy import Box, of_source
+from ..core.lazy import Box, Boxwise, Recipe, of_source
 from ..core.mapping import ShardedTensor
 from ..core.trees import check_patterns_fit, checked_patterns, key_matcher, scaled_values, those_of
 from ..errors import KeyMismatch, MetadataError, ShapeError, UnsupportedValue, error_text
@@ -18,7 +18,6 @@ from ._encode import Encode
 from ._form import Form
 from ._forms import FORMS
 from ._halves import half_weights
-from ._lazy import Boxwise
 
 _NAMES = {"float8_e4m3fn": "FP8", "float8_e5m2": "FP8", "float4_e2m1fn_x2": "FP4"}  # torch 2.6 lacks the last
 _NEED_SCALES = {getattr(torch, name): what for name, what in _NAMES.items() if hasattr(torch, name)}
@@ -191,14 +190,18 @@ def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
     if not lossless:
         return [weight]
 
-    def make(read: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
-        new = read[0].to(to)
-        _check_same(weight.key, new.to(read[0].dtype), read[0])
+    def make(read: Iterator[torch.Tensor]) -> torch.Tensor:
+        old = next(read)
+        new = old.to(to)
+        _check_same(weight.key, new.to(old.dtype), old)
         return new
 
-    name, shape = f"{weight.data.name} to {to}", weight.global_shape
-    lazy = of_source(Boxwise(name, shape, to, (weight.data,), lambda box: [box], make, f"without loss to {to}"))
-    return [replace(weight, data=lazy, dtype=to)]
+    def recipe(box: Box) -> Recipe:
+        return [(weight.data, box)], make
+
+    identity = f"without loss to {to}", weight.data
+    source = Boxwise(f"{weight.data.name} to {to}", weight.global_shape, to, recipe, lambda: identity)
+    return [replace(weight, data=of_source(source), dtype=to)]
 
 
 def _without_loss(key: str, form: Form) -> Encode:

@@ -1,26 +1,170 @@
-"""What storages hold while code runs, and the refusal of what can't be recorded of it."""
+"""Tensors without data, on which code runs, and the cells that have what storages hold meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..core.codec import dtype_name, format_tag, is_tagged
 from ..errors import shorten
-from ._moves import Move, read_of, through, whole
-from ._refusals import Refusals
-from ._scatters import EXPANDED, hole_of, write_apart
-from ._steps import Constant, Kind, bits, cast, reread, seen_through
-from ._tracer import Cell, Tracer, is_ordinary
+from ._arguments import is_ordinary, tensors_in
+from ._moves import Move, Written, read_of, through, whole
+from ._refusals import Refusals, caller
+from ._steps import Constant, Kind, bits, reread, seen_through
 
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
 
 
-class Cells:
-    """Which ordinary tensors hold what, by their storages, and how that is read and written.
+class Cell:
+    """What a storage holds while code runs.
+
+    Attributes:
+        numel: of the storage.
+        dtype: its unit: that of the tensor that it was first met by.
+        writes: what was written to it.
+        overwritten: what of sources was there, and then something else over it.
+        keep: the storage of an ordinary tensor.
+        before: what an ordinary tensor held when it was met.
+        is_ahead: whether an ordinary tensor's memory isn't what `writes` says, so that it mustn't be read.
+        versions: ordinary tensors by which it was met or written to, with torch's count of changes then, and how many
+            more the record made.
+    """
+
+    __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "versions", "writes")
+
+    def __init__(self, numel: int, dtype: torch.dtype, writes: Iterable[Move] = (), keep: Any = None) -> None:
+        self.numel, self.dtype, self.writes, self.keep = numel, dtype, Written(writes), keep
+        self.overwritten: list[Move] = []
+        self.before: Constant | None = None
+        self.is_ahead = False
+        self.versions: list[tuple[torch.Tensor, int, int]] = []
+
+    def note(self, tensor: torch.Tensor, changes: int = 0) -> None:
+        """Note what torch counts of a tensor's changes, and how many more the record makes."""
+        if self.keep is not None and not tensor.is_inference():  # those have no count
+            self.versions.append((tensor, tensor._version, changes))
+
+    def was_changed(self) -> bool:
+        """Return whether an ordinary tensor was changed more often than the record knows."""
+        known: dict[int, tuple[int, int]] = {}  # by the count now, which views share: the lowest before, and changes
+        for tensor, before, changes in self.versions:
+            # A parameter whose data were replaced isn't of this memory any longer.
+            if is_ordinary(tensor) and tensor.untyped_storage()._cdata == self.keep._cdata:
+                lowest, more = known.get(tensor._version, (before, 0))
+                known[tensor._version] = min(lowest, before), more + changes
+        return any(count - lowest > changes for count, (lowest, changes) in known.items())
+
+
+class Tracer(torch.Tensor):
+    """A tensor without data: a view of a cell, of which a meta tensor has shape and strides."""
+
+    record: Cells
+    cell: Cell
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, record: Cells, cell: Cell, meta: torch.Tensor) -> Tracer:
+        if torch.is_inference_mode_enabled():
+            # Sources are made outside of it, and torch takes no inference tensors for slices of others.
+            with torch.inference_mode(mode=False):
+                return Tracer(record, cell, meta)
+        self: Tracer = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            # It says that it is on the CPU, and isn't: so torch refuses it as an ordinary tensor's `.data`, which it
+            # would leave without memory, and crash on, in threads where no mode is on that could prevent it.
+            device=torch.device("meta"),
+            dispatch_device=True,
+        )
+        self.record, self.cell, self.meta = record, cell, meta
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Tracer({self.record.names([self])}, {Kind(tuple(self.shape), self.dtype)})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)  # torch would ask a tensor without axes for its number
+
+    # Of safetensors' slices, in whose place tracers are given to loaders.
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype's name in safetensors."""
+        if not is_tagged(self.dtype):
+            self.record.refuse("get_dtype", [self], why=f"safetensors has no name for {dtype_name(self.dtype)}")
+        return format_tag(self.dtype)
+
+    def __deepcopy__(self, memo: Any) -> Tracer:
+        return self.clone()  # type: ignore[return-value]
+
+    @property  # torch's own would leave the cell and the meta tensor as they were
+    def data(self) -> Tracer:
+        """The same tensor, apart from gradients; a parameter's can be set."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, Tracer):
+            self.record.refuse("setting the data, to an ordinary tensor, of what", [self])
+        become(self, value)
+
+    def as_subclass(self, cls: Any) -> NoReturn:
+        self.record.refuse(f"as_subclass({cls.__name__})", [self])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        record = next(each.record for each in tensors_in(args, kwargs or {}) if isinstance(each, Tracer))
+        return record.run(func, args, kwargs or {})
+
+
+def become(tensor: torch.Tensor, tracer: Tracer) -> None:
+    """Make a tensor, or a parameter with its attributes, a tracer: what setting its data to one means."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
+    new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+
+
+def _refuses(word: str, what: str) -> None:
+    def refuse(self: Tracer, *args: Any, **kwargs: Any) -> NoReturn:
+        self.record.refuse(what, [self])
+
+    setattr(Tracer, word, refuse)
+
+
+# What reads a tensor's memory without passing torch's dispatcher.
+for _word in (
+    *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"),
+    *("apply_", "map_", "map2_", "new", "resize_as"),
+):
+    _refuses(_word, _word.removeprefix("__").removesuffix("__"))
+_refuses("__reduce_ex__", "pickling")
+
+
+def meta_of(value: Any) -> Any:
+    """Return an argument with meta tensors instead of tracers."""
+    if isinstance(value, (list, tuple)):
+        return [meta_of(each) for each in value]
+    if isinstance(value, Tracer):
+        return value.meta
+    return value.to("meta") if isinstance(value, torch.Tensor) and value.ndim else value
+
+
+class Cells(TorchDispatchMode):
+    """Values of one run: what tensors hold, by their storages, and how that is read and written. `Record` fills them.
 
     Attributes:
         cells: Cells of ordinary storages, by their addresses.
@@ -29,9 +173,15 @@ class Cells:
     """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cells: dict[int, Cell] = {}
         self.lent: dict[int, tuple[StorageWeakRef, str]] = {}
         self.refusals = Refusals()
+        # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
+        self.own_storages: dict[int, StorageWeakRef] = {}
+        self.storages: dict[int, torch.TypedStorage] = {}  # what code was given for storages, by their addresses
+        self.is_done = False
+        self.lock = threading.RLock()  # loaders use threads
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation, and return its result: what a record does."""
@@ -102,32 +252,6 @@ class Cells:
         moves = cell.writes.find([read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)])[0]
         return list(through(moves, self.seen(cell, view)))
 
-    def write(
-        self, into: torch.Tensor, tensor: torch.Tensor, via: tuple[Any, ...] = (), *, keeps: bool = False
-    ) -> None:
-        """Record a ``copy_``, which broadcasts and casts.
-
-        Args:
-            into: what is written to.
-            tensor: what is.
-            via: what elements go through besides.
-            keeps: whether it is made of what was there, which so isn't lost.
-        """
-        view = into.meta if isinstance(into, Tracer) else into
-        tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
-        via = via or cast(tensor.dtype, view.dtype)
-        if (hole := hole_of(view)) is None:
-            write_apart(self, into, tensor, via, keeps=keeps)
-        else:
-            moves = through(self.reads(tensor, view.stride(), int(view.storage_offset())), via)
-            self.exchange(into, [hole], moves, keeps=keeps)
-
-    def put(self, into: torch.Tensor, moves: Sequence[Move]) -> None:
-        """Record that moves write all of a view, instead of what was there."""
-        if (hole := hole_of(into.meta if isinstance(into, Tracer) else into)) is None:
-            self.refuse("writing", [into], why=EXPANDED)
-        self.exchange(into, [hole], moves)
-
     def exchange(
         self, into: torch.Tensor, holes: Sequence[Move], moves: Sequence[Move], *, keeps: bool = False
     ) -> None:
@@ -152,6 +276,41 @@ class Cells:
         for move in through(moves, (*seen_through(view), *reread(view.dtype, cell.dtype))):
             cell.writes.add(move)
         cell.is_ahead = True
+
+    # Whose memory it is.
+
+    def held(self, tensor: torch.Tensor) -> Cell | None:
+        """Return the cell of a tensor that holds traced values, which are in no memory; else None."""
+        if isinstance(tensor, Tracer) or not is_ordinary(tensor):
+            return tensor.cell if isinstance(tensor, Tracer) else None
+        with torch._C.DisableTorchFunction():
+            cell = self.cells.get(tensor.untyped_storage()._cdata)
+        return cell if cell is not None and cell.is_ahead else None
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
+        if is_ordinary(tensor) and self.held(tensor) is None:
+            with self.lock, torch._C.DisableTorchFunction():
+                self.cells.pop(tensor.untyped_storage()._cdata, None)
+
+    def own(self, tensor: torch.Tensor) -> None:
+        """Take a tensor for the code's own, which it may change while it is traced."""
+        if is_ordinary(tensor):
+            with self.lock, torch._C.DisableTorchFunction():
+                storage = tensor.untyped_storage()
+                self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
+
+    def lend(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that others have a tensor's memory from now on, by what they got it."""
+        if is_ordinary(tensor) and tensor.device.type != "meta":
+            if self.held(tensor) is not None:
+                self.refuse(name, [tensor])
+            self.forget(tensor)
+            with self.lock, torch._C.DisableTorchFunction():
+                storage = tensor.untyped_storage()
+                self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
+
+    # Refusals.
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return which sources are in tensors, for a message."""
@@ -190,3 +349,7 @@ class Cells:
         self.refusals.refuse(
             "a write", f"a write of {roots} to memory that the code gave to {lent}, which can't see it", fix
         )
+
+
+def _weak_reference(storage: Any) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]

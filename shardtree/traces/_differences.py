@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ._evaluate import gone_through, operand_moves, strided
+from ._fields import Fields
 from ._moves import Move, Moves, in_place, turned
 from ._steps import Computed, Constant, Operand, bits, exactly
-from ._text import move_text, root_shape
-
-if TYPE_CHECKING:
-    from ._trace import Trace
+from ._text import move_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Difference:
         return f"{self.name!r}: {self.elements} elements are {self.here}, not {self.there}"
 
 
-def differences(one: Trace, other: Trace) -> dict[str, tuple[Difference, ...]]:
+def differences(one: Fields, other: Fields) -> dict[str, tuple[Difference, ...]]:
     """Return by output what differs."""
     by_output: dict[str, tuple[Difference, ...]] = {}
     for name in dict.fromkeys([*one.outputs, *other.outputs]):
@@ -50,16 +48,16 @@ def differences(one: Trace, other: Trace) -> dict[str, tuple[Difference, ...]]:
     return by_output
 
 
-def _differing(one: Trace, other: Trace, name: str) -> Iterator[Difference]:
+def _differing(one: Fields, other: Fields, name: str) -> Iterator[Difference]:
     mine, theirs, shape = one.moves[name], other.moves[name], one.outputs[name].shape
     for move, count in _not_in(theirs, mine):
-        texts = [move_text(each, shape, root_shape(other, each)) for each in theirs.find([in_place(move)])[0]]
+        texts = [move_text(each, shape, other.root_shape(each)) for each in theirs.find([in_place(move)])[0]]
         there = "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
-        yield Difference(name, count, move_text(move, shape, root_shape(one, move)), there or "unwritten")
+        yield Difference(name, count, move_text(move, shape, one.root_shape(move)), there or "unwritten")
     # Places that only the other one writes: where both write as many, the loop above has said all.
     for move in theirs if mine.numel != theirs.numel else ():
         if left := mine.find([in_place(move)])[1]:
-            there = move_text(move, shape, root_shape(other, move))
+            there = move_text(move, shape, other.root_shape(move))
             yield Difference(name, sum([part.numel for part in left]), "unwritten", there)
 
 

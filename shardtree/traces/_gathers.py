@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..core.lazy import dense
+from ._arguments import mapped, tensors_in
+from ._cells import Cells, Tracer
 from ._evaluate import filled
 from ._moves import Moves, in_place, read_of, rolled, through
 from ._steps import Constant, number, operator_name
-from ._tracer import Tracer, mapped, tensors_in
-
-if TYPE_CHECKING:
-    from ._cells import Cells
+from ._writes import copy_into, put
 
 Array = np.ndarray[Any, Any]
 Rule = Callable[..., torch.Tensor]
@@ -132,7 +131,7 @@ def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Trace
         reads = [read_of(start + int(index[0]) * strides[dim], sizes, into, steps)] if len(index) else []
     cell = record.cell(tensor)
     moves = rolled(cell.writes.find(rolled(reads))[0])
-    record.put(new, list(through(moves, record.seen(cell, view))))
+    put(record, new, list(through(moves, record.seen(cell, view))))
     return new
 
 
@@ -183,7 +182,7 @@ def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwa
     flat = Moves(record.reads(tensor, dense(tuple(tensor.shape)).stride))
     reads = [read_of(first, (count,), (1,), (1,), place) for place, first, count in runs(index) if first >= 0]
     if (index < 0).any():
-        record.write(new, number(0, tensor.dtype))
+        copy_into(record, new, number(0, tensor.dtype))
     reads = rolled(reads)
     record.exchange(new, list(map(in_place, reads)), flat.find(reads)[0])
     return new

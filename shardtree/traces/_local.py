@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import chain
 from typing import Any
 
-import torch
-
-from ..core.lazy import Box, Fetch, LazyTensor, dense, of_source
+from ..core.codec import dtype_name
+from ..core.lazy import Box, Boxwise, LazyTensor, Recipe, dense, of_source
 from ..core.mapping import ShardedTensor
 from ..errors import TraceError, error_text
 from ._boxes import MOST, Reads, View, into_box, reads_of, tight
 from ._evaluate import leaves, operand_moves
 from ._moves import Move, Moves
-from ._steps import Computed, Constant, Function, Kind, Operand, bits, short
+from ._steps import Computed, Constant, Function, Kind, Operand, bits
 from ._trace import Trace, check_kinds, evaluated
 
 
@@ -41,10 +39,10 @@ class Local:
             parts: tensors or lazy tensors, in the order of the boxes.
             fill: what elements get that are never written.
         """
-        [(name, kind)] = self.trace.outputs.items()
+        [name] = self.trace.outputs
         tensors = {str(number): part for number, part in enumerate(parts)}
         if any(isinstance(part, LazyTensor) for part in parts):
-            return of_source(Traced(name, self.trace, tensors, kind.shape, kind.dtype, fill))
+            return _lazy_output(self.trace, name, tensors, fill)
         return evaluated(self.trace, tensors, fill)[name]
 
 
@@ -100,50 +98,27 @@ def _from_boxes(
             yield move
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Traced:
-    """A source of lazy tensors: an output of a trace of others.
+def _lazy_output(trace: Trace, name: str, lazies: Mapping[str, LazyTensor], fill: float | None = None) -> LazyTensor:
+    """Return the lazy tensor of an output of a trace.
 
-    Attributes:
-        name: of the output.
-        trace: has it.
-        lazies: the trace's sources that it is made of, by name; lazy tensors.
-        shape: of the output.
-        dtype: likewise.
-        fill: what elements get that are never written.
+    Args:
+        trace: Trace that has the output.
+        name: Name of the output.
+        lazies: Sources that it is made of, by name.
+        fill: Value of elements that are never written.
     """
 
-    name: str
-    trace: Trace
-    lazies: Mapping[str, Any]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    fill: float | None = None
+    def recipe(box: Box) -> Recipe:
+        local = localized(trace, name, *box)
+        needs = [(lazies[root], place) for root, place in local.boxes]
+        return needs, lambda parts: local.output(list(parts), fill)
 
-    @property
-    def made_of(self) -> tuple[Any, ...]:
-        """What identifies it: the moves, and the lazy tensors."""
-        names = sorted(self.lazies)
-        return (
-            "trace",
-            _description(self.trace.moves[self.name]),
-            self.fill,
-            names,
-            *(self.lazies[name] for name in names),
-        )
+    def identify() -> tuple[Any, ...]:
+        names = sorted(lazies)
+        return "trace", _description(trace.moves[name]), fill, names, *(lazies[each] for each in names)
 
-    def read_box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a box's elements in a new tensor that the caller owns."""
-        local = localized(self.trace, self.name, offset, shape)
-        elements: torch.Tensor = local.output(
-            [self.lazies[root].read_box(*box) for root, box in local.boxes], self.fill
-        )
-        return elements
-
-    def box_fetches(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Fetch]:
-        """Yield what reading the box would fetch from storage, in that order."""
-        boxes = localized(self.trace, self.name, offset, shape).boxes
-        return chain.from_iterable(self.lazies[root].box_fetches(*box) for root, box in boxes)
+    kind = trace.outputs[name]
+    return of_source(Boxwise(name, kind.shape, kind.dtype, recipe, identify))
 
 
 def _description(value: Any) -> Any:
@@ -151,7 +126,7 @@ def _description(value: Any) -> Any:
     if isinstance(value, Moves | tuple | list):
         return [_description(each) for each in value]
     if isinstance(value, Constant):
-        return [short(value.value.dtype), [*value.value.shape], sha256(bits(value.value).numpy()).hexdigest()]
+        return [dtype_name(value.value.dtype), [*value.value.shape], sha256(bits(value.value).numpy()).hexdigest()]
     if isinstance(value, Function | Computed | Operand):
         return [_description(getattr(value, name)) for name in value.__slots__]
     return value if isinstance(value, str | int) else str(value.name()) if hasattr(value, "name") else repr(value)
@@ -176,9 +151,7 @@ def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, 
     outputs = {
         name: replace(
             whole_shard(name, kind),
-            data=of_source(
-                Traced(name, trace, {each: tree[each].data for each in sources_of[name]}, kind.shape, kind.dtype)
-            ),
+            data=_lazy_output(trace, name, {each: tree[each].data for each in sources_of[name]}),
         )
         for name, kind in trace.outputs.items()
     }

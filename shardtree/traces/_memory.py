@@ -6,28 +6,26 @@ got while code runs takes no traced values any more, since nobody could see what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ._arguments import is_ordinary, tensors_in
+from ._cells import Cells, Tracer, become
 from ._steps import kind_of
 from ._storages import Storage, is_asked_by_torch
-from ._tracer import Tracer, become, is_ordinary
-
-if TYPE_CHECKING:
-    from ._recording import Record
 
 Args = tuple[Any, ...]
 Options = Mapping[str, Any]
-Rule = Callable[["Record", Callable[..., Any], Args, Options], Any]
+Rule = Callable[[Cells, Callable[..., Any], Args, Options], Any]
 
 
 class Watch(TorchFunctionMode):
     """What torch's functions are asked for in a thread, before they reach the dispatcher, where a record has them."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Cells) -> None:
         super().__init__()
         self.record = record
 
@@ -41,18 +39,9 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments, and in lists of lists of them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _check(record: Record, func: Callable[..., Any], values: Any) -> None:
+def _check(record: Cells, func: Callable[..., Any], values: Sequence[Any]) -> None:
     """Raise if a tensor among values holds traced ones, which func would look for in its memory."""
-    if holders := [each for each in _tensors(values) if record.held(each) is not None]:
+    if holders := [each for each in tensors_in(values) if record.held(each) is not None]:
         record.refuse(_name(func), holders)
 
 
@@ -65,43 +54,43 @@ def _name(func: Any) -> str:
 # Rules: each calls the function, or does what it would.
 
 
-def _set_data(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a parameter whose data are set to a tracer one itself; torch would leave it without memory."""
     return become(args[0], args[1]) if isinstance(args[1], Tracer) else func(*args)
 
 
-def _read(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _read(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     _check(record, func, args)
     return func(*args, **kwargs)
 
 
-def _read_lists(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a tensor of data: another tensor reaches the dispatcher, and those in lists don't."""
     _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))])
     return func(*args, **kwargs)
 
 
-def _read_index(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _read_index(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Index by lists of lists, which torch makes tensors of."""
     if isinstance(args[1], (list, tuple)):
         _check(record, func, [each for each in args[1] if isinstance(each, (list, tuple))])
     return func(*args, **kwargs)
 
 
-def _read_sizes(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _read_sizes(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Cut a tensor where another one's elements say."""
     _check(record, func, [*args[1:], *kwargs.values()])
     return func(*args, **kwargs)
 
 
-def _change(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _change(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Let a function of Python's compute elements in memory, of which nothing that is known holds any longer."""
     _check(record, func, args)
     record.forget(args[0])
     return func(*args, **kwargs)
 
 
-def _give(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _give(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     tensor = args[0]
     if func in _STORAGES and tensor.device.type == "meta":
         return func(*args, **kwargs)  # there is nothing to read
@@ -114,7 +103,7 @@ def _give(record: Record, func: Callable[..., Any], args: Args, kwargs: Options)
     return result
 
 
-def _place(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Return where a tensor's memory is, which needs no elements; a tracer's would be the CPU's."""
     if isinstance(args[0], Tracer):
         return (1, 0) if func is _T.__dlpack_device__ else False  # DLPack's number of the CPU
@@ -122,14 +111,14 @@ def _place(record: Record, func: Callable[..., Any], args: Args, kwargs: Options
         return func(*args, **kwargs)
 
 
-def _interface(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _interface(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Give a tensor's memory to others on a GPU; on the CPU, tensors haven't got this."""
     if args[0].device.type == "cpu":
         raise AttributeError("__cuda_array_interface__")
     return _give(record, func, args, kwargs)
 
 
-def _storage(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Return a storage that answers which one it is, and is given only when asked for more."""
     tensor = args[0]
     is_untyped = func is _T.untyped_storage
@@ -142,7 +131,7 @@ def _storage(record: Record, func: Callable[..., Any], args: Args, kwargs: Optio
     return record.storages.setdefault(true._cdata, storage) if is_untyped else storage
 
 
-def _take(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _take(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a tensor of memory that others have, too."""
     result = func(*args, **kwargs)
     record.own(result)
@@ -150,13 +139,13 @@ def _take(record: Record, func: Callable[..., Any], args: Args, kwargs: Options)
     return result
 
 
-def _describe(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _describe(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Return text about a tensor; that of traced values has none of them, and asks for none."""
     cell = record.held(args[0])
     return func(*args, **kwargs) if cell is None else f"Tracer({record.names_in([cell])}, {kind_of(args[0])})"
 
 
-def _copy_deeply(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+def _copy_deeply(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     tensor, memo = args
     if record.held(tensor) is not None:
         memo[id(tensor)] = copy = record.as_tracer(tensor).clone()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.lazy import dense
+from ..core.codec import dtype_name
+from ..core.lazy import EXACT, INEXACT, dense, is_exact
 from . import _gathers as gathers
 from . import _scatters as scatters
+from ._arguments import is_ordinary
+from ._cells import Cells, Tracer, meta_of
 from ._moves import Moves, read_of, whole
-from ._steps import EXACT, INEXACT, Computed, Constant, Function, Operand, number, operator_name, short
-from ._tracer import Tracer, is_ordinary, meta_of
-
-if TYPE_CHECKING:
-    from ._cells import Cells
+from ._steps import Computed, Constant, Function, Operand, number, operator_name
+from ._writes import copy_into, put
 
 ELEMENTWISE = EXACT | INEXACT
 VIEWS = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "view"}
@@ -35,7 +35,7 @@ def _made_like(record: Cells, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 def _record_copy(record: Cells, func: Any, tensor: torch.Tensor, **kwargs: Any) -> Tracer:
     new = _made_like(record, func, [tensor], kwargs)
-    record.write(new, tensor)
+    copy_into(record, new, tensor)
     return new
 
 
@@ -53,25 +53,25 @@ def fill(record: Cells, func: Any, into: torch.Tensor, value: Any = 0) -> torch.
     if isinstance(value, torch.Tensor):
         if value.ndim:
             record.refuse(operator_name(func), [value], why=f"it takes a number, not a tensor of {value.ndim} axes")
-        record.write(into, value)
+        copy_into(record, into, value)
         return into
     view = into
     for dim, (size, step) in enumerate(zip(into.shape, into.stride(), strict=True)):
         view = view.narrow(dim, 0, 1) if size > 1 and not step else view  # torch fills expanded ones, too
-    record.write(view, number(value, into.dtype))
+    copy_into(record, view, number(value, into.dtype))
     return into
 
 
 def _random(record: Cells, func: Any, into: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """Record that what was there is gone: random elements are nobody's, so they count as never written."""
-    record.put(into, ())
+    put(record, into, ())
     return into
 
 
 def _copy(record: Cells, func: Any, into: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     if not isinstance(into, Tracer) and not is_ordinary(into):
         record.refuse(f"copy_ into a {type(into).__name__}", [tensor])
-    record.write(into, tensor)
+    copy_into(record, into, tensor)
     return into
 
 
@@ -79,7 +79,7 @@ def _cat(record: Cells, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0
     new = _made_like(record, func, [tensors, dim], {})
     parts = [each for each in tensors if each.shape != (0,)]  # torch joins these with tensors of any shape
     for part, end in zip(parts, accumulate(each.shape[dim] for each in parts), strict=True):
-        record.write(new.narrow(dim, end - part.shape[dim], part.shape[dim]), part)
+        copy_into(record, new.narrow(dim, end - part.shape[dim], part.shape[dim]), part)
     return new
 
 
@@ -92,7 +92,7 @@ def _flip(record: Cells, func: Any, tensor: torch.Tensor, dims: Sequence[int]) -
     for dim in dims:
         index = np.arange(tensor.shape[dim] - 1, -1, -1, dtype=np.int64)
         tensor = gathers.gather(record, tensor, dim % tensor.ndim, index)
-    record.write(new, tensor)
+    copy_into(record, new, tensor)
     return new
 
 
@@ -147,8 +147,9 @@ def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[st
         # What the tensor's elements go through: its moves stay moves of sources.
         tensor, values[places[0]] = values[places[0]], None
         # Without axes, what it is computed with decides the dtype, and whether it is a whole vector the last bit.
-        is_alone = not tensor.ndim and (operator_name(func) in INEXACT or any(isinstance(v, Constant) for v in values))
-        record.write(new, tensor, (Function(func, places[0], tuple(values), options, is_alone),))
+        is_steady = is_exact(operator_name(func), args, kwargs)
+        is_alone = not tensor.ndim and (not is_steady or any(isinstance(value, Constant) for value in values))
+        copy_into(record, new, tensor, (Function(func, places[0], tuple(values), options, is_alone),))
         return new
     steps = dense(tuple(meta.shape)).stride
     for place in places:
@@ -157,7 +158,7 @@ def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[st
         values[place] = Operand(Moves(reads), tensor.dtype, alone=not tensor.ndim)
     root = Computed(func, tuple(values), options, meta.dtype)
     flat = Moves(whole(root, meta.numel()))
-    record.put(new, flat.find([read_of(0, meta.shape, meta.stride(), steps)])[0])
+    put(record, new, flat.find([read_of(0, meta.shape, meta.stride(), steps)])[0])
     return new
 
 
@@ -171,7 +172,7 @@ def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tenso
         TraceError: it doesn't.
     """
     if not torch.can_cast(result.dtype, into.dtype):
-        why = f"the result is {short(result.dtype)}, which torch doesn't cast to {short(into.dtype)}"
+        why = f"the result is {dtype_name(result.dtype)}, which torch doesn't cast to {dtype_name(into.dtype)}"
         record.refuse(name, [result], why=why)
 
 
@@ -186,7 +187,7 @@ def write_out(record: Cells, out: torch.Tensor, result: torch.Tensor) -> torch.T
         out.resize_(result.shape)
         if cell is not None:
             cell.numel = out.untyped_storage().nbytes() // out.itemsize
-    record.write(out, result)
+    copy_into(record, out, result)
     return out
 
 

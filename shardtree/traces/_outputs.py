@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..core.lazy import dense
 from ..core.mapping import without_shape
 from ..errors import TraceError, error_text
+from ._arguments import is_ordinary
+from ._cells import Cells, Tracer
 from ._moves import Moves, in_place, read_of, rolled
 from ._steps import Kind, seen_through
 from ._trace import Trace
-from ._tracer import Tracer, is_ordinary
-
-if TYPE_CHECKING:
-    from ._recording import Record
 
 
-def collected(record: Record, kinds: Mapping[str, Kind], tensors: Mapping[str, torch.Tensor], *, fills: bool) -> Trace:
+def collected(record: Cells, kinds: Mapping[str, Kind], tensors: Mapping[str, torch.Tensor], *, fills: bool) -> Trace:
     """Return the trace of a run.
 
     Args:

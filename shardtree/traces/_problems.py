@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ._evaluate import leaves, operand_moves
+from ._fields import Fields
 from ._moves import Move, Moves, Written, in_place, nested, turned
 from ._steps import Computed, Constant
-from ._text import axis_of, factored, places_text, root_shape
-
-if TYPE_CHECKING:
-    from ._trace import Trace
+from ._text import axis_of, factored, places_text
 
 _WHAT = {
     "unused": "reach no output",
@@ -48,7 +45,7 @@ class Problem:
         return f"{self.name!r}: {self.elements} elements {_WHAT[self.kind]}: {self.where}"
 
 
-def problems_of(ranks: Sequence[Trace]) -> tuple[Problem, ...]:
+def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
     """Return the problems of all ranks' traces; what several ranks have of a source counts as copies."""
     uses: dict[str, dict[Move, None]] = defaultdict(dict)  # each once, though many ranks have equal moves
     problems: list[Problem] = []
@@ -79,13 +76,13 @@ def _problem(kind: str, name: str, shape: tuple[int, ...], moves: Sequence[Move]
         yield Problem(kind, name, sum([move.numel for move in moves]), places_text(moves, shape))
 
 
-def _output_problems(trace: Trace, name: str, label: str) -> Iterator[Problem]:
+def _output_problems(trace: Fields, name: str, label: str) -> Iterator[Problem]:
     moves, kind = trace.moves[name], trace.outputs[name]
     missing = coverage(moves, kind.numel)[0] if moves.numel < kind.numel else []
     unwritten = [*missing, *(move for move in moves if not _is_known(move))]
     yield from _problem("unwritten", label + name, kind.shape, unwritten)
     yield from _problem("overwritten", label + name, kind.shape, trace.overwritten.get(name, ()))
-    bent = [each for each in moves if isinstance(each.root, str) and _bends(each, kind.shape, root_shape(trace, each))]
+    bent = [each for each in moves if isinstance(each.root, str) and _bends(each, kind.shape, trace.root_shape(each))]
     yield from _problem("bends", label + name, kind.shape, bent)
     large = [each for each in moves if isinstance(each.root, Constant) and each.root.value.numel() > _CONSTANT]
     yield from _problem("constant", label + name, kind.shape, large)

@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..core.codec import dtype_name
+from ..core.lazy import is_view
 from ..errors import TraceError, error_text
 from . import _operations as operations
-from ._cells import Cells
+from ._arguments import elements_of, is_composite, is_ordinary, is_plain, mapped, tensors_in, written
+from ._cells import Cell, Cells, Tracer, meta_of
 from ._memory import Watch
-from ._refusals import caller
-from ._steps import Constant, operator_name, short
-from ._storages import Storage
-from ._tracer import (
-    Cell,
-    Tracer,
-    elements_of,
-    is_composite,
-    is_ordinary,
-    is_plain,
-    mapped,
-    meta_of,
-    tensors_in,
-    written,
-)
+from ._steps import Constant, operator_name
+from ._writes import copy_into
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
 _FILLS = ("copy_", "fill_", "zero_")
 
 
-class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Record(Cells):
     """One run: how each of torch's operations is recorded."""
-
-    def __init__(self) -> None:
-        Cells.__init__(self)
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
-        # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
-        self.own_storages: dict[int, StorageWeakRef] = {}
-        self.storages: dict[int, Storage] = {}  # what code was given for storages, by their addresses
-        self.is_done = False
-        self.lock = threading.RLock()  # loaders use threads
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -57,41 +35,6 @@ class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and not any(issubclass(kind, Tracer) for kind in types) and not all(map(is_plain, types)):
             return NotImplemented  # a tensor around others does what it does to those, which is recorded
         return self.run(func, args, kwargs or {})
-
-    # Memory.
-
-    def held(self, tensor: torch.Tensor) -> Cell | None:
-        """Return the cell of a tensor that holds traced values, which are in no memory; else None."""
-        if isinstance(tensor, Tracer) or not is_ordinary(tensor):
-            return tensor.cell if isinstance(tensor, Tracer) else None
-        with torch._C.DisableTorchFunction():
-            cell = self.cells.get(tensor.untyped_storage()._cdata)
-        return cell if cell is not None and cell.is_ahead else None
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
-        if is_ordinary(tensor) and self.held(tensor) is None:
-            with self.lock, torch._C.DisableTorchFunction():
-                self.cells.pop(tensor.untyped_storage()._cdata, None)
-
-    def own(self, tensor: torch.Tensor) -> None:
-        """Take a tensor for the code's own, which it may change while it is traced."""
-        if is_ordinary(tensor):
-            with self.lock, torch._C.DisableTorchFunction():
-                storage = tensor.untyped_storage()
-                self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
-
-    def lend(self, tensor: torch.Tensor, name: str) -> None:
-        """Note that others have a tensor's memory from now on, by what they got it."""
-        if is_ordinary(tensor) and tensor.device.type != "meta":
-            if self.held(tensor) is not None:
-                self.refuse(name, [tensor])
-            self.forget(tensor)
-            with self.lock, torch._C.DisableTorchFunction():
-                storage = tensor.untyped_storage()
-                self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
-
-    # Operations.
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation, and return its result."""
@@ -165,7 +108,7 @@ class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
             packet = getattr(torch.ops.aten, name[:-1])
             result = self.run(getattr(packet, func._overloadname), args, kwargs)
             operations.check_cast(self, name, result, tensors[0])
-            self.write(tensors[0], result, keeps=True)
+            copy_into(self, tensors[0], result, keeps=True)
             return first
         if not func._schema.is_mutable and self._are_blank(original[2]):
             return func(*original[0], **original[1])
@@ -184,8 +127,7 @@ class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
         def tracer(meta: torch.Tensor) -> Tracer:
             if meta.itemsize != base.itemsize:
                 self.refuse(f"{name} as a dtype of another size", [base])
-            own = meta.untyped_storage()._cdata == meta_of(base).untyped_storage()._cdata
-            if meta.is_conj() or meta.is_neg() or (meta.numel() and not own):
+            if meta.is_conj() or meta.is_neg() or not is_view(meta, meta_of(base)):
                 self.refuse(name, [base])
             return Tracer(self, self.cell(base), meta)
 
@@ -245,12 +187,8 @@ class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = [cell for cell in list(self.cells.values()) if cell.was_changed()]
         if changed:
             texts = [
-                f"a tensor of {cell.numel} elements of {short(cell.dtype)}, with those of {self.names_in([cell])}"
+                f"a tensor of {cell.numel} elements of {dtype_name(cell.dtype)}, with those of {self.names_in([cell])}"
                 for cell in changed
             ]
             fix = "Change them in the thread that is traced, or in one that it starts, and by torch's operations."
             raise TraceError(error_text("trace: tensors were changed unseen", offenders=texts, fix=fix))
-
-
-def _weak_reference(storage: Any) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]

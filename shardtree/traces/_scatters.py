@@ -4,101 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.lazy import dense
+from ._cells import Cells, Tracer
 from ._gathers import Rule, check_numbers, known, only_axis, positions_along, runs
-from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through
 from ._steps import cast, number, operator_name
-from ._tracer import Tracer
-
-if TYPE_CHECKING:
-    from ._cells import Cells
+from ._writes import copy_into, places_of, write_places
 
 IndexOf = Callable[[torch.Tensor], torch.Tensor]
 """An indexing expression: takes elements of a tensor, or numbers of a tensor like it."""
 
-EXPANDED = "the view has elements more than once, as an expanded one: torch writes to its clone alone"
-_TWICE = "several elements go to one place, and which of them stays is torch's choice"
 _SUM = "several elements are added to one place, and what that rounds to depends on torch's order"
-
-
-def places_of(view: torch.Tensor) -> torch.Tensor:
-    """Return where in its storage each element of a view is."""
-    places = torch.full((1,) * view.ndim, int(view.storage_offset()), device="cpu")
-    for dim, (size, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
-        steps = torch.arange(size, device="cpu") * step
-        places = places + steps.reshape([-1 if axis == dim else 1 for axis in range(view.ndim)])
-    return places
-
-
-def hole_of(view: torch.Tensor) -> Move | None:
-    """Return the places of a view as a read of them to themselves, None if they aren't nested."""
-    place, stride = int(view.storage_offset()), view.stride()
-    hole = read_of(place, view.shape, stride, stride, place)
-    return hole if is_nested(hole) or not view.numel() else None
-
-
-def write_apart(
-    record: Cells, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
-) -> None:
-    """Record a ``copy_`` to a view whose elements aren't nested, as those of windows.
-
-    Raises:
-        TraceError: the view is expanded, or two elements of the value go to one place.
-    """
-    view = into.meta if isinstance(into, Tracer) else into
-    if any(size > 1 and not step for size, step in zip(view.shape, view.stride(), strict=True)):
-        record.refuse("writing", [into], why=EXPANDED)
-    with torch._C._DisableTorchDispatch():
-        places = places_of(view)
-    write_places(record, into, places, value, via, keeps=keeps)
-
-
-def write_places(
-    record: Cells,
-    into: torch.Tensor,
-    places: torch.Tensor,
-    value: torch.Tensor,
-    via: tuple[Any, ...],
-    *,
-    keeps: bool = False,
-) -> None:
-    """Record a write to any places of a storage.
-
-    Args:
-        record: of the run.
-        into: a view of the storage.
-        places: where each element of the value goes, which is broadcast to it.
-        value: what is written.
-        via: what its elements go through.
-        keeps: whether it is made of what was there.
-
-    Raises:
-        TraceError: two elements of the value go to one place.
-    """
-    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
-        value = value.narrow(dim, 0, 1) if size > 1 and not stride else value  # the same element has one number
-    with torch._C._DisableTorchDispatch():
-        numbers = torch.arange(value.numel(), device="cpu").reshape(value.shape).expand(places.shape)
-        to, at = places.reshape(-1).numpy(), numbers.reshape(-1).numpy()
-    order = np.argsort(to, kind="stable")
-    to, at = to[order], at[order]
-    again = to[1:] == to[:-1]
-    if (again & (at[1:] != at[:-1])).any():
-        record.refuse("writing", [into, value], why=_TWICE)
-    is_new = np.concatenate([np.ones(min(1, len(to)), bool), ~again])
-    to, at = to[is_new], at[is_new]
-    step = 1 if value.numel() > 1 else 0
-    first = np.flatnonzero(np.concatenate([is_new[:1], (np.diff(to) != 1) | (np.diff(at) != step)]))
-    counts = np.diff(np.append(first, len(to)))
-    columns = zip(at[first].tolist(), counts.tolist(), to[first].tolist(), strict=True)
-    reads = rolled(read_of(low, (count,), (1,), (step,), place) for low, count, place in columns)
-    flat = Moves(record.reads(value, dense(tuple(value.shape)).stride))
-    record.exchange(into, list(map(in_place, reads)), through(flat.find(reads)[0], via), keeps=keeps)
 
 
 def _scatter(
@@ -202,7 +121,7 @@ def _copying(write: Callable[..., None]) -> Rule:
         args, kwargs = known(record, func, args, kwargs)
         like = _rehearsed(func, args, kwargs)
         new = record.fresh(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"))
-        record.write(new, args[0])
+        copy_into(record, new, args[0])
         write(record, func, new, *args[1:], **kwargs)
         return new
 
@@ -227,7 +146,7 @@ def _index_put(
             value = value.expand((*into.shape[:dim], *inner, *into.shape[dim + 1 :]))
             value = value.reshape((*into.shape[:dim], len(positions), *into.shape[dim + 1 :]))
             for place, first, count in runs(positions):
-                record.write(into.narrow(dim, first, count), value.narrow(dim, place, count))
+                copy_into(record, into.narrow(dim, first, count), value.narrow(dim, place, count))
             return into
     return _in_place(_index_put_at)(record, func, into, indices, value, accumulate)
 

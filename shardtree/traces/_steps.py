@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
-from ..core.lazy import as_integers, flat_bytes
+from ..core.codec import dtype_name
+from ..core.lazy import as_integers, flat_bytes, is_exact, steady
 from ..errors import shorten
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name without torch's."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class Kind:
         return prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
 def kind_of(like: Any) -> Kind:
@@ -112,7 +108,7 @@ class Cast:
         return tensor.to(self.dtype)
 
     def __str__(self) -> str:
-        return f"to({short(self.dtype)})"
+        return f"to({dtype_name(self.dtype)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,7 @@ class Bits:
         return tensor.view(self.dtype)
 
     def __str__(self) -> str:
-        return f"view({short(self.dtype)})"
+        return f"view({dtype_name(self.dtype)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +153,7 @@ class Function:
     def _of(self, tensor: torch.Tensor) -> torch.Tensor:
         values = [each.value if isinstance(each, Constant) else each for each in self.args]
         values[self.place] = tensor
-        return steady(self.func, values, dict(self.options))
+        return _result(self.func, values, dict(self.options))
 
     def _exactly(self) -> Any:
         return self.func, self.place, exactly(self.args), exactly(self.options), self.alone
@@ -215,7 +211,7 @@ class Computed:
             next(operands) if isinstance(each, Operand) else each.value if isinstance(each, Constant) else each
             for each in self.operands
         ]
-        return steady(self.func, values, dict(self.options))
+        return _result(self.func, values, dict(self.options))
 
     def _exactly(self) -> Any:
         return self.func, exactly(self.operands), exactly(self.options), self.dtype
@@ -243,41 +239,13 @@ def operator_name(func: Any) -> str:
 
 _CONJUGATE = Function(torch.ops.aten.conj_physical.default, 0, (None,), (), alone=False)
 _NEGATE = Function(torch.ops.aten.neg.default, 0, (None,), (), alone=False)
-EXACT = {
-    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "clamp", "clamp_min", "clamp_max"),
-    *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__lshift__", "__rshift__", "floor_divide"),
-    *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "conj_physical"),
-}
-"""Functions whose results are rounded the same wherever in a tensor an element lies."""
-INEXACT = {"exp", "exp2", "expm1", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
-"""Those that torch computes by other instructions at the end of a row."""
-_CHUNK, _VECTOR = 32_768, 64
 
 
-def steady(func: Callable[..., torch.Tensor], values: list[Any], options: dict[str, Any]) -> torch.Tensor:
+def _result(func: Any, operands: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor:
     """Return an elementwise function's result, with the same bits however the tensors are cut."""
-    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.ndim]
-    if operator_name(func) in EXACT or not tensors:
-        return func(*values, **options)
-    shape = tensors[0].shape
-    flat = [each.reshape(-1) if isinstance(each, torch.Tensor) and each.ndim else each for each in values]
-    # torch computes whole vectors by other instructions than what is left at the end, and cuts long tensors for its
-    # threads: here each element is in a whole vector of a short tensor.
-    count, parts = tensors[0].numel(), list[torch.Tensor]()
-    for start in range(0, count, _CHUNK):
-        length = min(_CHUNK, count - start)
-        pieces = [
-            _pad(each[start : start + length]) if isinstance(each, torch.Tensor) and each.ndim else each
-            for each in flat
-        ]
-        parts.append(func(*pieces, **options)[:length])
-    return torch.cat(parts).reshape(shape)
-
-
-def _pad(chunk: torch.Tensor) -> torch.Tensor:
-    """Return a chunk padded to whole vectors with its last element."""
-    return torch.cat([chunk, chunk[-1:].expand(-len(chunk) % _VECTOR)])
+    if is_exact(operator_name(func), operands, options):
+        return func(*operands, **options)  # type: ignore[no-any-return]
+    return steady(func, operands, options)
 
 
 @lru_cache(maxsize=256)
@@ -370,7 +338,7 @@ def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
         elif _is_own_inverse(step):
             own = step
         elif isinstance(step, Cast):
-            return f"is rounded: {short(step.source)} -> {short(step.dtype)}"
+            return f"is rounded: {dtype_name(step.source)} -> {dtype_name(step.dtype)}"
         else:
             return f"is computed: {step}"
         back = joined((own,), back)

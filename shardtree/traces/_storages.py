@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ._recording import Record
+from ._cells import Cells
 
 _OURS, _TORCH = __file__.removesuffix("_storages.py"), tuple(torch.__path__)
 _WHICH = {
@@ -28,7 +27,7 @@ class Storage(torch.TypedStorage):
     def __new__(cls, *args: Any) -> Storage:
         return object.__new__(cls)  # that of typed ones makes memory
 
-    def __init__(self, record: Record, tensor: torch.Tensor, true: Any, name: str) -> None:
+    def __init__(self, record: Cells, tensor: torch.Tensor, true: Any, name: str) -> None:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             alias = tensor.detach()  # the tensor itself may get other data
         object.__setattr__(self, "_which", (record, alias, true, name))

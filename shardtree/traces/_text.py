@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 from ..core.lazy import dense
 from ..errors import plural
+from ._fields import Fields
 from ._moves import Loop, Move, rolled
 from ._steps import Constant
-
-if TYPE_CHECKING:
-    from ._trace import Trace
 
 _SHOWN = 16
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def trace_text(trace: Trace) -> str:
+def trace_text(trace: Fields) -> str:
     """Return a trace's printed form, of at most some moves for each output."""
     lines = [f"trace: {plural(len(trace.sources), 'source')} -> {plural(len(trace.outputs), 'output')}"]
     for name, kind in trace.outputs.items():
@@ -27,15 +24,10 @@ def trace_text(trace: Trace) -> str:
             continue
         lines.append(f"  {name}: {kind} =")
         moves = rolled(trace.moves[name])
-        lines += [f"    {move_text(move, kind.shape, root_shape(trace, move))}" for move in moves[:_SHOWN]]
+        lines += [f"    {move_text(move, kind.shape, trace.root_shape(move))}" for move in moves[:_SHOWN]]
         lines += [f"    and {len(moves) - _SHOWN} more moves"] if len(moves) > _SHOWN else []
         lines += ["    nothing"] if not moves and kind.numel else []
     return "\n".join(lines)
-
-
-def root_shape(trace: Trace, move: Move) -> tuple[int, ...]:
-    """Return the shape of what a move is from; of what is constant or computed, a flat one."""
-    return trace.sources[move.root].shape if isinstance(move.root, str) else (move.last + 1,)
 
 
 def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:

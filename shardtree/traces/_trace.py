@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..errors import KeyMismatch, ShapeError, TraceError, error_text
 from ._boxes import reads_of
 from ._differences import Difference, differences
 from ._evaluate import dense_tensor, filled, leaves
+from ._fields import Fields
 from ._moves import Move, Moves, read_of, rolled, turned
 from ._problems import Problem, problems_of
 from ._steps import Computed, Constant, Kind, Operand, kind_of, undone
@@ -26,25 +27,19 @@ Place = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Trace:
+class Trace(Fields):
     """What code does to elements: for each output, which elements of which sources it is made of, and how.
 
     A pure value: functions of it give others, `==` compares what is done, exactly, however it was done, and `print`
     shows it. `shardtree.trace` makes one.
 
     Attributes:
-        sources: the kind of each tensor that the code was given.
-        outputs: the kind of each that it made.
-        moves: for each output where its elements come from; of no common place.
-        tied: outputs that are the same view of the same memory as another one.
-        overwritten: for each output what was written to it first, and then something else over it.
+        sources: Kind of each tensor that the code was given.
+        outputs: Kind of each tensor that it made.
+        moves: Moves into each output, no two of which write the same place.
+        tied: Outputs that are the same view of the same memory as another one, with that one's name.
+        overwritten: Moves into each output over which something else was written later.
     """
-
-    sources: Mapping[str, Kind]
-    outputs: Mapping[str, Kind]
-    moves: Mapping[str, Moves]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    overwritten: Mapping[str, Moves] = field(default_factory=dict)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], *, fill: float | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs, made of the sources' elements: new dense tensors on their device; tied ones are the same.

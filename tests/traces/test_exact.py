@@ -314,3 +314,41 @@ def test_an_expanded_view_is_refused_where_torch_refuses_it_and_by_what_happened
         run(GIVEN)
     with pytest.raises(TraceError, match="writing can't be recorded for 'w': the view has elements more than once"):
         traced(run)
+
+
+# Functions, by where elements lie.
+
+LONG = {"z": torch.randn(67, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))}
+LONG["h"] = LONG["z"].real.to(torch.bfloat16)
+ROUNDED: dict[str, Callable[[Tensors], torch.Tensor]] = {
+    "power": lambda tensors: tensors["h"].float().abs() ** 3.3,
+    "complex product": lambda tensors: tensors["z"] * tensors["z"].flip(0),
+    "complex factor": lambda tensors: tensors["z"] * (2.3 + 1j),
+    "alpha": lambda tensors: torch.add(tensors["h"], tensors["h"].flip(0), alpha=0.3),
+}
+
+
+def check_parts(make: Callable[[Tensors], torch.Tensor]) -> None:
+    found = st.trace(lambda tensors: {"out": make(tensors)}, LONG)
+    whole = found(LONG)["out"]
+    for count in range(1, len(whole) + 1):
+        part = found.narrow({"out": ((0,), (count,))})(LONG)["out"]
+        assert torch.equal(bits_of(part), bits_of(whole[:count]))
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_an_element_is_rounded_the_same_however_its_output_is_cut(name: str) -> None:
+    check_parts(ROUNDED[name])
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_law_of_roundings_catches_functions_taken_for_exact(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(_steps, "is_exact", lambda name, operands, options: True)
+    with pytest.raises(AssertionError):
+        check_parts(ROUNDED[name])
+
+
+def test_a_number_is_rounded_as_the_code_rounds_it() -> None:
+    for number in LONG["z"]:
+        found = st.trace(lambda tensors: {"out": tensors["z"] * (2.3 + 1j)}, {"z": number})
+        assert torch.equal(bits_of(found({"z": number})["out"]), bits_of(number * (2.3 + 1j)))

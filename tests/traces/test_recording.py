@@ -269,6 +269,11 @@ def test_a_tracer_does_for_a_slice_of_safetensors() -> None:
     assert torch.equal(found(GIVEN)["w"], GIVEN["w"][2:, :2])
 
 
+def test_a_dtype_that_safetensors_has_no_name_for_is_refused() -> None:
+    with pytest.raises(TraceError, match="safetensors has no name for complex128"):
+        st.trace(lambda tensors: {"w": tensors["w"].get_dtype()}, {"w": torch.empty(2, dtype=torch.complex128)})
+
+
 class Wrapped(torch.Tensor):
     """A tensor around another, as a DTensor is."""
 

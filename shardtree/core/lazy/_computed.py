@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from ...errors import ShapeError, UnsupportedValue, error_text
 from ..geometry import slabs, slices
 from ._bits import flat_bytes
-from ._sources import Fetch, Shape, Source
+from ._sources import Box, Boxwise, Identify, Recipe, Shape, Source
+from ._steady import is_exact, steady, whole_vectors
 
 WINDOW_BYTES = 16 * 2**20
 """Memory of one window: its parts of the operands and of the result."""
@@ -19,108 +20,103 @@ WINDOW_BYTES = 16 * 2**20
 _FIX = "Give a function of each element alone, and compute what needs the whole tensor, such as a norm, beforehand."
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Elementwise:
-    """A tensor of which each element is a function of other tensors' elements at the same index.
+def arithmetic(
+    function: Callable[..., torch.Tensor],
+    operands: Sequence[Any],
+    options: Mapping[str, Any],
+    shape: Shape,
+    dtype: torch.dtype,
+    name: str,
+) -> Boxwise:
+    """Return the source of a sum, difference, product or quotient of elements, or their negative.
 
-    Attributes:
-        function: from the operands, in order, to a tensor of their shape.
-        operands: sources of one shape, and scalars.
-        options: keywords of the function.
-        shape: of the sources and the result.
-        dtype: of the result.
-        name: for errors and ``repr``.
-        is_checked: whether the function is a caller's. Then it is tested on the first window that is read, and on
-            later ones that have more distinct elements to test.
-        tests: how many elements each test had so far: a memo that changes no result.
+    Args:
+        function: Function of the operands and options.
+        operands: Sources of one shape, and scalars.
+        options: Keywords of the function.
+        shape: Shape of the sources and the result.
+        dtype: Dtype of the result.
+        name: Name for errors and ``repr``.
     """
+    is_steady = is_exact(function.__name__, operands, options)
 
-    function: Callable[..., torch.Tensor]
-    operands: tuple[Any, ...]
-    options: Mapping[str, Any]
-    shape: Shape
-    dtype: torch.dtype
-    name: str
-    is_checked: bool = False
-    tests: list[int] = field(default_factory=list)
+    def compute(values: Sequence[Any]) -> torch.Tensor:
+        return function(*values, **options) if is_steady else steady(function, values, options)
 
-    @property
-    def made_of(self) -> tuple[Any, ...] | None:
-        """What identifies it: names, numbers and sources; None with a caller's function, which has no identity."""
-        if self.is_checked:
-            return None
-        values = (each if isinstance(each, Source) else scalar_text(each) for each in self.operands)
-        options = (f"{word}={scalar_text(value)}" for word, value in sorted(self.options.items()))
-        return self.function.__name__, ", ".join(options), *values
+    def identify() -> tuple[Any, ...]:
+        words = (f"{word}={scalar_text(value)}" for word, value in sorted(options.items()))
+        values = (value if _is_source(value) else scalar_text(value) for value in operands)
+        return function.__name__, ", ".join(words), *values
 
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The operands that are tensors."""
-        return tuple(each for each in self.operands if isinstance(each, Source))
-
-    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box's elements in a new tensor that the caller owns."""
-        box = torch.empty(shape, dtype=self.dtype, device="cpu")
-        for start, window in self._windows(shape):
-            place = tuple(map(sum, zip(offset, start, strict=True)))
-            values = [each.read_box(place, window) if isinstance(each, Source) else each for each in self.operands]
-            result = self._value(values, window)
-            # The usual case of a small read: no copy into a larger result.
-            if window == shape:
-                return result.contiguous()
-            box[slices(start, window)] = result
-        return box
-
-    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield what reading the box would fetch from storage, in that order."""
-        for start, window in self._windows(shape):
-            place = tuple(map(sum, zip(offset, start, strict=True)))
-            for each in self.sources:
-                yield from each.box_fetches(place, window)
-
-    def _windows(self, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
-        row = self.dtype.itemsize + sum(each.dtype.itemsize for each in self.sources)
-        return slabs(shape, max(1, WINDOW_BYTES // row))
-
-    def _value(self, values: Sequence[Any], window: Shape) -> torch.Tensor:
-        if self.is_checked:
-            count = elements_tested(values)
-            if not self.tests or count > max(self.tests):
-                check_elementwise(self.function, values)
-                self.tests.append(count)
-            # As tensors of one axis, since torch promotes dtypes of tensors without axes differently.
-            values = [value.reshape(-1) for value in values]
-        # Sums, products and quotients of real numbers are rounded the same everywhere. Others may not be: torch
-        # computes the end of a row element by element, and the rest by vector instructions.
-        is_exact = not (self.is_checked or self.options or self.dtype.is_complex)
-        if is_exact or not (window or self.is_checked):
-            return self.function(*values, **self.options)
-        return self._in_chunks(values).view(window)
-
-    def _in_chunks(self, values: Sequence[Any]) -> torch.Tensor:
-        """Return a window's elements along one axis, each computed as all others are, however the window is cut."""
-        flat = [value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim else value for value in values]
-        count = next(value.numel() for value in flat if isinstance(value, torch.Tensor) and value.ndim)
-        elements = torch.empty(count, dtype=self.dtype, device="cpu")
-        for start in range(0, count, _CHUNK):
-            stop = min(count, start + _CHUNK)
-            parts = [_pad(each[start:stop]) if isinstance(each, torch.Tensor) and each.ndim else each for each in flat]
-            result = self.function(*parts, **self.options)
-            check_kind(result, tuple(parts[0].shape) if self.is_checked else None, self.dtype)
-            elements[start:stop] = result[: stop - start]
-        return elements
+    return _by_windows(compute, operands, shape, dtype, name, identify)
 
 
-_CHUNK = 32_768
-"""So many elements torch computes in one thread: with several, each one's share would have an end of its own."""
-_VECTOR = 64
-"""A multiple of the elements in a processor's vector, whatever the processor."""
+def mapped(function: Callable[..., torch.Tensor], lazies: Sequence[Source], dtype: torch.dtype, name: str) -> Boxwise:
+    """Return the source of a caller's function of each element.
+
+    The function is tested on the first window that is read, and on later ones that have more distinct elements to test.
+
+    Args:
+        function: Function of tensors of one axis.
+        lazies: Operands, of one shape.
+        dtype: Dtype of the result.
+        name: Name for errors and ``repr``.
+    """
+    tests: list[int] = []  # how many elements each test had so far: a memo that changes no result
+
+    def checked(*parts: torch.Tensor) -> torch.Tensor:
+        result = function(*parts)
+        check_kind(result, tuple(parts[0].shape), dtype)
+        return result
+
+    def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        count = elements_tested(values)
+        if not tests or count > max(tests):
+            check_elementwise(function, values)
+            tests.append(count)
+        # As tensors of one axis, since torch promotes dtypes of tensors without axes differently.
+        return steady(checked, [value.reshape(-1) for value in values], {}).view(values[0].shape)
+
+    return _by_windows(compute, lazies, tuple(lazies[0].shape), dtype, name, _unknown)
 
 
-def _pad(chunk: torch.Tensor) -> torch.Tensor:
-    """Return a chunk padded to whole vectors with its last element."""
-    missing = -len(chunk) % _VECTOR
-    return torch.cat([chunk, chunk[-1:].expand(missing)]) if missing else chunk.contiguous()
+def _by_windows(
+    compute: Callable[[Sequence[Any]], torch.Tensor],
+    operands: Sequence[Any],
+    shape: Shape,
+    dtype: torch.dtype,
+    name: str,
+    identify: Identify,
+) -> Boxwise:
+    """Return the source of elements that are computed from those at their index, one window of a box at a time."""
+    sources = [value for value in operands if _is_source(value)]
+    most = max(1, WINDOW_BYTES // (dtype.itemsize + sum(source.dtype.itemsize for source in sources)))
+
+    def recipe(box: Box) -> Recipe:
+        windows = list(slabs(box.shape, most))
+
+        def make(parts: Iterator[torch.Tensor]) -> torch.Tensor:
+            whole = torch.empty(box.shape, dtype=dtype, device="cpu")
+            for start, window in windows:
+                elements = compute([next(parts) if _is_source(value) else value for value in operands])
+                # The usual case of a small read: no copy into a larger result.
+                if window == box.shape:
+                    return elements.contiguous()
+                whole[slices(start, window)] = elements
+            return whole
+
+        places = [Box(tuple(map(add, box.offset, start)), window) for start, window in windows]
+        return [(source, place) for place in places for source in sources], make
+
+    return Boxwise(name, shape, dtype, recipe, identify)
+
+
+def _is_source(operand: Any) -> bool:
+    return hasattr(operand, "read_box")  # `isinstance` would evaluate all properties of the protocol
+
+
+def _unknown() -> None:
+    """Return no identity: a caller's function has none."""
 
 
 def scalar_text(value: Any) -> str:
@@ -203,7 +199,7 @@ def _sample(value: torch.Tensor) -> torch.Tensor:
 
 def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what a function gives for tensors, which it is passed along one axis, as whole vectors."""
-    flat = [_pad(value.reshape(-1)) for value in values]
+    flat = [whole_vectors(value.reshape(-1)) for value in values]
     result = function(*flat)
     check_kind(result, tuple(flat[0].shape), None)
     count, shape = values[0].numel(), tuple(values[0].shape)
@@ -215,64 +211,45 @@ def _not_elementwise(how: str) -> UnsupportedValue:
     return UnsupportedValue(error_text(what, fix=_FIX))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Product:
-    """The product of two matrices, computed in blocks: whole rows of the left by whole columns of the right.
+def product(left: Source, right: Source) -> Boxwise:
+    """Return the source of the product of two matrices, (M, K) and (K, N): whole rows by whole columns, in blocks.
 
     Blocks are on one grid, whatever is read, so that each element has the same bits however the product is cut. Where
     one block holds all of it, these are what ``torch.matmul`` gives. Else sums may be rounded differently: within
     ``K * eps * (abs(left) @ abs(right))``, K the length of the sums.
-
-    Attributes:
-        left: (M, K).
-        right: (K, N).
-        shape: (M, N).
-        dtype: of all three.
     """
+    inner, (rows_in_all, columns_in_all), dtype = left.shape[1], (left.shape[0], right.shape[1]), left.dtype
+    most = WINDOW_BYTES // dtype.itemsize
+    # Half of the memory is for the right's columns, which stay while blocks of the left's rows pass.
+    width = max(1, min(columns_in_all, most // 2 // max(1, inner)))
+    height = max(1, (most - width * max(1, inner)) // (max(1, inner) + width))
 
-    left: Source
-    right: Source
-    shape: Shape
-    dtype: torch.dtype
+    def recipe(box: Box) -> Recipe:
+        columns_of = list(_spans(box.offset[1], box.shape[1], width, columns_in_all)) if inner else []
+        rows_of = list(_spans(box.offset[0], box.shape[0], height, rows_in_all))
 
-    @property
-    def made_of(self) -> tuple[Any, ...]:
-        """What identifies it."""
-        return "matmul", self.left, self.right
-
-    @property
-    def name(self) -> str:
-        """For errors and ``repr``."""
-        return f"matmul({self.left.name}, {self.right.name})"
-
-    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box's elements in a new tensor that the caller owns."""
-        box, inner = torch.zeros(shape, dtype=self.dtype, device="cpu"), self.left.shape[1]
-        height, width = self._block()
-        for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
+        def needs() -> Iterator[tuple[Source, Box]]:
             # Each column of the right is read once; rows of the left are read again for each block of columns.
-            right = self.right.read_box((0, column), (inner, columns))
-            for row, rows in _spans(offset[0], shape[0], height, self.shape[0]):
-                block = torch.matmul(self.left.read_box((row, 0), (rows, inner)), right)
-                low, left = max(row, offset[0]), max(column, offset[1])
-                part = block[low - row : offset[0] + shape[0] - row, left - column : offset[1] + shape[1] - column]
-                box[low - offset[0] :, left - offset[1] :][: part.shape[0], : part.shape[1]] = part
-        return box
+            for column, columns in columns_of:
+                yield right, Box((0, column), (inner, columns))
+                for row, rows in rows_of:
+                    yield left, Box((row, 0), (rows, inner))
 
-    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield what reading the box would fetch from storage, in that order."""
-        inner, (height, width) = self.left.shape[1], self._block()
-        for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
-            yield from self.right.box_fetches((0, column), (inner, columns))
-            for row, rows in _spans(offset[0], shape[0], height, self.shape[0]):
-                yield from self.left.box_fetches((row, 0), (rows, inner))
+        def make(parts: Iterator[torch.Tensor]) -> torch.Tensor:
+            whole, (top, first) = torch.zeros(box.shape, dtype=dtype, device="cpu"), box.offset
+            for column, _ in columns_of:
+                columns = next(parts)
+                for row, _ in rows_of:
+                    block = torch.matmul(next(parts), columns)
+                    low, start = max(row, top), max(column, first)
+                    part = block[low - row : top + box.shape[0] - row, start - column : first + box.shape[1] - column]
+                    whole[low - top :, start - first :][: part.shape[0], : part.shape[1]] = part
+            return whole
 
-    def _block(self) -> tuple[int, int]:
-        """Return how many rows and columns a block has."""
-        inner, most = max(1, self.left.shape[1]), WINDOW_BYTES // self.dtype.itemsize
-        # Half of the memory is for the right's columns, which stay while blocks of the left's rows pass.
-        width = max(1, min(self.shape[1], most // 2 // inner))
-        return max(1, (most - width * inner) // (inner + width)), width
+        return needs(), make
+
+    name = f"matmul({left.name}, {right.name})"
+    return Boxwise(name, (rows_in_all, columns_in_all), dtype, recipe, lambda: ("matmul", left, right))
 
 
 def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int, int]]:
@@ -281,45 +258,29 @@ def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int
     return ((low, min(step, length - low)) for low in range(first, start + count, step))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OfWhole:
-    """What a caller's function returns for a whole tensor, computed at the first read and kept: a row of means, say.
+def of_whole(
+    function: Callable[[torch.Tensor], torch.Tensor], operand: Source, shape: Shape, dtype: torch.dtype
+) -> Boxwise:
+    """Return the source of a caller's function of a whole tensor, computed at the first read: a row of means, say.
 
-    Attributes:
-        function: from the operand's elements to a tensor of `shape` and `dtype`.
-        operand: all of it is in memory while the function runs.
-        shape: of the result.
-        dtype: of the result.
-        memo: the result, once it is computed: a memo that changes no result.
+    Args:
+        function: Function from all of the operand's elements to a tensor of `shape` and `dtype`.
+        operand: Tensor that is in memory as a whole while the function runs.
+        shape: Shape of the result.
+        dtype: Dtype of the result.
     """
+    memo: list[torch.Tensor] = []  # the result, once it is computed
 
-    function: Callable[[torch.Tensor], torch.Tensor]
-    operand: Source
-    shape: Shape
-    dtype: torch.dtype
-    memo: list[torch.Tensor] = field(default_factory=list)
+    def recipe(box: Box) -> Recipe:
+        def make(parts: Iterator[torch.Tensor]) -> torch.Tensor:
+            if not memo:
+                memo.append(function(next(parts)))
+            return memo[0][slices(*box)].clone()
 
-    @property
-    def made_of(self) -> None:
-        """What identifies it: nothing, since a caller's function has no identity."""
-        return None
+        # Whole, whatever is read of the result: cut otherwise, sums could be rounded otherwise.
+        return [(operand, Box((0,) * len(operand.shape), operand.shape))], make
 
-    @property
-    def name(self) -> str:
-        """For errors and ``repr``."""
-        return f"a function of {self.operand.name}"
-
-    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box's elements in a new tensor that the caller owns."""
-        if not self.memo:
-            # Whole, whatever is read of the result: cut otherwise, sums could be rounded otherwise.
-            whole = self.operand.read_box((0,) * len(self.operand.shape), self.operand.shape)
-            self.memo.append(self.function(whole))
-        return self.memo[0][slices(offset, shape)].clone()
-
-    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield what reading the box would fetch from storage, in that order."""
-        return self.operand.box_fetches((0,) * len(self.operand.shape), self.operand.shape)
+    return Boxwise(f"a function of {operand.name}", shape, dtype, recipe, _unknown)
 
 
 def check_one_shape(name: str, operation: str, shapes: Sequence[Shape]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import MetadataError, UnsupportedValue, error_text, shorten
 from ..ambient import shielded
-from ._computed import Elementwise, OfWhole, check_kind, check_one_shape
+from ._computed import check_kind, check_one_shape, mapped, of_whole
 from ._filled import has_no_elements, memory_beside
 from ._sources import ReadBox, Shape, Stored, dense
 from ._tensor import LazyTensor, of_source
@@ -78,8 +78,7 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(one.dtype) for one in lazies))
     check_kind(sample, (1,), None)
     name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
-    shape = tuple(lazies[0].shape)
-    return of_source(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
+    return of_source(mapped(function, lazies, sample.dtype, name))
 
 
 def computed(
@@ -109,7 +108,7 @@ def computed(
         tensor([1.])
     """
     if isinstance(data, LazyTensor):
-        return of_source(OfWhole(function, data, tuple(shape), dtype))
+        return of_source(of_whole(function, data, tuple(shape), dtype))
     if isinstance(data, torch.Tensor) and has_no_elements(data):
         return memory_beside(data, shape, dtype)
     return None if data is None else function(data)

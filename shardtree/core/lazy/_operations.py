@@ -11,6 +11,7 @@ import torch
 
 from ...errors import UnsupportedValue, error_text
 from ._sources import Strided
+from ._steady import ALIASES
 
 Class = TypeVar("Class", bound=type)
 
@@ -23,10 +24,7 @@ VIEWS = {
 # These, without options, return the tensor itself, which is immutable and on the CPU.
 UNCHANGED: dict[str, torch.dtype | None] = {"clone": None, "contiguous": None, "cpu": None, "detach": None}
 JOINS = {"cat", "concat", "concatenate", "stack"}
-ARITHMETIC = {
-    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv"),
-    *("rsub", "neg", "negative"),
-}
+ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", *ALIASES}
 PRODUCTS = {"matmul", "mm"}
 INQUIRIES = {
     *("dim", "ndimension", "size", "numel", "nelement"),
@@ -92,10 +90,9 @@ def _refuser(operation: str) -> Callable[..., Any]:
 
 
 def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
-    """Return whether an operation gave a view of its operand, with the same elements read as the same dtype."""
+    """Return whether an operation gave a view of its operand; a result without elements counts as a view."""
     # Storages are compared, since meta tensors have no addresses.
-    shared = result.untyped_storage()._cdata == operand.untyped_storage()._cdata
-    return result.dtype == operand.dtype and (shared or not result.numel())
+    return not result.numel() or result.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
 
 def place_of(tensor: torch.Tensor) -> Strided:

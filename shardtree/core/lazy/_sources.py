@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from operator import add, le, mul
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -119,9 +119,6 @@ def _dot(left: Sequence[int], right: Sequence[int]) -> int:
     return sum(map(mul, left, right))
 
 
-# The bytes of tensors in memory.
-
-
 # Dense tensors that read any box of themselves.
 
 ReadBox = Callable[[Shape, Shape], torch.Tensor]
@@ -141,7 +138,6 @@ class Fetch(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-@runtime_checkable
 class Source(Protocol):
     """A dense row-major tensor that reads any box of itself. A lazy tensor is one too."""
 
@@ -188,6 +184,44 @@ class Stored:
     @property
     def made_of(self) -> tuple[Any, ...]:
         return (self.name,)
+
+
+Recipe = tuple[Iterable[tuple[Source, Box]], Callable[[Iterator[torch.Tensor]], torch.Tensor]]
+"""Boxes of sources, in the order of their reads, and the function that makes a box's elements of theirs."""
+Identify = Callable[[], tuple[Any, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxwise:
+    """A tensor any box of which is computed from boxes of others.
+
+    Attributes:
+        name: Name for errors and ``repr``.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        recipe: Function from a box to its recipe. What makes the elements, a new tensor that the caller owns, is given
+            an iterator that reads each box only when it is asked for the next one.
+        identify: Function that returns what tells the tensor from others, with the sources among it; or None, for
+            functions of a caller's.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    recipe: Callable[[Box], Recipe]
+    identify: Identify
+
+    @property
+    def made_of(self) -> tuple[Any, ...] | None:
+        return self.identify()
+
+    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        needs, make = self.recipe(Box(offset, shape))
+        return make(source.read_box(*box) for source, box in needs)
+
+    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
+        needs, _ = self.recipe(Box(offset, shape))
+        return chain.from_iterable(source.box_fetches(*box) for source, box in needs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 from ...errors import ShapeError, error_text, shorten
 from ..ambient import shielded
 from . import _operations as operations
-from ._computed import Elementwise, Product, check_one_shape
+from ._computed import arithmetic, check_one_shape, product
 from ._sources import (
     Box,
     Concatenated,
@@ -283,7 +283,7 @@ def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[s
     meta = _meta(lazy)
     result = _call_with_meta(lazy, meta, func, args, kwargs)
     pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-    if not all(operations.is_view(piece, meta) for piece in pieces):
+    if not all(piece.dtype == meta.dtype and operations.is_view(piece, meta) for piece in pieces):
         raise operations.refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
     views = tuple(LazyTensor(lazy.source, operations.place_of(piece), lazy.casts) for piece in pieces)
     return views[0] if isinstance(result, torch.Tensor) else views
@@ -316,7 +316,7 @@ def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -
     check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
     # On meta tensors, for torch's own promotion of tensors, 0-dim tensors and Python numbers.
     result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
-    return of_source(Elementwise(func, operands, kwargs, tuple(result.shape), result.dtype, name))
+    return of_source(arithmetic(func, operands, kwargs, tuple(result.shape), result.dtype, name))
 
 
 def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
@@ -340,7 +340,7 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
         kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
         expected = "as many columns as the other has rows, and one dtype"
         raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: {func.__name__}", found=kinds, expected=expected))
-    return of_source(Product(left, right, (left.shape[0], right.shape[1]), left.dtype))
+    return of_source(product(left, right))
 
 
 def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> torch.Tensor:

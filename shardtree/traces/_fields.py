@@ -1,0 +1,24 @@
+"""What a trace consists of, as data: its functions take this, and the trace itself has them as methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ._moves import Move, Moves
+from ._steps import Kind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fields:
+    """Sources and outputs of code, and the moves between them: the fields of a `Trace`, which documents them."""
+
+    sources: Mapping[str, Kind]
+    outputs: Mapping[str, Kind]
+    moves: Mapping[str, Moves]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    overwritten: Mapping[str, Moves] = field(default_factory=dict)
+
+    def root_shape(self, move: Move) -> tuple[int, ...]:
+        """Return the shape of a move's root; a constant's or a computed one's is flat."""
+        return self.sources[move.root].shape if isinstance(move.root, str) else (move.last + 1,)
