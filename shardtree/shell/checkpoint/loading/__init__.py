@@ -42,14 +42,15 @@ else:
             "._checks": "CommonOf Keys Run check_rank in_common_state unexpected_keys",
             "._choice": "ExchangeChoice Place bytes_wanted_twice exchange_choice place_of",
             "._groups": "Shards by_dtype groups_of stored_shard traits_of_load",
+            "._load": "load",
             "._objects": "ObjectsFit fit_objects objects_metadata",
             "._plain": "asking_whole",
             "._prospect": "prospect",
             "._read": "Destination Reading as_stored convert_all deliver destination_of read_into read_shards",
             "._strict": (
-                "Omissions RAISING RANK_VALUES StrictHandling log_untaken mismatched_keys parse_strict refuse_omissions"
+                "Omissions RAISING RANK_VALUES StrictHandling log_untaken mismatched_keys parse_strict "
+                "refuse_omissions"
             ),
             "._targets": "CPU Kinds Target check_tensors new_memory take_apart usable_device",
-            "._load": "load",
         },
     )
