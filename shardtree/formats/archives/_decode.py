@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...core.codec import MAX_INT, PATHS, device_of, exactly, path_of
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
+from ...kit import MAX_INT, PATHS, device_of, exactly, path_of
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader

@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.codec import (
+from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
+from ...kit import (
     MAX_DEPTH,
     NUMPY_NAME,
     NUMPY_SCALARS,
     PATHS,
     Child,
+    Hole,
+    Record,
     byte_buffer,
     check_storable,
     crc32,
@@ -37,8 +40,6 @@ from ...core.codec import (
     step_of,
     type_name,
 )
-from ...core.trees import Hole, Record
-from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
 from ._payload import begin_archive, finish_archive

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from ...core.codec import decode_header, header_length, parse_json
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Storage, listed
-from ...shell.table import Checkpoint, Fields, fields_of_backend
+from ...kit import Checkpoint, Fields, Storage, decode_header, fields_of_backend, header_length, listed, parse_json
 
 # The names of a Hugging Face model's files, and the choice of the one by which a folder is read
 

@@ -14,11 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ...core.codec import canonical_json
-from ...core.geometry import as_int
-from ...core.layouts import ShardColumns, check_access
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import level_writes
 from ...errors import (
     AlreadyACheckpoint,
     IntegrityError,
@@ -28,26 +23,31 @@ from ...errors import (
     error_text,
     render_path,
 )
-from ...shell.storage import (
-    Buffer,
-    can,
-    digest,
-    make_folder,
-    move,
-    remove_folder,
-    reported_parts,
-    sync_folder,
-    write_parts,
-)
-from ...shell.table import (
+from ...kit import (
     METADATA_FILE,
     AsyncRequest,
+    Buffer,
     Fields,
     PendingSave,
     SaveSharded,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
     abandoning,
+    as_int,
+    can,
+    canonical_json,
+    check_access,
     check_seen,
+    digest,
+    level_writes,
+    make_folder,
+    move,
+    remove_folder,
     replace_metadata,
+    reported_parts,
+    sync_folder,
+    write_parts,
 )
 from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name

@@ -10,12 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.geometry import box_column, shared_groups, volumes
-from ...core.layouts import ShardColumns, TensorKind
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import ByteRanges, StoredFile
-from ...shell.table import Checkpoint, Comparison
-from ...shell.table.index import Index, build_index, int64, stored_columns
+from ...kit import (
+    ByteRanges,
+    Checkpoint,
+    Comparison,
+    Index,
+    ShardColumns,
+    StoredFile,
+    TensorKind,
+    box_column,
+    build_index,
+    int64,
+    shared_groups,
+    stored_columns,
+    volumes,
+)
 from ..archives import StoredTensor
 from ._copies import Copy, Stored, same_by_checksum
 from ._files import ArchiveFile

@@ -13,27 +13,46 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.layouts import TensorKind, shard_columns
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from ...maintenance import file_contents, regions_between, span_findings
-from ...shell.storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
-from ...shell.table import (
+from ...kit import (
     Checkpoint,
     Comparison,
     Damage,
     Finding,
+    IndexMetadata,
+    LoadPlan,
+    ReadCost,
+    ReadReport,
     Resolution,
+    ShardedObject,
+    ShardedTensor,
     Strategy,
+    TensorKind,
     check_fit,
     check_lengths,
     check_objects_known,
+    chunks_of,
+    fetch,
+    fetch_cost,
+    file_at,
+    file_contents,
+    find_texts,
+    find_unexpected,
     first_difference,
+    in_threads,
+    kind_at,
     memory_of,
+    opened,
     pieces_of,
+    plan_load,
+    plan_shards,
+    read_crc32,
+    regions_between,
+    shard_columns,
+    span_findings,
+    texts,
+    threads_of,
 )
-from ...shell.table.index import IndexMetadata, chunks_of, file_at, find_texts, kind_at, plan_shards, texts
 from ..archives import Record
 from ..torch import HEADERS
 from ._contents import Contents

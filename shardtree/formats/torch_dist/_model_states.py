@@ -14,12 +14,22 @@ from math import prod
 import numpy as np
 import torch
 
-from ...core.codec import dtype_name
-from ...core.geometry import Column
-from ...core.mapping import ShardedTensor
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.table import Checkpoint, Comparison, Read, first_difference
-from ...shell.table.index import Index, find_texts, kind_at, text_at, texts, whole_shard
+from ...kit import (
+    Checkpoint,
+    Column,
+    Comparison,
+    Index,
+    Read,
+    ShardedTensor,
+    dtype_name,
+    find_texts,
+    first_difference,
+    kind_at,
+    text_at,
+    texts,
+    whole_shard,
+)
 from ._listing import TORCH_DIST, Listing, read_listing
 
 

@@ -16,20 +16,28 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from ...core.codec import byte_buffer, dtype_from_name
-from ...core.geometry import Column
-from ...core.layouts import ShardColumns, TensorKind, join_columns
-from ...core.mapping import ShardedTensor, box_of
-from ...core.plans import grouped
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Buffer, digest, digest_of, in_threads
-from ...shell.table import Checkpoint, Copies
-from ...shell.table.index import (
+from ...kit import (
+    Buffer,
+    Checkpoint,
+    Column,
+    Copies,
     Index,
     ObjectRow,
+    ShardColumns,
+    ShardedTensor,
+    TensorKind,
+    box_of,
     build_index,
+    byte_buffer,
+    digest,
+    digest_of,
+    dtype_from_name,
     find_texts,
+    grouped,
+    in_threads,
     int64,
+    join_columns,
     kinds_at,
     stored_columns,
     texts,

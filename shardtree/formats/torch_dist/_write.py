@@ -10,15 +10,33 @@ from math import prod
 import numpy as np
 import torch
 
-from ...core.codec import check_storable, crc32, crc32_thread_bytes
-from ...core.geometry import Column, box_column, volumes, widen
-from ...core.layouts import ShardColumns, select_rows, shard_boxes, shard_columns
-from ...core.lazy import LazyTensor
-from ...core.mapping import ShardedObject, ShardedTensor
 from ...errors import CheckpointingException, error_text
-from ...shell.storage import Buffer, SizedBuffers, Task, make_folder, reported, sync_folder, tensor_buffers
-from ...shell.table import PendingSave, checked_data
-from ...shell.table.index import naming_data_of
+from ...kit import (
+    Buffer,
+    Column,
+    LazyTensor,
+    PendingSave,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
+    SizedBuffers,
+    Task,
+    box_column,
+    check_storable,
+    checked_data,
+    crc32,
+    crc32_thread_bytes,
+    make_folder,
+    naming_data_of,
+    reported,
+    select_rows,
+    shard_boxes,
+    shard_columns,
+    sync_folder,
+    tensor_buffers,
+    volumes,
+    widen,
+)
 from ..archives import archive_head, archive_length, archive_tail, encode_archive
 
 # The layout of one rank's data file, known before a byte is written

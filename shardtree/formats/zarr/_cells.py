@@ -9,9 +9,8 @@ from math import prod
 
 import numpy as np
 
-from ...core.geometry import Column, row_major_strides, span_numbers
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ...shell.storage import Storage
+from ...kit import Column, Storage, row_major_strides, span_numbers
 from ._array import Shape, StoredArray
 
 _MOST_FILLED = 2**40

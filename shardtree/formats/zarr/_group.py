@@ -13,14 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from ...core.codec import is_unicode, parse_json
-from ...core.geometry import Column, volumes, widen
-from ...core.layouts import ShardColumns, TensorKind
-from ...core.mapping import ShardedObject
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Storage, StoredFile, files_in, is_folder
-from ...shell.table import Checkpoint, is_object
-from ...shell.table.index import Index, build_index, int64, stored_columns, texts
+from ...kit import (
+    Checkpoint,
+    Column,
+    Index,
+    ShardColumns,
+    ShardedObject,
+    Storage,
+    StoredFile,
+    TensorKind,
+    build_index,
+    files_in,
+    int64,
+    is_folder,
+    is_object,
+    is_unicode,
+    parse_json,
+    stored_columns,
+    texts,
+    volumes,
+    widen,
+)
 from ..manifest import MANIFEST_FILE
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells

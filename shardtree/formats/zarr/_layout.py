@@ -12,29 +12,36 @@ from urllib.parse import quote
 
 import numpy as np
 
-from ...core.codec import check_storable, row_major_bits
-from ...core.geometry import Column, row_major_strides, volumes
-from ...core.layouts import ShardColumns, TensorKind, select_rows
-from ...core.lazy import LazyTensor
-from ...core.mapping import ShardedTensor
-from ...core.plans import Runs, StoredChunks, plan_load
 from ...errors import IntegrityError, error_text
-from ...shell.storage import (
+from ...kit import (
     BlockHasher,
     Buffer,
+    Column,
     Hashes,
+    LazyTensor,
+    Runs,
+    ShardColumns,
+    ShardedTensor,
     SizedBuffers,
     Storage,
+    StoredChunks,
+    TensorKind,
+    check_storable,
+    checked_data,
     digest,
     hash_column,
     hashed,
     in_parts,
+    plan_load,
     reported,
     reported_parts,
+    row_major_bits,
+    row_major_strides,
+    select_rows,
     tensor_buffers,
+    volumes,
     write_parts,
 )
-from ...shell.table import checked_data
 from ._array import Shape, StoredArray
 from ._cells import encode_shard_index, inner_counts
 from ._group import inner_cells

@@ -13,28 +13,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.codec import dtype_name
-from ...core.layouts import shard_columns
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import LoadPlan, ReadCost
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
-from ...shell.storage import Buffer, ReadReport, Storage, fetch
-from ...shell.table import (
+from ...kit import (
+    Buffer,
     Checkpoint,
+    IndexMetadata,
+    LoadPlan,
+    ReadCost,
+    ReadReport,
+    ShardedObject,
+    ShardedTensor,
+    Storage,
     check_lengths,
     check_objects_known,
     check_taken,
-    old_unique_key,
-    read_checked,
-)
-from ...shell.table.index import (
-    IndexMetadata,
+    dtype_name,
+    fetch,
     file_at,
     find_texts,
     objects_from_index,
+    old_unique_key,
     plan_shards,
     planned_cost,
+    read_checked,
     read_planned,
+    shard_columns,
 )
 from ...stores import MemoryStorage
 from ..archives import decode_archive

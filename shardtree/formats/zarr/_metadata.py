@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ...core.codec import dtype_from_name, dtype_name, parse_json
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
+from ...kit import dtype_from_name, dtype_name, parse_json
 from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, unsound_array, zarr_name
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain
 from ._extensions import understood

@@ -14,36 +14,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CorruptCheckpoint, StrategyError, error_text
-from ...maintenance import unused_files, without_prefix
-from ...shell.storage import (
+from ...kit import (
+    COLUMNS,
     Buffer,
-    Storage,
-    can,
-    locked,
-    make_folder,
-    remove_files,
-    remove_folder,
-    sync_folder,
-)
-from ...shell.table import (
     Checkpoint,
     Fields,
+    Index,
     PendingSave,
     ReadCache,
+    Storage,
+    can,
+    canonical_json,
     checked_entry,
+    decode_tree,
+    encode_tree,
+    load_common,
+    locked,
+    make_folder,
+    parse_json,
     read_checked,
     read_metadata,
+    remove_files,
+    remove_folder,
     replace_metadata,
-)
-from ...shell.table.index import (
-    COLUMNS,
-    Index,
-    load_common,
     sound_index,
+    sync_folder,
     texts,
     unsound_index,
+    unused_files,
+    without_prefix,
 )
 from ._array import StoredArray
 from ._layout import array_name

@@ -9,35 +9,38 @@ from math import prod
 
 import numpy as np
 
-from ...core.codec import canonical_json
-from ...core.geometry import Column
-from ...core.layouts import ShardColumns, check_stored_shards, select_rows, shard_columns
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import level_writes
 from ...errors import IntegrityError, StrategyError, error_text
-from ...shell.storage import (
-    BlockHasher,
-    Hashes,
-    StoredFile,
-    hash_column,
-    hashed,
-    make_folder,
-    remove_folder,
-    reported,
-    sync_folder,
-)
-from ...shell.table import (
+from ...kit import (
     METADATA_FILE,
     AsyncRequest,
+    BlockHasher,
+    Column,
     Fields,
+    Hashes,
     PendingSave,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
+    StoredFile,
     abandoning,
+    build_index,
+    canonical_json,
     check_objects_written,
     check_seen,
+    check_stored_shards,
     checked_entry,
+    encoded_object,
+    hash_column,
+    hashed,
+    level_writes,
+    make_folder,
+    remove_folder,
     replace_metadata,
+    reported,
+    select_rows,
+    shard_columns,
+    sync_folder,
 )
-from ...shell.table.index import build_index, encoded_object
 from ._cells import inner_counts
 from ._group import Rows, array_columns, chunk_rows, inner_cells
 from ._layout import ArrayLayout, ChunkFile, array_layouts, chunk_files, write_chunk_file

@@ -6,13 +6,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ...core.codec import canonical_json
-from ...core.geometry import Column
 from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
-from ...maintenance import files_findings, refused_findings, span_findings, untaken_findings, whole_file_findings
-from ...shell.storage import Storage, in_threads, read_if_there, threads_of
-from ...shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecked, checked_name, is_damaged
-from ...shell.table.index import file_at
+from ...kit import (
+    Checked,
+    Checkpoint,
+    Column,
+    Damage,
+    Finding,
+    Region,
+    Storage,
+    Unchecked,
+    canonical_json,
+    checked_name,
+    file_at,
+    files_findings,
+    in_threads,
+    is_damaged,
+    read_if_there,
+    refused_findings,
+    span_findings,
+    threads_of,
+    untaken_findings,
+    whole_file_findings,
+)
 from ..torch import archive_findings
 from ._array import Shape, StoredArray
 from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells

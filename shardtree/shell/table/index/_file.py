@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ....core.codec import Entry, decode_header, dtype_name, encode_header
+from ....core.codec import HeaderEntry, decode_header, dtype_name, encode_header
 from ....core.geometry import Column, box_column, volumes, widen
 from ....core.layouts import ShardColumns
 from ....errors import CheckpointingException, CorruptCheckpoint, error_text, plural
@@ -109,7 +109,7 @@ def encode_index(index: Index) -> bytes:
     entries, offset = [], 0
     for name, column in by_size:
         tag = _TAGS[column.dtype.name]
-        entries.append(Entry(name, tag, column.shape, offset, offset + column.nbytes))
+        entries.append(HeaderEntry(name, tag, column.shape, offset, offset + column.nbytes))
         offset += column.nbytes
     return b"".join([encode_header(entries), *(column.tobytes() for _, column in by_size)])
 
