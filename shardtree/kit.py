@@ -26,6 +26,8 @@ __all__ = [  # noqa: RUF022  (in groups)
     "ReadCache",
     "Resolution",
     "rows_from_index",
+    "rows_of_objects",
+    "rows_in_folder",
     "rows_of_saves",
     # Leaves: sharded tensors and objects, and trees of them.
     "LazyTensor",
@@ -132,8 +134,10 @@ __all__ = [  # noqa: RUF022  (in groups)
     "RankFiles",
     "item_buffers",
     "rank_file",
+    "save_file",
     "rank_files",
     "save_with_index",
+    "save_in_folder",
     "write_file",
     "BlockHasher",
     "Hashes",
@@ -483,7 +487,11 @@ if typing.TYPE_CHECKING:
         rank_files,
         read_planned,
         rows_from_index,
+        rows_in_folder,
+        rows_of_objects,
         rows_of_saves,
+        save_file,
+        save_in_folder,
         save_with_index,
         sound_index,
         stored_columns,
@@ -541,8 +549,9 @@ else:
                 "COLUMNS DeferredMetadata Index IndexMetadata ObjectRow RankFiles StoredItem build_index chunks_of "
                 "encoded_object file_at find_texts index_problem int64 item_buffers kind_at kinds_at load_common "
                 "load_from_index naming_data_of objects_from_index plan_shards planned_cost rank_file rank_files "
-                "read_planned rows_from_index rows_of_saves save_with_index sound_index stored_columns text_at "
-                "text_columns texts unsound_index whole_shard write_file"
+                "read_planned rows_from_index rows_in_folder rows_of_objects rows_of_saves save_file save_in_folder "
+                "save_with_index sound_index stored_columns text_at text_columns texts unsound_index whole_shard "
+                "write_file"
             ),
             "..shell.world": "World check_buffers check_one_each check_peer check_rank pack unpack",
         },

@@ -108,6 +108,8 @@ from .index import (
     item_buffers,
     rank_file,
     rank_files,
+    save_file,
+    save_in_folder,
     save_with_index,
     write_file,
 )
@@ -123,7 +125,7 @@ if typing.TYPE_CHECKING:
         by_reason,
         is_damaged,
     )
-    from .index import read_index, rows_from_index, rows_of_saves, stored_fingerprints
+    from .index import read_index, rows_from_index, rows_in_folder, rows_of_objects, rows_of_saves, stored_fingerprints
     from .index._metadata import PairsMapping
 else:
     from ...core.deferred import later
@@ -132,7 +134,7 @@ else:
         __name__,
         {
             "._findings": "Checked Damage Finding Region Unchecked VerifyReport by_reason is_damaged",
-            ".index": "read_index rows_from_index rows_of_saves stored_fingerprints",
+            ".index": "read_index rows_from_index rows_in_folder rows_of_objects rows_of_saves stored_fingerprints",
             ".index._metadata": "PairsMapping",
         },
     )

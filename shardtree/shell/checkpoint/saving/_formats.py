@@ -45,7 +45,8 @@ def checked_fields(fields: Any) -> Fields:
 
 def united_fields(fields: Fields, others: Fields) -> dict[str, Any]:
     """Return the fields of the shards' format and those of the objects', of which neither may overwrite the other's."""
-    if both := sorted(map(repr, fields.keys() & others.keys())):
+    # The save's name is the same in both, where both write to its folder.
+    if both := sorted(repr(name) for name in fields.keys() & others.keys() if fields[name] != others[name]):
         what = "save: the formats of the shards and of the objects beside them have the same fields of metadata.json"
         fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
         raise StrategyError(error_text(what, offenders=both, fix=fix))

@@ -37,6 +37,8 @@ from ._save import (
     naming_data_of,
     rank_file,
     rank_files,
+    save_file,
+    save_in_folder,
     save_with_index,
     write_file,
 )
@@ -58,6 +60,8 @@ if typing.TYPE_CHECKING:
         load_common,
         objects_from_index,
         rows_from_index,
+        rows_in_folder,
+        rows_of_objects,
         rows_of_saves,
     )
 else:
@@ -70,6 +74,9 @@ else:
             "._metadata": (
                 "DeferredMetadata IndexMetadata reasoned stored_fingerprints stored_keys stored_kinds untaken_of"
             ),
-            "._rows": "ReadIndex list_files load_common objects_from_index rows_from_index rows_of_saves",
+            "._rows": (
+                "ReadIndex list_files load_common objects_from_index rows_from_index rows_in_folder rows_of_objects "
+                "rows_of_saves"
+            ),
         },
     )
