@@ -20,7 +20,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "PendingSave",
     "Replaced",
     "SaveOptions",
-    "SaveSharded",
     "Strategy",
     "StrategyAction",
     "ReadCache",
@@ -34,7 +33,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "ShardedObject",
     "ShardedTensor",
     "Record",
-    "Hole",
     "HOLE",
     "leaves_with_paths",
     "without_holes",
@@ -58,30 +56,23 @@ __all__ = [  # noqa: RUF022  (in groups)
     "flat_boxes",
     "row_major_strides",
     "shared_groups",
-    "span_numbers",
     "volumes",
     "widen",
-    "as_int",
-    "int64",
     "check_access",
     "check_stored_shards",
     # Dtypes, values and JSON: bytes that represent them in files.
     "HeaderEntry",
     "MAX_DEPTH",
-    "MAX_INT",
     "NUMPY_NAME",
     "NUMPY_SCALARS",
     "PATHS",
     "Child",
     "addresses_of",
     "as_integers",
-    "bit_view",
     "byte_buffer",
     "canonical_json",
     "check_storable",
     "crc32",
-    "crc32_thread_bytes",
-    "decode_header",
     "decode_header_and_metadata",
     "decode_tree",
     "device_of",
@@ -95,7 +86,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "header_length",
     "is_dense",
     "is_quantised",
-    "is_unicode",
     "kind_from_file",
     "kind_in_file",
     "named_types",
@@ -139,20 +129,11 @@ __all__ = [  # noqa: RUF022  (in groups)
     "save_with_index",
     "save_in_folder",
     "write_file",
-    "BlockHasher",
-    "Hashes",
-    "SizedBuffers",
-    "Task",
     "abandoning",
     "can",
     "check_seen",
     "checked_data",
     "digest",
-    "digest_of",
-    "encoded_object",
-    "hash_column",
-    "hashed",
-    "in_parts",
     "locked",
     "make_folder",
     "move",
@@ -160,12 +141,13 @@ __all__ = [  # noqa: RUF022  (in groups)
     "remove_files",
     "remove_folder",
     "replace_metadata",
-    "reported",
     "reported_parts",
     "sync_folder",
     "tensor_buffers",
     "write_parts",
     "level_writes",
+    "crc32_behind",
+    "write_hashed",
     # metadata.json: its name, fields and checked entries.
     "METADATA_FILE",
     "checked_entry",
@@ -180,14 +162,9 @@ __all__ = [  # noqa: RUF022  (in groups)
     "Index",
     "IndexMetadata",
     "DeferredMetadata",
-    "ObjectRow",
     "build_index",
     "chunks_of",
-    "file_at",
-    "find_texts",
     "index_problem",
-    "kind_at",
-    "kinds_at",
     "load_common",
     "load_from_index",
     "objects_from_index",
@@ -196,11 +173,8 @@ __all__ = [  # noqa: RUF022  (in groups)
     "read_planned",
     "sound_index",
     "stored_columns",
-    "text_at",
     "text_columns",
-    "texts",
     "unsound_index",
-    "whole_shard",
     "LoadPlan",
     "ReadCost",
     "Runs",
@@ -215,7 +189,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     # What loads and saves refuse.
     "Comparison",
     "Copies",
-    "Read",
     "check_objects_known",
     "check_objects_written",
     "check_taken",
@@ -263,20 +236,16 @@ if typing.TYPE_CHECKING:
     from .core.ambient import collector_paused
     from .core.codec import (
         MAX_DEPTH,
-        MAX_INT,
         NUMPY_NAME,
         NUMPY_SCALARS,
         PATHS,
         Child,
         HeaderEntry,
         addresses_of,
-        bit_view,
         byte_buffer,
         canonical_json,
         check_storable,
         crc32,
-        crc32_thread_bytes,
-        decode_header,
         decode_header_and_metadata,
         decode_tree,
         device_of,
@@ -290,7 +259,6 @@ if typing.TYPE_CHECKING:
         header_length,
         is_dense,
         is_quantised,
-        is_unicode,
         kind_from_file,
         kind_in_file,
         named_types,
@@ -304,17 +272,7 @@ if typing.TYPE_CHECKING:
         type_name,
     )
     from .core.deferred import later
-    from .core.geometry import (
-        Column,
-        as_int,
-        box_column,
-        flat_boxes,
-        row_major_strides,
-        shared_groups,
-        span_numbers,
-        volumes,
-        widen,
-    )
+    from .core.geometry import Column, box_column, flat_boxes, row_major_strides, shared_groups, volumes, widen
     from .core.layouts import (
         ShardColumns,
         TensorKind,
@@ -341,7 +299,6 @@ if typing.TYPE_CHECKING:
     from .core.trees import (
         HOLE,
         Field,
-        Hole,
         Record,
         diff,
         is_hollow,
@@ -365,34 +322,27 @@ if typing.TYPE_CHECKING:
     )
     from .shell.storage import (
         AnyBuffer,
-        BlockHasher,
         Buffer,
         ByteRanges,
         Capabilities,
         Entry,
-        Hashes,
         LocalStorage,
         Reader,
         ReadReport,
         RequestReader,
         Sibling,
-        SizedBuffers,
         Storage,
         StoredFile,
-        Task,
         Verify,
         byte_view,
         can,
         copy_bytes,
+        crc32_behind,
         digest,
-        digest_of,
         fetch,
         fetch_ahead,
         fetch_cost,
         files_in,
-        hash_column,
-        hashed,
-        in_parts,
         in_threads,
         inside,
         is_folder,
@@ -407,11 +357,11 @@ if typing.TYPE_CHECKING:
         read_if_there,
         remove_files,
         remove_folder,
-        reported,
         reported_parts,
         sync_folder,
         tensor_buffers,
         threads_of,
+        write_hashed,
         write_parts,
     )
     from .shell.table import (
@@ -427,13 +377,11 @@ if typing.TYPE_CHECKING:
         FormatTraits,
         LoadOptions,
         PendingSave,
-        Read,
         ReadCache,
         Region,
         Replaced,
         Resolution,
         SaveOptions,
-        SaveSharded,
         Strategy,
         StrategyAction,
         Unchecked,
@@ -464,19 +412,12 @@ if typing.TYPE_CHECKING:
         DeferredMetadata,
         Index,
         IndexMetadata,
-        ObjectRow,
         RankFiles,
         StoredItem,
         build_index,
         chunks_of,
-        encoded_object,
-        file_at,
-        find_texts,
         index_problem,
-        int64,
         item_buffers,
-        kind_at,
-        kinds_at,
         load_common,
         load_from_index,
         naming_data_of,
@@ -495,11 +436,8 @@ if typing.TYPE_CHECKING:
         save_with_index,
         sound_index,
         stored_columns,
-        text_at,
         text_columns,
-        texts,
         unsound_index,
-        whole_shard,
         write_file,
     )
     from .shell.world import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
@@ -511,16 +449,14 @@ else:
         {
             "..core.ambient": "collector_paused",
             "..core.codec": (
-                "Child HeaderEntry MAX_DEPTH MAX_INT NUMPY_NAME NUMPY_SCALARS PATHS addresses_of bit_view byte_buffer "
-                "canonical_json check_storable crc32 crc32_thread_bytes decode_header decode_header_and_metadata "
-                "decode_tree device_of dtype_from_name dtype_name element_count encode_header encode_tree exactly "
-                "has_wrong_characters header_length is_dense is_quantised is_unicode kind_from_file kind_in_file "
-                "named_types parse_json path_of path_to plainer record_of row_major_bits step_of type_name"
+                "Child HeaderEntry MAX_DEPTH NUMPY_NAME NUMPY_SCALARS PATHS addresses_of byte_buffer canonical_json "
+                "check_storable crc32 decode_header_and_metadata decode_tree device_of dtype_from_name dtype_name "
+                "element_count encode_header encode_tree exactly has_wrong_characters header_length is_dense "
+                "is_quantised kind_from_file kind_in_file named_types parse_json path_of path_to plainer record_of "
+                "row_major_bits step_of type_name"
             ),
             "..core.deferred": "later",
-            "..core.geometry": (
-                "Column as_int box_column flat_boxes row_major_strides shared_groups span_numbers volumes widen"
-            ),
+            "..core.geometry": "Column box_column flat_boxes row_major_strides shared_groups volumes widen",
             "..core.layouts": (
                 "ShardColumns TensorKind check_access check_stored_shards join_columns select_rows shard_boxes "
                 "shard_columns"
@@ -531,7 +467,7 @@ else:
                 "LoadPlan ReadCost Runs StoredChunks find_unexpected grouped level_writes plan_load runs_plan"
             ),
             "..core.trees": (
-                "Field HOLE Hole Record diff is_hollow is_subclass leaves_with_paths map_shards map_sharing path_key "
+                "Field HOLE Record diff is_hollow is_subclass leaves_with_paths map_shards map_sharing path_key "
                 "without_holes"
             ),
             "..maintenance": (
@@ -539,19 +475,18 @@ else:
                 "unused_files whole_file_findings without_prefix"
             ),
             "..shell.storage": (
-                "AnyBuffer BlockHasher Buffer ByteRanges Capabilities Entry Hashes LocalStorage ReadReport Reader "
-                "RequestReader Sibling SizedBuffers Storage StoredFile Task Verify byte_view can copy_bytes digest "
-                "digest_of fetch fetch_ahead fetch_cost files_in hash_column hashed in_parts in_threads inside "
-                "is_folder joined_crc32 listed locked make_folder move opened parts_in_file read_crc32 read_if_there "
-                "remove_files remove_folder reported reported_parts sync_folder tensor_buffers threads_of write_parts"
+                "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader RequestReader Sibling "
+                "Storage StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_ahead fetch_cost "
+                "files_in in_threads inside is_folder joined_crc32 listed locked make_folder move opened "
+                "parts_in_file read_crc32 read_if_there remove_files remove_folder reported_parts sync_folder "
+                "tensor_buffers threads_of write_hashed write_parts"
             ),
             "..shell.table.index": (
-                "COLUMNS DeferredMetadata Index IndexMetadata ObjectRow RankFiles StoredItem build_index chunks_of "
-                "encoded_object file_at find_texts index_problem int64 item_buffers kind_at kinds_at load_common "
-                "load_from_index naming_data_of objects_from_index plan_shards planned_cost rank_file rank_files "
-                "read_planned rows_from_index rows_in_folder rows_of_objects rows_of_saves save_file save_in_folder "
-                "save_with_index sound_index stored_columns text_at text_columns texts unsound_index whole_shard "
-                "write_file"
+                "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "
+                "index_problem item_buffers load_common load_from_index naming_data_of objects_from_index plan_shards "
+                "planned_cost rank_file rank_files read_planned rows_from_index rows_in_folder rows_of_objects "
+                "rows_of_saves save_file save_in_folder save_with_index sound_index stored_columns text_columns "
+                "unsound_index write_file"
             ),
             "..shell.world": "World check_buffers check_one_each check_peer check_rank pack unpack",
         },

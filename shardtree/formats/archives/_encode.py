@@ -21,18 +21,17 @@ import torch
 
 from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ...kit import (
+    HOLE,
     MAX_DEPTH,
     NUMPY_NAME,
     NUMPY_SCALARS,
     PATHS,
     Child,
-    Hole,
     Record,
     byte_buffer,
     check_storable,
     crc32,
     is_dense,
-    is_quantised,
     path_to,
     plainer,
     record_of,
@@ -61,8 +60,6 @@ LEAVES: frozenset[type] = frozenset(
 def _is_supported(dtype: torch.dtype) -> bool:
     """Return whether torch.save can write tensors of a dtype."""
     # Tried rather than listed: dtypes of fewer than 8 bits fail today, and torch adds dtypes with each release.
-    if is_quantised(dtype):
-        return False
     try:
         torch.save(torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype), BytesIO())
     except Exception:
@@ -214,7 +211,7 @@ def _record(value: Any, child: Any, classes: set[type]) -> Any:
         classes.add(Record)
         return record
     record = record_of(value)
-    if record is None or isinstance(value, Record | Hole) or "." in type(value).__qualname__:
+    if record is None or value is HOLE or isinstance(value, Record) or "." in type(value).__qualname__:
         return NotImplemented
     for name, field in record.fields.items():
         child(field, name)

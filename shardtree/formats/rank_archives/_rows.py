@@ -34,13 +34,10 @@ from ...kit import (
     chunks_of,
     fetch,
     fetch_cost,
-    file_at,
     file_contents,
-    find_texts,
     find_unexpected,
     first_difference,
     in_threads,
-    kind_at,
     memory_of,
     opened,
     pieces_of,
@@ -50,7 +47,6 @@ from ...kit import (
     regions_between,
     shard_columns,
     span_findings,
-    texts,
     threads_of,
 )
 from ..archives import Record
@@ -70,9 +66,7 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
         UnsupportedValue: a tensor can't be read.
         CorruptCheckpoint: stored bytes aren't what was saved, or aren't those of their parameter.
     """
-    check_fit(
-        find_unexpected({shard.key for shard in shards}, texts(contents.shown.key_text, contents.shown.key_start))
-    )
+    check_fit(find_unexpected({shard.key for shard in shards}, contents.shown.keys()))
     _check_loadable(checkpoint, contents, shards)
     computed = [shard for shard in shards if shard.key in contents.derived or shard.key in contents.numbers]
     if computed:  # the plan is only made for what it checks: shapes and dtypes
@@ -176,19 +170,19 @@ def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
 
 
 def _stored_kind(contents: Contents, key: str) -> TensorKind:
-    (number,) = find_texts(contents.stored.key_text, contents.stored.key_start, [key])
-    return kind_at(contents.stored, number)
+    (number,) = contents.stored.find_keys([key])
+    return contents.stored.kind(number)
 
 
 def _not_its_own(
     checkpoint: Checkpoint, contents: Contents, pair: Comparison, shape: tuple[int, ...], place: tuple[int, ...]
 ) -> CorruptCheckpoint:
     index = contents.stored
-    (number,) = find_texts(index.key_text, index.key_start, [pair.master])
+    (number,) = index.find_keys([pair.master])
     flat = int(np.ravel_multi_index(place, shape)) if place else 0
     rows = np.flatnonzero((index.chunk_key == number) & (index.chunk_start <= flat) & (flat < index.chunk_stop))
     rows = rows if rows.size else np.flatnonzero(index.chunk_key == number)
-    name = file_at(index, int(index.chunk_file[rows[0]])).name
+    name = index.file(int(index.chunk_file[rows[0]])).name
     return CorruptCheckpoint(
         error_text(
             f"load: {checkpoint.storage.where(name)!r} isn't the file that was saved with these weights",
@@ -230,7 +224,7 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
     # What is shown has the masters' places in derived tensors' rows, so that it is planned anew.
     sources = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
     columns = shard_columns(sources)
-    numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
+    numbers = contents.stored.find_keys(columns.keys)
     plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
     plan = in_order(plan, [file.length for file in contents.files])
     files = {number: contents.checked[number] for number in plan.files}

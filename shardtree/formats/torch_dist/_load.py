@@ -29,13 +29,13 @@ from ...kit import (
     ShardedTensor,
     StoredFile,
     Verify,
-    bit_view,
     check_objects_known,
     check_taken,
     fetch,
     fetch_cost,
     is_object,
     plan_shards,
+    row_major_bits,
     runs_plan,
     shard_columns,
 )
@@ -176,7 +176,7 @@ def _read_scattered(
             tensor, start = filled_tensor(reader.read, rows, what), start + first
     memory = MemoryStorage()
     # From here on like a file of row-major bytes, so that the plan's rows apply unchanged.
-    bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    bits = row_major_bits(tensor)
     memory.write("tensor", [memoryview(bits.numpy())], durable=False)
     one = np.zeros_like
     runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)

@@ -19,16 +19,12 @@ from ...kit import (
     ShardColumns,
     ShardedObject,
     ShardedTensor,
-    SizedBuffers,
-    Task,
     box_column,
     check_storable,
     checked_data,
-    crc32,
-    crc32_thread_bytes,
+    crc32_behind,
     make_folder,
     naming_data_of,
-    reported,
     select_rows,
     shard_boxes,
     shard_columns,
@@ -36,6 +32,7 @@ from ...kit import (
     tensor_buffers,
     volumes,
     widen,
+    write_hashed,
 )
 from ..archives import archive_head, archive_length, archive_tail, encode_archive
 
@@ -189,11 +186,13 @@ def write_file(pending: PendingSave, layout: FileLayout) -> RankFile:
 def _write(pending: PendingSave, layout: FileLayout) -> int:
     name, durable = data_file(pending.world.rank), pending.options.durable
     nbytes = int(layout.byte[-1] + layout.length[-1])
-    buffers = SizedBuffers(nbytes, reported(_buffers(layout), pending.options.progress))
-    length = pending.storage.write(name, buffers, durable=durable)
+    buffers, progress = _buffers(layout), pending.options.progress
+    file = write_hashed(
+        pending.storage, name, buffers, length=nbytes, durable=durable, checksums=False, progress=progress
+    )
     if durable:
         sync_folder(pending.storage)
-    return length
+    return file.length
 
 
 def _buffers(layout: FileLayout) -> Iterator[Buffer]:
@@ -216,7 +215,7 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
     nbytes = len(head)
     checksum: Callable[[], int] = partial(int, 0)
     for buffer in tensor_buffers(piece.data):
-        checksum = _checksum(buffer, checksum())
+        checksum = crc32_behind(buffer, checksum())
         yield buffer
         nbytes += buffer.nbytes
     tail = archive_tail(piece.shard.dtype, piece.shape, checksum())
@@ -225,9 +224,3 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
         found, expected = f"an archive of {nbytes + len(tail)} bytes", f"{length} bytes"
         what = f"save: {piece.shard.key!r} changed its size"
         raise CheckpointingException(error_text(what, found=found, expected=expected))
-
-
-def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
-    """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it."""
-    compute = partial(crc32, buffer, before)
-    return partial(int, compute()) if buffer.nbytes < crc32_thread_bytes() else Task(compute).result

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ...kit import Column, Storage, row_major_strides, span_numbers
+from ...kit import Column, Storage, row_major_strides
 from ._array import Shape, StoredArray
 
 _MOST_FILLED = 2**40
@@ -57,7 +57,8 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
     before = _before_last_cut(shape < whole)
     rows = np.where(before, shape, 1)
     count = rows.prod(axis=1)
-    row, number = span_numbers(np.zeros_like(count), count)
+    row = np.repeat(np.arange(count.size), count)
+    number = np.arange(row.size) - (np.cumsum(count) - count)[row]
     at = number[:, None] // row_major_strides(rows)[row] % rows[row]
     element = (at * row_major_strides(whole[None])).sum(axis=1)
     return Pieces(row, offset[row] + at, np.where(before, 1, shape)[row], element)

@@ -25,13 +25,10 @@ from ...kit import (
     TensorKind,
     build_index,
     files_in,
-    int64,
     is_folder,
     is_object,
-    is_unicode,
     parse_json,
     stored_columns,
-    texts,
     volumes,
     widen,
 )
@@ -138,7 +135,10 @@ def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[
         np.concatenate([empty, *(widen(one.offset, axes, 0) for one in rows)]),
         np.concatenate([empty, *(widen(one.shape, axes, 1) for one in rows)]),
     )
-    file, byte = (np.concatenate([int64([]), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
+    file, byte = (
+        np.concatenate([np.array([], dtype=np.int64), *(getattr(one, name) for one in rows)])
+        for name in ("file", "byte")
+    )
     return columns, file, byte
 
 
@@ -234,8 +234,8 @@ def _join(parts: Sequence[Rows], axes: int) -> Rows:
     return Rows(
         np.concatenate([empty, *(part.offset for part in parts)]),
         np.concatenate([empty, *(part.shape for part in parts)]),
-        np.concatenate([int64([]), *(part.file for part in parts)]),
-        np.concatenate([int64([]), *(part.byte for part in parts)]),
+        np.concatenate([np.array([], dtype=np.int64), *(part.file for part in parts)]),
+        np.concatenate([np.array([], dtype=np.int64), *(part.byte for part in parts)]),
     )
 
 
@@ -279,6 +279,9 @@ def metadata_files(storage: Storage) -> Iterator[str]:
 
 Node = dict[str, Any]
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""A byte of a folder's name that isn't UTF-8, as Python represents it."""
+
 
 def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, tuple[str, ...], Node | None]]:
     """Yield every folder that isn't a part of an array, with the names in it and the content of its zarr.json."""
@@ -290,7 +293,7 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
         return
     for name in names:
         inner = f"{folder}/{name}" if folder else name
-        if is_unicode(name) and is_folder(storage, inner):
+        if not _SURROGATE.search(name) and is_folder(storage, inner):
             yield from _folders(storage, inner, depth + 1)
 
 
@@ -380,7 +383,7 @@ def needed_files(storage: Storage, group: Group) -> dict[str, int]:
     A chunk that isn't there has the fill value, unless the array has none, as Megatron-Core's.
     """
     needed: dict[str, int] = {}
-    names = texts(group.index.file_text, group.index.file_start)
+    names = group.index.file_names()
     for number, (name, length) in enumerate(zip(names, group.index.file_length.tolist(), strict=True)):
         if number not in group.sources:
             needed[name] = length

@@ -18,7 +18,6 @@ from ...kit import (
     Unchecked,
     canonical_json,
     checked_name,
-    file_at,
     files_findings,
     in_threads,
     is_damaged,
@@ -158,7 +157,7 @@ def _metadata(storage: Storage) -> Iterator[Unchecked]:
 def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
     """Yield what the files of Megatron-Core's old objects show: a record with another CRC, or without one."""
     for number in group.index.object_file.tolist():
-        name = file_at(group.index, number).name
+        name = group.index.file(number).name
         try:
             data = object_bytes(checkpoint, name)
             try:

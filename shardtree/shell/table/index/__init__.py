@@ -6,16 +6,9 @@ from ._columns import (
     COLUMNS,
     Index,
     chunks_of,
-    file_at,
-    find_texts,
     int64,
     item_sizes,
-    kind_at,
-    kinds_at,
     stored_columns,
-    text_at,
-    text_columns,
-    texts,
     whole_shard,
 )
 from ._file import (
@@ -28,6 +21,7 @@ from ._file import (
     sound_index,
     unsound_index,
 )
+from ._names import rank_file, save_file
 from ._save import (
     RankFiles,
     StoredItem,
@@ -35,13 +29,12 @@ from ._save import (
     encoded_object,
     item_buffers,
     naming_data_of,
-    rank_file,
     rank_files,
-    save_file,
     save_in_folder,
     save_with_index,
     write_file,
 )
+from ._texts import text_at, text_columns, texts
 
 if typing.TYPE_CHECKING:
     from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ....core.codec import check_storable, dtype_from_name
 from ....core.geometry import Column, box_column, span_numbers
@@ -21,8 +19,7 @@ from ....core.mapping import ShardedTensor, whole_tensors
 from ....core.plans import StoredChunks
 from ....errors import UnsupportedValue
 from ...storage import Hashes, StoredFile
-
-Bytes = NDArray[np.uint8]
+from ._texts import Bytes, find_texts, text_at, texts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,125 +84,66 @@ class Index:
     block_hash: Hashes
     x_fingerprint: Hashes | None = None
 
+    def keys(self) -> list[str]:
+        """Return the tensors' keys, sorted: a tensor's number is the position of its key."""
+        return texts(self.key_text, self.key_start)
+
+    def object_names(self) -> list[str]:
+        """Return the objects' unique keys, sorted: an object's number is the position of its key."""
+        return texts(self.object_text, self.object_start)
+
+    def file_names(self) -> list[str]:
+        """Return the names of the files, by number."""
+        return texts(self.file_text, self.file_start)
+
+    def find_keys(self, keys: Sequence[str]) -> list[int]:
+        """Return the number of each tensor, -1 for one that isn't there."""
+        return find_texts(self.key_text, self.key_start, keys)
+
+    def find_objects(self, unique_keys: Sequence[str]) -> list[int]:
+        """Return the number of each object, -1 for one that isn't there."""
+        return find_texts(self.object_text, self.object_start, unique_keys)
+
+    def file(self, number: int) -> StoredFile:
+        """Return a data file of the checkpoint, with its block hashes."""
+        hashes = self.block_hash[self.file_block[number] : self.file_block[number + 1]]
+        name, length = text_at(self.file_text, self.file_start, number), int(self.file_length[number])
+        return StoredFile(name, length, hashes if hashes.size else None)
+
+    def kind(self, number: int) -> TensorKind:
+        """Return the kind of a stored tensor.
+
+        Raises:
+            UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
+        """
+        axes = int(self.key_axes[number])
+        shape = self.key_shape[number, self.key_shape.shape[1] - axes :].tolist()
+        name = text_at(self.dtype_text, self.dtype_start, int(self.key_dtype[number]))
+        try:
+            return TensorKind(_readable(name), tuple(shape), int(self.key_prepended[number]))
+        except UnsupportedValue as error:
+            key = text_at(self.key_text, self.key_start, number)[:100]
+            raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
+
+    def kinds(self, numbers: Sequence[int]) -> list[TensorKind]:
+        """Return the kinds of several stored tensors.
+
+        Raises:
+            UnsupportedValue: as `kind`.
+        """
+        rows = np.array(numbers, dtype=np.int64)
+        by_number = [_readable_or_none(name) for name in texts(self.dtype_text, self.dtype_start)]
+        dtypes = [by_number[number] for number in self.key_dtype[rows].tolist()]
+        if None in dtypes:
+            return [self.kind(number) for number in numbers]
+        # A model repeats few kinds in many layers; each is one object.
+        kinds: dict[tuple[Any, ...], TensorKind] = {}
+        fields = zip(dtypes, _shapes(self, rows), self.key_prepended[rows].tolist(), strict=True)
+        return [kinds.get(kind) or kinds.setdefault(kind, TensorKind(*kind)) for kind in fields]
+
 
 OPTIONAL_COLUMNS = ("x_fingerprint",)
 COLUMNS = tuple(field.name for field in fields(Index) if field.name not in OPTIONAL_COLUMNS)
-
-
-# Texts as one utf-8 column, with where each starts
-
-
-def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
-    """Return texts as one utf-8 column, and where each starts.
-
-    Examples:
-        >>> text, start = text_columns(["ab", "c"])
-        >>> bytes(text), start.tolist()
-        (b'abc', [0, 2, 3])
-    """
-    encodings = [text.encode("utf-8") for text in texts]
-    start = np.zeros(len(encodings) + 1, dtype=np.int64)
-    np.cumsum([len(text) for text in encodings], out=start[1:])
-    return np.frombuffer(b"".join(encodings), dtype=np.uint8), start
-
-
-def text_at(text: Bytes, start: Column, number: int) -> str:
-    """Return one text of a text column.
-
-    Examples:
-        >>> text_at(*text_columns(["ab", "c"]), 1)
-        'c'
-    """
-    return text[start[number] : start[number + 1]].tobytes().decode("utf-8")
-
-
-def texts(text: Bytes, start: Column) -> list[str]:
-    """Return all texts of a text column.
-
-    Examples:
-        >>> texts(*text_columns(["ab", "c"]))
-        ['ab', 'c']
-    """
-    data, places = text.tobytes(), start.tolist()
-    if data.isascii():  # one decode for all: characters are bytes then
-        whole = data.decode("ascii")
-        return [whole[begin:end] for begin, end in pairwise(places)]
-    return [data[begin:end].decode("utf-8") for begin, end in pairwise(places)]
-
-
-_MOST_WORDS = 64
-
-
-def ascend(text: Bytes, start: Column) -> bool:
-    """Return whether the texts of a text column are sorted by their bytes, each once.
-
-    Examples:
-        >>> [ascend(*text_columns(texts)) for texts in (["a", "ab", "b"], ["b", "ab"], ["a", "a"])]
-        [True, False, False]
-    """
-    # Eight bytes of all texts at a time, as numbers: a text for each would take most of an open's time.
-    buffer = np.concatenate([text, np.zeros(8, dtype=np.uint8)])
-    words = np.ndarray(text.size + 1, dtype=">u8", buffer=buffer, strides=(1,))
-    begin, length = start[:-1], np.diff(start)
-    row = np.arange(max(length.size - 1, 0))  # of texts that are equal to the next one so far
-    for at in range(0, 8 * _MOST_WORDS, 8):
-        if row.size == length.size - 1:
-            word = _words_at(words, begin + at, length - at)
-            left, right = word[:-1], word[1:]
-        else:
-            left, right = (_words_at(words, begin[rows] + at, length[rows] - at) for rows in (row, row + 1))
-        if (left > right).any():
-            return False
-        row = row[left == right]
-        # Padding counts for nothing: of texts that are equal so far, the one that ends is the smaller one.
-        at_end = row[np.maximum(length[row], length[row + 1]) <= at + 8]
-        if (length[at_end] >= length[at_end + 1]).any():
-            return False
-        if at_end.size == row.size:
-            return True
-        row = np.setdiff1d(row, at_end, assume_unique=True) if at_end.size else row
-    edges = start.tolist()
-    triples = (edges[number : number + 3] for number in row.tolist())
-    return all(text[low:middle].tobytes() < text[middle:high].tobytes() for low, middle, high in triples)
-
-
-def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint64]:
-    """Return the eight bytes at some places as numbers, zeros for those beyond so many that are left."""
-    if left.min(initial=8) >= 8:
-        return words[at].astype(np.uint64)
-    word = words[np.minimum(at, words.size - 1)].astype(np.uint64)
-    spare = (64 - 8 * left).clip(0, 63).astype(np.uint64)
-    return np.where(left > 0, word >> spare << spare, np.uint64(0))
-
-
-def find_texts(text: Bytes, start: Column, names: Sequence[str]) -> list[int]:
-    """Return the numbers of texts in a sorted text column; -1 for one that isn't there.
-
-    A few are looked up by bisection, so that one key of a million needs no pass over all of them.
-
-    Examples:
-        >>> find_texts(*text_columns(["ab", "c"]), ["c", "x"])
-        [1, -1]
-    """
-    if len(names) * 32 < start.size:
-        return [_bisect(text, start, name.encode("utf-8")) for name in names]
-    stored_names = texts(text, start)
-    if stored_names == list(names):
-        return list(range(len(stored_names)))
-    numbers = {name: number for number, name in enumerate(stored_names)}
-    return [numbers.get(name, -1) for name in names]
-
-
-def _bisect(text: Bytes, start: Column, name: bytes) -> int:
-    low, high = 0, start.size - 1
-    while low < high:
-        middle = (low + high) // 2
-        if text[start[middle] : start[middle + 1]].tobytes() < name:
-            low = middle + 1
-        else:
-            high = middle
-    is_there = low < start.size - 1 and text[start[low] : start[low + 1]].tobytes() == name
-    return low if is_there else -1
 
 
 # Lookups in the rows of an index: a tensor, its chunks and its files
@@ -232,39 +170,6 @@ def _readable(name: str) -> torch.dtype:
     dtype = dtype_from_name(name)
     check_storable(dtype, "open: dtype in the index")
     return dtype
-
-
-def kind_at(index: Index, number: int) -> TensorKind:
-    """Return the kind of a stored tensor.
-
-    Raises:
-        UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
-    """
-    axes = int(index.key_axes[number])
-    shape = index.key_shape[number, index.key_shape.shape[1] - axes :].tolist()
-    name = text_at(index.dtype_text, index.dtype_start, int(index.key_dtype[number]))
-    try:
-        return TensorKind(_readable(name), tuple(shape), int(index.key_prepended[number]))
-    except UnsupportedValue as error:
-        key = text_at(index.key_text, index.key_start, number)[:100]
-        raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
-
-
-def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
-    """Return the kinds of several stored tensors.
-
-    Raises:
-        UnsupportedValue: as `kind_at`.
-    """
-    rows = np.array(numbers, dtype=np.int64)
-    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
-    dtypes = [by_number[number] for number in index.key_dtype[rows].tolist()]
-    if None in dtypes:
-        return [kind_at(index, number) for number in numbers]
-    # A model repeats few kinds in many layers; each is one object.
-    kinds: dict[tuple[Any, ...], TensorKind] = {}
-    fields = zip(dtypes, _shapes(index, rows), index.key_prepended[rows].tolist(), strict=True)
-    return [kinds.get(each) or kinds.setdefault(each, TensorKind(*each)) for each in fields]
 
 
 def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
@@ -320,16 +225,9 @@ def _rows_of(first: Column, count: Column) -> Column | slice:
     return span_numbers(first, count)[1]
 
 
-def file_at(index: Index, number: int) -> StoredFile:
-    """Return a data file of the checkpoint, with its block hashes."""
-    hashes = index.block_hash[index.file_block[number] : index.file_block[number + 1]]
-    name, length = text_at(index.file_text, index.file_start, number), int(index.file_length[number])
-    return StoredFile(name, length, hashes if hashes.size else None)
-
-
 def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
     """Return a stored tensor as one shard without data."""
-    kind = kind_at(index, number)
+    kind = index.kind(number)
     (shard,) = whole_tensors([key], [kind.dtype], [kind.global_shape])
     return shard
 

@@ -22,7 +22,7 @@ from .._metadata import read_checked
 from .._save_folders import is_save_file
 from .._traits import FormatTraits
 from .._values import Checkpoint
-from ._columns import Index, find_texts
+from ._columns import Index
 from ._file import read_index
 from ._load import load_from_index, read_planned
 from ._metadata import IndexMetadata
@@ -133,7 +133,7 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
         UnsafeFile: one was pickled, and `allow_pickle` isn't given.
     """
     unique_keys = [item.unique_key for item in objects]
-    numbers = find_texts(index.object_text, index.object_start, unique_keys)
+    numbers = index.find_objects(unique_keys)
     check_objects_known(unique_keys, [number >= 0 for number in numbers])
     rows = np.array(numbers, dtype=np.int64)
     memories = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in index.object_length[rows].tolist()]
