@@ -27,7 +27,7 @@ NAMES = {
 
 ROOMS = tuple(
     (
-        "buffers checkpoint display errors fingerprints interop kit layouts lenses live mapping objects optim pictures "
+        "buffers checkpoint display errors fingerprints interop layouts lenses live mapping objects optim pictures "
         "plans quantised retention storage strategies testing traces transforms trees world"
     ).split()
 )
@@ -41,7 +41,6 @@ if typing.TYPE_CHECKING:
     from . import errors as errors
     from . import fingerprints as fingerprints
     from . import interop as interop
-    from . import kit as kit
     from . import layouts as layouts
     from . import lenses as lenses
     from . import live as live

@@ -86,6 +86,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "header_length",
     "is_dense",
     "is_quantised",
+    "is_unicode",
     "kind_from_file",
     "kind_in_file",
     "named_types",
@@ -165,6 +166,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "build_index",
     "chunks_of",
     "index_problem",
+    "int64",
     "load_common",
     "load_from_index",
     "objects_from_index",
@@ -259,6 +261,7 @@ if typing.TYPE_CHECKING:
         header_length,
         is_dense,
         is_quantised,
+        is_unicode,
         kind_from_file,
         kind_in_file,
         named_types,
@@ -417,6 +420,7 @@ if typing.TYPE_CHECKING:
         build_index,
         chunks_of,
         index_problem,
+        int64,
         item_buffers,
         load_common,
         load_from_index,
@@ -452,8 +456,8 @@ else:
                 "Child HeaderEntry MAX_DEPTH NUMPY_NAME NUMPY_SCALARS PATHS addresses_of byte_buffer canonical_json "
                 "check_storable crc32 decode_header_and_metadata decode_tree device_of dtype_from_name dtype_name "
                 "element_count encode_header encode_tree exactly has_wrong_characters header_length is_dense "
-                "is_quantised kind_from_file kind_in_file named_types parse_json path_of path_to plainer record_of "
-                "row_major_bits step_of type_name"
+                "is_quantised is_unicode kind_from_file kind_in_file named_types parse_json path_of path_to plainer "
+                "record_of row_major_bits step_of type_name"
             ),
             "..core.deferred": "later",
             "..core.geometry": "Column box_column flat_boxes row_major_strides shared_groups volumes widen",
@@ -483,10 +487,10 @@ else:
             ),
             "..shell.table.index": (
                 "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "
-                "index_problem item_buffers load_common load_from_index naming_data_of objects_from_index plan_shards "
-                "planned_cost rank_file rank_files read_planned rows_from_index rows_in_folder rows_of_objects "
-                "rows_of_saves save_file save_in_folder save_with_index sound_index stored_columns text_columns "
-                "unsound_index write_file"
+                "index_problem int64 item_buffers load_common load_from_index naming_data_of objects_from_index "
+                "plan_shards planned_cost rank_file rank_files read_planned rows_from_index rows_in_folder "
+                "rows_of_objects rows_of_saves save_file save_in_folder save_with_index sound_index stored_columns "
+                "text_columns unsound_index write_file"
             ),
             "..shell.world": "World check_buffers check_one_each check_peer check_rank pack unpack",
         },

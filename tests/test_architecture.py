@@ -65,6 +65,7 @@ MAY_IMPORT = {
 
 LONGEST = 400
 LONGER_BECAUSE: dict[str, str] = {  # "package/_module": why it's one piece
+    "kit": "the names of the kit in their groups, and where each is: a list, without code",
     "cli/_app": "all commands on one page: what each is asked, and what it imports",
 }
 

@@ -22,6 +22,7 @@ from ...kit import (
     check_storable,
     collector_paused,
     index_problem,
+    int64,
     is_object,
     stored_columns,
     text_columns,
@@ -309,12 +310,8 @@ def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> Listing:
     columns = _columns(tensors, boxes)
     names = [key for key, own in boxes.items() for _ in range(len(own.offsets))] + list(contents.values)
     entries = [tensors[key] for key in boxes]
-    rows = np.concatenate(
-        [*(entry.places for entry in entries), np.array(list(contents.values.values()), dtype=np.int64)]
-    )
-    axes = np.repeat(
-        np.array([len(entry.shape) for entry in entries], dtype=np.int64), [len(entry.places) for entry in entries]
-    )
+    rows = np.concatenate([*(entry.places for entry in entries), int64(list(contents.values.values()))])
+    axes = np.repeat(int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
     shapes = _right_aligned([entry.shapes for entry in entries], fill=1)
     payload = columns.elements * columns.item_size[columns.key] if len(columns) else np.zeros(0, dtype=np.int64)
     archives, number = archives_of(names, contents.places, rows, shapes, axes, payload)

@@ -250,3 +250,17 @@ def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptC
     return CorruptCheckpoint(
         error_text(f"open: {storage.where(name)!r} is not sound", found=found, expected=expected, fix=fix)
     )
+
+
+def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
+    """Return the places, in the grid of inner chunks, of some of one file's chunks, int64 (chunks, axes).
+
+    Args:
+        array: that they are of.
+        cell: the file's place in the grid of files, int64 (axes,).
+        numbers: of the chunks in the file, int64 (chunks,).
+    """
+    counts = np.array(inner_counts(array), dtype=np.int64)
+    strides = np.append(np.cumprod(counts[:0:-1])[::-1], 1).astype(np.int64)
+    places: Column = cell * counts + numbers[:, None] // strides % counts
+    return places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -19,14 +19,15 @@ from ...kit import (
     Column,
     Index,
     ShardColumns,
-    ShardedObject,
     Storage,
     StoredFile,
     TensorKind,
     build_index,
     files_in,
+    int64,
     is_folder,
     is_object,
+    is_unicode,
     parse_json,
     stored_columns,
     volumes,
@@ -34,9 +35,18 @@ from ...kit import (
 )
 from ..manifest import MANIFEST_FILE
 from ._array import Shape, StoredArray
-from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
+from ._cells import (
+    MOST_CELLS,
+    count_pieces,
+    inner_cells,
+    inner_counts,
+    missing_cells,
+    pieces,
+    read_shard_index,
+    stored_cells,
+)
 from ._extensions import check_group
-from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3
+from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3, whole_keys
 
 Object = tuple[str, str, int]
 """An object's unique key, the name of its file, and its length in bytes."""
@@ -135,10 +145,7 @@ def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[
         np.concatenate([empty, *(widen(one.offset, axes, 0) for one in rows)]),
         np.concatenate([empty, *(widen(one.shape, axes, 1) for one in rows)]),
     )
-    file, byte = (
-        np.concatenate([np.array([], dtype=np.int64), *(getattr(one, name) for one in rows)])
-        for name in ("file", "byte")
-    )
+    file, byte = (np.concatenate([int64([]), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
     return columns, file, byte
 
 
@@ -174,20 +181,6 @@ def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, beg
     boxes = pieces(cells * np.array(step, dtype=np.int64), step, array.box)
     byte = boxes.element * array.dtype.itemsize
     return Rows(boxes.offset, boxes.shape, file[boxes.row], byte if begin is None else byte + begin[boxes.row])
-
-
-def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
-    """Return the places, in the grid of inner chunks, of some of one file's chunks, int64 (chunks, axes).
-
-    Args:
-        array: that they are of.
-        cell: the file's place in the grid of files, int64 (axes,).
-        numbers: of the chunks in the file, int64 (chunks,).
-    """
-    counts = np.array(inner_counts(array), dtype=np.int64)
-    strides = np.append(np.cumprod(counts[:0:-1])[::-1], 1).astype(np.int64)
-    places: Column = cell * counts + numbers[:, None] // strides % counts
-    return places
 
 
 def _sharded_rows(storage: Storage, array: StoredArray, cells: Column, files: _Files) -> list[Rows]:
@@ -234,8 +227,8 @@ def _join(parts: Sequence[Rows], axes: int) -> Rows:
     return Rows(
         np.concatenate([empty, *(part.offset for part in parts)]),
         np.concatenate([empty, *(part.shape for part in parts)]),
-        np.concatenate([np.array([], dtype=np.int64), *(part.file for part in parts)]),
-        np.concatenate([np.array([], dtype=np.int64), *(part.byte for part in parts)]),
+        np.concatenate([int64([]), *(part.file for part in parts)]),
+        np.concatenate([int64([]), *(part.byte for part in parts)]),
     )
 
 
@@ -279,9 +272,6 @@ def metadata_files(storage: Storage) -> Iterator[str]:
 
 Node = dict[str, Any]
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""A byte of a folder's name that isn't UTF-8, as Python represents it."""
-
 
 def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, tuple[str, ...], Node | None]]:
     """Yield every folder that isn't a part of an array, with the names in it and the content of its zarr.json."""
@@ -293,7 +283,7 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
         return
     for name in names:
         inner = f"{folder}/{name}" if folder else name
-        if not _SURROGATE.search(name) and is_folder(storage, inner):
+        if is_unicode(name) and is_folder(storage, inner):
             yield from _folders(storage, inner, depth + 1)
 
 
@@ -347,29 +337,6 @@ def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[lis
             others.append(f"{folder}/{name}")
     whole = whole_keys(list(files))
     return [(whole[unique_key], name, length) for unique_key, (name, length) in files.items()], others
-
-
-def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
-    """Return the full unique key of each: old releases left out the grid's last size.
-
-    It follows from the cells, if all of them are there.
-
-    Args:
-        unique_keys: of all cells of one object.
-
-    Examples:
-        >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])
-        {'rng/shard_0.0_1': 'rng/shard_0.0_1.2', 'rng/shard_0.1_1': 'rng/shard_0.1_1.2'}
-        >>> whole_keys(["rng/shard_0.1_1"])
-        {'rng/shard_0.1_1': 'rng/shard_0.1_1'}
-    """
-    items = {unique_key: ShardedObject.empty_from_unique_key(unique_key) for unique_key in unique_keys}
-    shapes = {item.global_shape for item in items.values()}
-    shape = min(shapes, default=())
-    whole = (*shape[:-1], 1 + max((item.global_offset[-1] for item in items.values() if item.global_offset), default=0))
-    if len(shapes) != 1 or shape[-1:] != (-1,) or prod(whole) != len(items):
-        return {unique_key: unique_key for unique_key in unique_keys}
-    return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}
 
 
 # The files of a folder of zarr arrays: which there must be, and which there are

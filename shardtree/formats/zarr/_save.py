@@ -37,8 +37,8 @@ from ...kit import (
     shard_columns,
     sync_folder,
 )
-from ._cells import inner_counts
-from ._group import Rows, array_columns, chunk_rows, inner_cells
+from ._cells import inner_cells, inner_counts
+from ._group import Rows, array_columns, chunk_rows
 from ._layout import ArrayLayout, ChunkFile, array_layouts, chunk_files, write_chunk_file
 from ._metadata import NODE_FILE, OURS, encode_v3
 from ._own import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hs
 
+from shardtree.shell.table.index import _columns as module
 from shardtree.shell.table.index import _file
-from shardtree.shell.table.index import _texts as module
-from shardtree.shell.table.index._texts import ascend, text_columns
+from shardtree.shell.table.index._columns import ascend, text_columns
 
 # Of few letters, so that many are equal for more than eight bytes or begin as others do; zeros are what padding is.
 TEXTS = hs.lists(

@@ -8,7 +8,9 @@ from ._columns import (
     chunks_of,
     int64,
     item_sizes,
-    stored_columns,
+    text_at,
+    text_columns,
+    texts,
     whole_shard,
 )
 from ._file import (
@@ -21,7 +23,6 @@ from ._file import (
     sound_index,
     unsound_index,
 )
-from ._names import rank_file, save_file
 from ._save import (
     RankFiles,
     StoredItem,
@@ -29,15 +30,15 @@ from ._save import (
     encoded_object,
     item_buffers,
     naming_data_of,
+    rank_file,
     rank_files,
+    save_file,
     save_in_folder,
     save_with_index,
-    write_file,
 )
-from ._texts import text_at, text_columns, texts
 
 if typing.TYPE_CHECKING:
-    from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
+    from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned, stored_columns
     from ._metadata import (
         DeferredMetadata,
         IndexMetadata,
@@ -57,13 +58,14 @@ if typing.TYPE_CHECKING:
         rows_of_objects,
         rows_of_saves,
     )
+    from ._write_file import write_file
 else:
     from ....core.deferred import later
 
     __getattr__ = later(
         __name__,
         {
-            "._load": "explain_from_index load_from_index plan_shards planned_cost read_planned",
+            "._load": "explain_from_index load_from_index plan_shards planned_cost read_planned stored_columns",
             "._metadata": (
                 "DeferredMetadata IndexMetadata reasoned stored_fingerprints stored_keys stored_kinds untaken_of"
             ),
@@ -71,5 +73,6 @@ else:
                 "ReadIndex list_files load_common objects_from_index rows_from_index rows_in_folder rows_of_objects "
                 "rows_of_saves"
             ),
+            "._write_file": "write_file",
         },
     )

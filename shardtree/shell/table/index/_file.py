@@ -16,8 +16,7 @@ from ....errors import CheckpointingException, CorruptCheckpoint, error_text, pl
 from ...storage import BLOCK_BYTES, Buffer, StoredFile, in_threads
 from .._metadata import read_checked, write_checked
 from .._values import Checkpoint, Fields, PendingSave
-from ._columns import COLUMNS, OPTIONAL_COLUMNS, Index, int64, item_sizes
-from ._texts import Bytes, ascend, text_at, text_columns, texts
+from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_at, text_columns, texts
 
 ObjectRow = tuple[str, int, int, int]
 """An object's unique key, the number of its file, its first byte there and its length in bytes."""
@@ -354,8 +353,7 @@ def shared_bytes_problem(index: Index) -> str | None:
     """Return what is wrong if bytes of a file belong to more than one chunk or object, or a file is listed twice."""
     # No save writes that, and it guards against a small file that becomes gigabytes of tensors. Names are compared by
     # their parts: "a//b" is the same file as "a/b".
-    names = index.file_names()
-    if len({"/".join(PurePosixPath(name).parts) for name in names}) != len(names):
+    if len({"/".join(PurePosixPath(name).parts) for name in index.file_names()}) != index.file_length.size:
         return "a file is there twice"
     file, begin, length = index.chunk_file, index.chunk_byte, index.chunk_length
     if index.object_file.size:

@@ -329,3 +329,26 @@ def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.
     files = {number: index.file(number) for number in plan.files}
     check_lengths(checkpoint, files.values())
     return fetch_cost(files, plan, verify=checkpoint.options.verify, storage=checkpoint.storage)
+
+
+def stored_columns(
+    kinds: Mapping[str, TensorKind],
+    key: Column,
+    offset: Column,
+    shape: Column,
+    start: Column | None = None,
+    stop: Column | None = None,
+) -> ShardColumns:
+    """Return what is stored as shards of no rank, each once: whole boxes, unless flat ranges are given."""
+    whole = np.full(len(key), -1, dtype=np.int64)
+    return ShardColumns(
+        tuple(kinds),
+        tuple(kinds.values()),
+        key,
+        offset,
+        shape,
+        start=whole if start is None else start,
+        stop=whole if stop is None else stop,
+        rank=np.zeros(len(key), dtype=np.int64),
+        main=np.ones(len(key), dtype=np.bool_),
+    )

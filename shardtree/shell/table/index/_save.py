@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,27 +18,21 @@ from ....core.fingerprints import add_fingerprints, column_parts
 from ....core.geometry import Column, as_int64, narrowed
 from ....core.layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
 from ....core.mapping import ShardedObject, ShardedTensor
-from ....errors import CheckpointingException, StorageError, UnsupportedValue
+from ....errors import CheckpointingException, StorageError, StrategyError, UnsupportedValue, error_text
 from ...storage import (
-    AnyBuffer,
     Buffer,
     Hashes,
     Listed,
     Storage,
     StoredFile,
-    byte_view,
     can,
-    make_folder,
-    sync_folder,
     tensor_buffers,
-    write_hashed,
 )
 from .._checks import check_objects_written, check_seen, checked_data
-from .._save_folders import abandoning, remove_orphaned, remove_unless_committed
+from .._save_folders import FORMAT_FILE, abandoning, remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
 from ._file import build_index, write_index
-from ._names import in_save_folder
 
 logger = logging.getLogger("shardtree")
 
@@ -169,6 +163,69 @@ class _FolderView:
     storage: Storage
 
 
+def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
+    """Return the name of a rank's data file, in the save's folder.
+
+    Args:
+        pending: the checkpoint.
+        suffix: the format's, lower-case letters and digits.
+        number: counts the rank's files.
+
+    Raises:
+        StrategyError: the suffix or the number can't be in the name of a file that the clean-up knows.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> rank_file(PendingSave(MemoryStorage(), "save-1", one_process()), "tar")
+        'save-1/00000-of-00001.tar'
+    """
+    part = f"-{number}" if number else ""
+    name = f"{pending.save_id}/{pending.world.rank:05d}-of-{pending.world.size:05d}{part}.{suffix}"
+    return in_save_folder(name, pending.save_id)
+
+
+def save_file(pending: PendingSave, name: str) -> str:
+    """Return the name of a format's own file in the save's folder, such as its index: one that the clean-up knows.
+
+    Args:
+        pending: The checkpoint that is being written.
+        name: Lower-case letters, digits, and of ``._-`` any after the first. A file "index.json" is taken for the
+            index, which is removed after all others.
+
+    Raises:
+        StrategyError: The name has other characters.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> save_file(PendingSave(MemoryStorage(), "save-1", one_process()), "index.json")
+        'save-1/own-index.json'
+    """
+    return in_save_folder(f"{pending.save_id}/own-{name}", pending.save_id)
+
+
+def in_save_folder(name: str, folder: str) -> str:
+    """Return the name of a format's file, if it is one that the clean-up of replaced and failed saves removes.
+
+    Args:
+        name: The file's name in the checkpoint.
+        folder: The save's folder.
+
+    Raises:
+        StrategyError: it isn't.
+    """
+    above, _, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
+    if above != folder or FORMAT_FILE.fullmatch(last) is None:
+        expected = f"{folder}/<rank>-of-<ranks>.<suffix> or {folder}/own-<name>, of lower-case letters and digits"
+        fix = (
+            "Name data files by `rank_file(pending, suffix, number)`, and others by `save_file(pending, name)`; "
+            "files with other names would stay when the save is replaced."
+        )
+        raise StrategyError(error_text("save: a data file with another name", found=name, expected=expected, fix=fix))
+    return name
+
+
 def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> Iterator[Buffer]:
     r"""Yield the bytes to store of an item: a tensor's in row-major order, or an object's data in the common codec.
 
@@ -223,39 +280,6 @@ def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
     """Return an object's data in the common codec; an error names the object."""
     with naming_data_of(item.unique_key):
         return encode_tree(item.data, allow_pickle=allow_pickle)
-
-
-def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) -> StoredFile:
-    """Write a data file with the hashes of its blocks, as the save's options say.
-
-    Args:
-        pending: the save.
-        name: the file's, as `rank_file` or `save_file` makes it.
-        buffers: its bytes in order: bytes, bytearrays, memoryviews, arrays, or what else memoryview takes, contiguous;
-            `item_buffers` yields those of an item.
-
-    Raises:
-        StorageError: it can't be written, or one of them is no buffer.
-        StrategyError: the clean-up knows no such name.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> from shardtree.world import one_process
-        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
-        >>> write_file(pending, rank_file(pending, "raw"), [b"abc", np.zeros(2)]).length
-        19
-    """
-    options, storage = pending.options, pending.storage
-    in_save_folder(name, pending.save_id)
-    # Made again: an abandoned request, whose folder was removed, may be run once more.
-    make_folder(storage, pending.save_id, durable=options.durable)
-    where = storage.where(name)
-    views = (byte_view(buffer, where) for buffer in buffers)
-    durable, checksums, progress = options.durable, options.checksums, options.progress
-    file = write_hashed(storage, name, views, durable=durable, checksums=checksums, progress=progress)
-    if durable:
-        sync_folder(storage, pending.save_id)
-    return file
 
 
 def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
