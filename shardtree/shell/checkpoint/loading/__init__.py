@@ -48,8 +48,7 @@ else:
             "._prospect": "prospect",
             "._read": "Destination Reading as_stored convert_all deliver destination_of read_into read_shards",
             "._strict": (
-                "Omissions RAISING RANK_VALUES StrictHandling log_untaken mismatched_keys parse_strict "
-                "refuse_omissions"
+                "Omissions RAISING RANK_VALUES StrictHandling log_untaken mismatched_keys parse_strict refuse_omissions"
             ),
             "._targets": "CPU Kinds Target check_tensors new_memory take_apart usable_device",
         },
