@@ -35,8 +35,8 @@ class Findings:
     reads: list[RankReads] = field(default_factory=list)
 
     @contextmanager
-    def record(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:
-        """Record an error of the check inside instead of raising it; with the ranks bound, this is a `Run`."""
+    def record(self, ranks: Sequence[int], note: str = "") -> Iterator[None]:
+        """Record an error of the check inside for these ranks, instead of raising it."""
         try:
             yield
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
@@ -48,3 +48,14 @@ class Findings:
     def add_problems(self, problems: Iterable[plans.Misfit]) -> None:
         for problem in problems:
             self.problems.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
+
+    def add_omissions(self, other: Omissions) -> None:
+        """Add the omissions of another rank, each path once."""
+        own = self.omissions
+        self.omissions = Omissions(
+            tuple(dict.fromkeys((*own.left_out, *other.left_out))),
+            tuple(dict.fromkeys((*own.unfilled, *other.unfilled))),
+            tuple(dict.fromkeys((*own.kept, *other.kept))),
+            own.union_paths or other.union_paths,
+            (*own.unasked_bits, *other.unasked_bits),
+        )

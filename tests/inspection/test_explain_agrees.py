@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.inspection import _explanation
 from shardtree.plans import Unexpected
-from shardtree.shell.checkpoint.loading import _checks, _strict
+from shardtree.shell.checkpoint.loading import Omissions
 from shardtree.storage import MemoryStorage
 from shardtree.trees import flatten_with_paths
 from tests.inspection.test_explain import payload
@@ -275,7 +276,7 @@ def test_the_verdict_is_what_becomes_of_the_load(case: Case) -> None:
 def unjoined(*args: Any, **options: Any) -> st.plans.Explanation:
     """A planted fault: nothing is joined, so that everything fits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_checks, "check_join", lambda *_: _strict.Omissions())
+        patch.setattr(_explanation, "join_common", lambda *_: (None, Omissions()))
         return st.explain_ranks(*args, **load_keywords(**options))
 
 

@@ -1,74 +1,27 @@
-"""Steps 1 to 4 of a load: open the checkpoint, exchange what ranks ask for, check all that can fail before reading."""
+"""Steps 2 and 3 of a load: ranks exchange descriptions of their targets, and compare keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import chain
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import torch
 
-from ....core.codec import named_types
 from ....core.layouts import ShardColumns
-from ....errors import StrategyError, UnsafeFile, UnsupportedValue
-from ...table import (
-    Checkpoint,
-    LoadOptions,
-    Resolution,
-    Strategies,
-    StrategyAction,
-    fetch_checked,
-    find_strategy,
-    unless_replaced,
-)
-from ...table.index import stored_keys, stored_kinds, untaken_of
+from ...table import Checkpoint, LoadOptions, Resolution, Strategies, StrategyAction, find_strategy
+from ...table.index import stored_keys
 from ...world import World, agree, gather, share, step
-from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout, unions_of
+from .._consistency import Description, KnownLayout, brief, complete, describe, known_layout
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
-from .._open import (
-    OPEN_STEPS,
-    Metadata,
-    Opening,
-    load_common,
-    parse_together,
-    sharded_metadata,
-    with_opening,
-)
-from ._checks import Keys, check_rank, check_target, unexpected_keys
-from ._choice import Place, bytes_wanted_twice, exchange_choice, place_of
-from ._objects import ObjectsFit
-from ._read import Destination, Reading, destination_of
-from ._strict import (
-    LOGGING,
-    RANK_VALUES,
-    STORED_VALUES,
-    WITH_MISSING,
-    Omissions,
-    StrictHandling,
-    log_keys,
-    log_of_ranks,
-    log_omissions,
-    mismatched_keys,
-    parse_strict,
-    refuse_omissions,
-)
-from ._targets import Kinds, Target, take_apart, usable_device
-
-Choices = tuple[Choice, Choice, Strategies | None]
-"""What the caller named as strategies for the shards and the common state, and the dispatch table."""
+from .._open import OPEN_STEPS, Opening, parse_together, with_opening
+from ._choice import Place, place_of
+from ._stored import Choices, Stored
+from ._strict import WITH_MISSING, StrictHandling, mismatched_keys, parse_strict
+from ._targets import Target, take_apart, usable_device
 
 _ASK_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")
-CHECK_STEPS = (
-    "load: check integrity",
-    "load: strict",
-    "load: leave out",
-    "load: check the target",
-    "load: common state",
-    "load: choose to exchange",
-    "load: make memory",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,25 +82,6 @@ class LocalLoad:
     target: Target
     layout: KnownLayout | None
     description: Description | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckedLoad:
-    """A load that is known to fit: all that reading takes.
-
-    Attributes:
-        target: taken apart, without what isn't stored.
-        common: the stored common tree.
-        reading: how the target is read.
-        destination: the memory for it.
-        omissions: what isn't returned of what is stored, and not filled of the target.
-    """
-
-    target: Target
-    common: Any
-    reading: Reading
-    destination: Destination
-    omissions: Omissions
 
 
 def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
@@ -271,7 +205,8 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
     """
     if local.mode is StrictHandling.ASSUME_OK_UNEXPECTED:
         return set(), set()
-    checkpoint_keys = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
+    stored = Stored(local.checkpoint, request.choices)
+    checkpoint_keys = agree(world, "load: metadata", lambda: stored_keys(stored.listing))
     own = local.target.keys_among(checkpoint_keys)
     everywhere = checkpoint_keys
     if local.mode in WITH_MISSING:
@@ -279,122 +214,3 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
         known_keys = set(() if local.layout is None else local.layout.columns.keys)
         everywhere = known_keys.union(*gather(world, "load: keys", lambda: own - known_keys))
     return mismatched_keys(local.mode, own, checkpoint_keys, everywhere)
-
-
-_NO_FIT: Final[tuple[Kinds, ObjectsFit]] = ({}, ObjectsFit())
-
-
-def check_ranks(
-    request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: set[str], unexpected: set[str]
-) -> CheckedLoad:
-    """Return `check`, once all ranks' loads are known to succeed; one all-gather."""
-
-    def fits() -> CheckedLoad:
-        with unless_replaced(local.checkpoint):
-            return check(request, local, messages, missing, unexpected)
-
-    world = local.checkpoint.world
-    load, each = share(world, "load: check", fits, lambda one: one.omissions.shared, steps=CHECK_STEPS)
-    omissions = load.omissions
-    unfilled, kept, bits = map(chain.from_iterable, zip(*each, strict=True))
-    unasked_paths = omissions.unasked_paths([*bits])
-    if world.rank == 0:
-        log_of_ranks(local.mode, unfilled, kept, unasked_paths)
-    refuse_omissions(local.mode, RANK_VALUES, unasked_paths)  # by every rank: all know the same
-    return replace(load, omissions=replace(omissions, left_out=(*omissions.left_out, *unasked_paths)))
-
-
-def check(
-    request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: set[str], unexpected: set[str]
-) -> CheckedLoad:
-    """Return all that reading takes, once it is known that the load can succeed; its steps are `CHECK_STEPS`.
-
-    Args:
-        request: what this rank asks for.
-        local: what it knows by itself.
-        messages: each rank's, by rank.
-        missing: keys that no rank asks for, as far as the strict mode needs them.
-        unexpected: keys that this rank asks for and that aren't stored, likewise.
-
-    Raises:
-        KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile: as `load`.
-    """
-    checkpoint, (sharded, _, strategies) = fetch_checked(local.checkpoint, "index", "common"), request.choices
-    descriptions = [description for _, description, _ in messages if description is not None]
-    columns: ShardColumns | None = None
-    if descriptions:
-        # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
-        with step("load: check integrity"):
-            columns = check_together("load", descriptions, local.layout, tiling=request.validate)
-    common_of = cache(partial(stored_common, checkpoint, request.choices))
-
-    fit = partial(
-        check_target,
-        checkpoint,
-        choice=sharded,
-        strategies=strategies,
-        cast=request.cast,
-        plain=request.plain,
-        rules=request.options.object_rules,
-        left_out=unexpected,
-        common_of=common_of,
-    )
-    metadata = partial(listing_if_any, checkpoint, request.choices)
-    keys = Keys(
-        local.mode,
-        missing,
-        unexpected,
-        lambda: stored_keys(metadata()),
-        lambda names: stored_kinds(metadata(), sorted(names)),
-        unions_of(checkpoint.fields),
-        lambda: untaken_of(metadata()),
-    )
-    if local.mode in LOGGING:
-        with step("load: strict"):
-            log_keys(missing, unexpected_keys(keys, local.target, common_of))
-    target, fits, common, omissions = check_rank(step, request.tree, local.target, keys, fit, common_of, _NO_FIT)
-    if local.mode in LOGGING:
-        log_omissions(STORED_VALUES, omissions.left_out)
-    with step("load: choose to exchange"):
-        saved_bytes = None if callable(sharded) or columns is None else partial(bytes_wanted_twice, [columns])
-        exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved_bytes)
-    checkpoint = replace(checkpoint, fetched={})  # which are read by now
-    reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fits, local.layout, local.device)
-    with step("load: make memory"):
-        return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), omissions)
-
-
-def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
-    """Return the tensors and objects that a checkpoint holds.
-
-    Raises:
-        StrategyError: the format doesn't list what it holds.
-    """
-    sharded, common, strategies = choices
-    # A caller's function loads shards and can't list them: the format's own row does.
-    pair = (None if callable(sharded) else sharded, None if callable(common) else common)
-    return sharded_metadata(checkpoint, *pair, strategies)
-
-
-def listing_if_any(checkpoint: Checkpoint, choices: Choices) -> Metadata:
-    """Return `listing`; nothing where the format doesn't list what it holds."""
-    try:
-        return listing(checkpoint, choices)
-    except StrategyError:
-        return {}
-
-
-def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, ...]) -> Any:
-    """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
-    _, common, strategies = choices
-    # The caller's types come last, so that they win over the target's of the same name.
-    options = replace(checkpoint.options, types=(*types, *named_types(checkpoint.options.types).values()))
-    try:
-        return load_common(replace(checkpoint, options=options), common, strategies)
-    except UnsupportedValue:
-        # A class whose fields have changed since the save: its instances come back as plain records, as without a
-        # target.
-        return load_common(checkpoint, common, strategies)
-    except UnsafeFile as error:
-        error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
-        raise

@@ -19,8 +19,9 @@ from ...table import LoadOptions, Strategies
 from ...world import agree, current_world, step, tried
 from .._dispatch import Choice
 from .._open import open_alone
-from ._ask import CheckedLoad, LoadRequest, ask, check_ranks, compare_keys, with_metadata
-from ._checks import join_leaves
+from ._ask import LoadRequest, ask, compare_keys, with_metadata
+from ._check import CheckedLoad, check_ranks
+from ._omissions import join_leaves
 from ._read import deliver, read_into
 from ._strict import RETURNING, StrictHandling
 
@@ -187,7 +188,7 @@ def _put_together(
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
         tree = checked_load.target.merge(join_leaves(checked_load.common, checked_load.target, leaves))
     if report is not None:
-        omitted, why = checked_load.omissions, checked_load.destination.exchange.why
+        omitted, why = checked_load.omissions, checked_load.reading.exchange.why
         amount = replace(amount, left_out=omitted.left_out, unfilled=omitted.unfilled)
         report(replace(amount, kept=omitted.kept, exchange=why))
     return tree

@@ -17,9 +17,8 @@ from ....core.layouts import (
 )
 from ....core.mapping import ShardedObject
 from ....core.plans import Misfit, find_unexpected
-from ...table import Checkpoint, Strategies, StrategyAction, find_strategy, old_unique_key
+from ...table import old_unique_key
 from ...table.index import IndexMetadata
-from .._dispatch import Choice, are_objects_beside, backend_of, common_backend, sharded_backend
 from .._open import Metadata
 
 
@@ -48,25 +47,6 @@ class ObjectsFit:
         """The stored cells that rules look at."""
         drop_objects = leaf("drop_objects")
         return [item for item in self.cells if self.rules[item.key] is not drop_objects]
-
-
-def objects_metadata(
-    checkpoint: Checkpoint, metadata: Metadata, choice: Choice, strategies: Strategies | None
-) -> Metadata | None:
-    """Return what is in the format that holds a checkpoint's objects; None if it can't list that.
-
-    Args:
-        checkpoint: what is loaded.
-        metadata: what the format of the tensors holds.
-        choice: the caller's, of how shards are loaded.
-        strategies: the dispatch table; None for the process's.
-    """
-    backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
-    beside = common_backend(checkpoint.fields)
-    if not are_objects_beside(backend, beside, strategies):
-        return metadata
-    fallback = find_strategy(StrategyAction.LOAD_METADATA, *beside, strategies=strategies)
-    return None if fallback is None else fallback(checkpoint)
 
 
 def fit_objects(

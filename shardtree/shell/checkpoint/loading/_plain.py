@@ -76,23 +76,20 @@ def unfilled_paths(target: Target, tree: Any) -> list[TreePath]:
     return trees.unfilled(tree, [(path, target.leaves[number]) for number, path in target.plain.items()])
 
 
-def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Callable[[], Collection[str]]) -> None:
+def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Collection[str]) -> None:
     """Raise where a plain tensor gets no value, and what seems to be meant is stored under another key.
 
     That is so where the saved tree had a shard at its path, and where a stored key is the end of its path's key.
 
     Args:
-        paths: of plain tensors that get no value.
-        common: the stored common tree, with holes where shards were.
-        checkpoint_keys: returns all stored keys.
+        paths: Paths of plain tensors that get no value.
+        common: The stored common tree, with holes where shards were.
+        checkpoint_keys: All stored keys.
 
     Raises:
-        KeyMismatch: names the path, and the stored key as far as it is known.
+        KeyMismatch: Names the path, and the stored key as far as it is known.
     """
-    if not paths:
-        return
-    keys = checkpoint_keys()
-    pairs = [(path, text) for path in paths if (text := _hint(path, common, keys))]
+    pairs = [(path, text) for path in paths if (text := _hint(path, common, checkpoint_keys))]
     if pairs:
         what = "load: plain tensors of the target that are stored under another key than that of their path"
         fix = (

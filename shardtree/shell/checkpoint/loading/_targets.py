@@ -23,7 +23,7 @@ from ....core.mapping.memory import (
     refuse_read_only,
     tied,
 )
-from ....errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
+from ....errors import CheckpointingException, MetadataError, TreePath, error_text
 from ...storage import copies_of, empty_tensor
 
 CPU: Final = torch.device("cpu")
@@ -60,7 +60,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 def with_memory(
     shard: ShardedTensor, tensor: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
-    """Return a shard whose data is contiguous memory to be filled, the CPU's or that of a device.
+    """Return a checked shard whose data is contiguous memory to be filled, the CPU's or that of a device.
 
     That is the target's own tensor only if it is donated and fits. If a shape mismatch is allowed, the memory starts
     with the target's elements, or zeros, since not all of it may be filled.
@@ -70,12 +70,7 @@ def with_memory(
         tensor: its `given_tensor`.
         donate: whether that is given away.
         on_device: the device where the memory is: that of `tensor`, if there is one. None for the CPU.
-
-    Raises:
-        ShapeError: a tensor isn't the shard's any more, or elements of a donated one are aliases.
     """
-    if tensor is not None:
-        _check_tensor(shard, tensor, donate=donate)
     if donate and tensor is not None and (on_device is not None or is_plain_memory(tensor)):
         return trees.with_data(shard, tensor.detach()) if tensor.requires_grad else shard
     if on_device is not None:
@@ -106,15 +101,15 @@ def with_memories(
         is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
 
     Raises:
-        ShapeError: as `with_memory`, or donated tensors are aliases of each other or in read-only memory.
+        ShapeError: A tensor doesn't pass `check_tensors`.
     """
+    check_tensors(shards, donate=donate)
     pairs = [(shard, given_tensor(shard)) for shard in shards]
     # What is stored under several keys is compared before it goes into the one memory that they have.
     apart = {number for group in tied(pairs) for number in group} if donate else set()
     memories = []
     for number, (shard, tensor) in enumerate(pairs):
         if number in apart and tensor is not None:
-            _check_tensor(shard, tensor, donate=True)
             memories.append(with_memory(shard, tensor, donate=False))
             continue
         if tensor is not None and donate and _is_memory(shard, tensor):
@@ -127,41 +122,36 @@ def with_memories(
             staged = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         staged = staged and is_staged(shard)
         memories.append(with_memory(shard, tensor, donate=donate, on_device=place if staged else None))
-    if donate:
-        # Two shards that alias would be filled one over the other, and the second would silently win.
-        donated = [(shard, tensor) for shard, tensor in pairs if tensor is not None]
-        check_no_aliases("load", donated)
-        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in donated))
     return memories
 
 
 def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
-    """Raise what `with_memories` would, without making memory.
+    """Raise unless a load can fill memory for these shards: before any memory is made.
 
     Args:
-        shards: the target's.
-        donate: whether their tensors are given away.
+        shards: The target's shards.
+        donate: Whether their tensors are given away.
 
     Raises:
-        ShapeError: a tensor isn't the shard's any more, or elements of donated ones share memory, or it is read-only.
+        ShapeError: A tensor was changed since its shard was built; elements of donated ones share memory; or a donated
+            one is in read-only memory.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(2))
         >>> check_tensors([shard], donate=False)
     """
-    pairs = [(shard, tensor) for shard in shards if (tensor := given_tensor(shard)) is not None]
+    used = shards if donate else [shard for shard in shards if shard.allow_shape_mismatch]
+    pairs = [(shard, tensor) for shard in used if (tensor := given_tensor(shard)) is not None]
     for shard, tensor in pairs:
-        _check_tensor(shard, tensor, donate=donate)
+        if donate and _is_memory(shard, tensor):
+            continue  # it passes both checks
+        check_unchanged("load", shard, tensor)
+        if donate:
+            check_writable("load", shard, tensor)
     if donate:
+        # Two shards that alias would be filled one over the other, and the second would silently win.
         check_no_aliases("load", pairs)
         refuse_read_only("load", ((shard.key, tensor) for shard, tensor in pairs))
-
-
-def _check_tensor(shard: ShardedTensor, tensor: torch.Tensor, *, donate: bool) -> None:
-    if donate or shard.allow_shape_mismatch:
-        check_unchanged("load", shard, tensor)
-    if donate:
-        check_writable("load", shard, tensor)
 
 
 def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
@@ -306,42 +296,3 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
 
 def _as_it_is(tree: Any) -> Any:
     return tree
-
-
-def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Target:
-    """Return the target without the shards, and the factories of such shards alone, that aren't stored.
-
-    Raises:
-        KeyMismatch: of a factory's shards some are stored, and some aren't, so that it can't be merged.
-    """
-    lacking = ((path, leaf, keys_of(leaf) & unexpected) for path, leaf in trees.leaves_with_paths(tree))
-    partly = [
-        f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
-        for path, leaf, keys in lacking
-        if keys and keys < keys_of(leaf)
-    ]
-    if partly:
-        what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
-        raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
-    return take_apart(
-        trees.map_shards(lambda leaf: trees.HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
-        donate=target.donate,
-    )
-
-
-def keys_of(leaf: Any) -> set[str]:
-    """Return the keys that a leaf asks for: a factory's are those of the shards that it builds.
-
-    Examples:
-        >>> keys_of(ShardedTensor.from_rank_offsets("w", torch.ones(2))), keys_of(3)
-        ({'w'}, set())
-    """
-    if (factory := trees.factory_of(leaf)) is not None:
-        built, _ = trees.build_factories(factory, is_target=True)
-        return {shard.key for _, shard in trees.leaves_with_paths(built) if is_sharded(shard)}
-    return {leaf.key} if is_sharded(leaf) else set()
-
-
-def is_sharded(leaf: Any) -> bool:
-    """Return whether a leaf is loaded."""
-    return isinstance(leaf, (ShardedTensor, ShardedObject))
