@@ -70,7 +70,7 @@ def check_ranks(
             return check(request, local, messages, missing, unexpected)
 
     world = local.checkpoint.world
-    load, shared = share(world, "load: check", fits, lambda load: load.omissions.shared, steps=_STEPS)
+    load, shared = share(world, "load: check", fits, _shared, steps=_STEPS)
     omissions = load.omissions
     unfilled, kept, bits = map(chain.from_iterable, zip(*shared, strict=True))
     unasked_paths = omissions.unasked_paths([*bits])
@@ -78,6 +78,11 @@ def check_ranks(
         log_of_ranks(local.mode, unfilled, kept, unasked_paths)
     refuse_omissions(local.mode, RANK_VALUES, unasked_paths)  # by every rank: all know the same
     return replace(load, omissions=replace(omissions, left_out=(*omissions.left_out, *unasked_paths)))
+
+
+def _shared(load: CheckedLoad) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
+    """Return what other ranks learn of a rank's omissions."""
+    return load.omissions.unfilled, load.omissions.kept, load.omissions.unasked_bits
 
 
 def check(
@@ -106,7 +111,8 @@ def check(
     with step("load: leave out"):
         target = leave_out(local.target, request.tree, unexpected, mode)
     with step("load: check the target"):
-        target = asking_whole(target, stored.kinds(target.plain_keys))
+        if target.plain:
+            target = asking_whole(target, stored.kinds(target.plain_keys))
         kinds, objects = fit_target(stored, target, request, unexpected)
     with step("load: common state"):
         common, omissions = join_common(stored, local.target, target, mode)

@@ -42,6 +42,8 @@ from ._stored import Stored
 from ._strict import LEAVING_OUT, LOGGING, StrictHandling, logger
 from ._targets import Target, take_apart
 
+_SHARDED = (ShardedTensor, ShardedObject)
+
 # Before the join: shards that aren't stored leave the target
 
 
@@ -86,13 +88,8 @@ def keys_of(leaf: Any) -> set[str]:
     """
     if (factory := factory_of(leaf)) is not None:
         built, _ = build_factories(factory, is_target=True)
-        return {shard.key for _, shard in leaves_with_paths(built) if is_sharded(shard)}
-    return {leaf.key} if is_sharded(leaf) else set()
-
-
-def is_sharded(leaf: Any) -> bool:
-    """Return whether a leaf is loaded."""
-    return isinstance(leaf, (ShardedTensor, ShardedObject))
+        return {shard.key for _, shard in leaves_with_paths(built) if isinstance(shard, _SHARDED)}
+    return {leaf.key} if isinstance(leaf, _SHARDED) else set()
 
 
 def own_values(tree: Any, unexpected: Set[str]) -> dict[TreePath, Any]:
@@ -162,11 +159,6 @@ class Omissions:
     union_paths: tuple[TreePath, ...] = ()
     unasked_bits: tuple[bytes, ...] = ()
 
-    @property
-    def shared(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
-        """What other ranks learn of it: `unfilled`, `kept` and `unasked_bits`."""
-        return self.unfilled, self.kept, self.unasked_bits
-
     def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
         """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
         if len(set(map(len, all_bits))) != 1:  # nothing was united, or a function of the caller's loads other states
@@ -206,8 +198,8 @@ def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling
     """Return the omissions of a trial of the last step's join, with the target's own leaves."""
     # An optimizer's state in tuples, or a list with shards beside values, can't come back without its shards: it is
     # left out, so that a load of a part can succeed.
-    local = LocalNonpersistentObject
-    leaves = [leaf if is_sharded(leaf) or isinstance(leaf, local) else HOLE for leaf in target.leaves]
+    own_place = (*_SHARDED, LocalNonpersistentObject)
+    leaves = [leaf if isinstance(leaf, own_place) else HOLE for leaf in target.leaves]
     tree = join_leaves(common, target, leaves)
     lacking = unfilled_paths(target, tree) if target.plain else []
     if lacking and mode not in LEAVING_OUT:

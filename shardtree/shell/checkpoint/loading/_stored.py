@@ -93,8 +93,7 @@ class Stored:
 
     def kinds(self, keys: Iterable[str]) -> Kinds:
         """Return the dtypes and shapes of those stored tensors that have one of these keys."""
-        names = sorted(keys)
-        return stored_kinds(self._listing_if_any, names) if names else {}
+        return stored_kinds(self._listing_if_any, sorted(keys))
 
     def common(self, types: tuple[type, ...]) -> Any:
         """Return the common tree, with instances of a target's own namedtuple classes where they fit.
@@ -103,20 +102,19 @@ class Stored:
             CorruptCheckpoint: Its bytes aren't those that were saved.
             UnsafeFile: It holds pickled values, and `allow_pickle` isn't given.
         """
-        if types not in self._commons:
-            self._commons[types] = self._read_common(types)
-        return self._commons[types]
-
-    def _read_common(self, types: tuple[type, ...]) -> Any:
+        if types in self._commons:
+            return self._commons[types]
         checkpoint, (_, common, strategies) = self.checkpoint, self.choices
         # The caller's types come last, so that they win over the target's of the same name.
         options = replace(checkpoint.options, types=(*types, *named_types(checkpoint.options.types).values()))
         try:
-            return load_common(replace(checkpoint, options=options), common, strategies)
+            tree = load_common(replace(checkpoint, options=options), common, strategies)
         except UnsupportedValue:
             # A class whose fields have changed since the save: its instances come back as plain records, as without a
             # target.
-            return load_common(checkpoint, common, strategies)
+            tree = load_common(checkpoint, common, strategies)
         except UnsafeFile as error:
             error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
             raise
+        self._commons[types] = tree
+        return tree
