@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core.ambient import shielded
+from ..core.geometry import refuse
 from ..core.layouts import ShardColumns
-from ..core.trees import Transform, targets_through
+from ..core.trees import Transform, target_through
+from ..errors import MetadataError
 from ..shell.checkpoint import Choice, open_at
 from ..shell.checkpoint.loading import LoadRequest, StrictHandling
 from ..shell.storage import Directory
@@ -152,7 +155,7 @@ def explain_ranks(
     choices = (sharded_strategy, common_strategy, strategies)
     validate = validate_access_integrity and transform is None
     if transform is not None:
-        sharded_state_dicts = targets_through(sharded_state_dicts, transform, cast=cast, plain=plain)
+        sharded_state_dicts = _targets_through(sharded_state_dicts, transform, cast=cast, plain=plain)
     request = LoadRequest(
         None,
         choices,
@@ -167,3 +170,34 @@ def explain_ranks(
     )
     with unless_replaced(checkpoint):
         return explanation(checkpoint, request, sharded_state_dicts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets(Sequence[Any]):
+    """Ranks' targets, each seen through its transform when it is asked for: those of all may fill the memory."""
+
+    trees: Sequence[Any]
+    transforms: Sequence[Transform]
+    cast: bool
+    plain: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return target_through(self.trees[rank], self.transforms[rank], cast=self.cast, plain=self.plain)
+
+
+def _targets_through(
+    trees: Sequence[Any], transforms: Transform | Sequence[Transform], *, cast: bool = False, plain: Sequence[str] = ()
+) -> Sequence[Any]:
+    """Return the targets of all ranks, each through its own transform, or through one for all.
+
+    Raises:
+        MetadataError: There aren't as many transforms as targets.
+    """
+    rank_transforms = transforms if isinstance(transforms, Sequence) else [transforms] * len(trees)
+    if len(rank_transforms) != len(trees):
+        expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or each rank's."
+        refuse("transform", "traces", len(rank_transforms), expected, fix, error=MetadataError)
+    return _Targets(trees, rank_transforms, cast, plain)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..core import plans
-from ..core.layouts import ShardColumns, shard_columns
+from ..core.geometry import Column
+from ..core.layouts import ShardColumns, join_checked, shard_columns, sharding_problems
 from ..live import cuts_shards, foretold_exchange, foretold_groups
-from ..shell.checkpoint import AlikeColumns, Description, KnownLayout, check_columns, describe
+from ..shell.checkpoint import AlikeColumns, Description, KnownLayout, check_together, describe
 from ..shell.checkpoint.loading import (
     RAISING,
     RANK_VALUES,
@@ -152,10 +153,40 @@ def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any],
     wanted_columns: list[ShardColumns] | None = None
     if descriptions and len(descriptions) == len(trees):
         with findings.record(range(len(trees)), note=_ONE_OF_SEVERAL if len(trees) == 1 else ""):
-            check_columns("load", columns, descriptions, layouts[0], tiling=request.validate)
+            check_alike(columns, descriptions, layouts[0], tiling=request.validate)
             wanted_columns = None if callable(choices[0]) else [part for part, alike in columns for _ in alike]
     exchange = foretold_exchange(checkpoint, len(trees), wanted_columns)
     return _Load(stored, request, trees, mode, ranks, target_keys, stored.kinds(tensors), exchange)
+
+
+def check_alike(
+    alike: AlikeColumns, descriptions: Sequence[Description], layout: KnownLayout | None = None, *, tiling: bool = True
+) -> None:
+    """Raise the errors of `check_together`, without all ranks' shards at once: many ranks may hold the same.
+
+    Args:
+        alike: All ranks' tensor shards.
+        descriptions: The ranks' descriptions, by rank, without tensor shards.
+        layout: The layout of all ranks that they were given.
+        tiling: Whether each element and object must have one main replica.
+
+    Raises:
+        IntegrityError: The targets don't fit together.
+    """
+    if layout is not None or not tiling:
+        check_together("load", descriptions, layout, tiling=tiling)
+        return
+    objects = [part.objects for part in descriptions]
+    # Main replicas alone decide whether all is well. What is wrong is said with the other replicas of its tensors.
+    problems = sharding_problems(alike.select(lambda columns: np.flatnonzero(columns.main)), objects)
+    if problems:
+        wrong = {problem.key for problem in problems}
+
+        def main_or_wrong(columns: ShardColumns) -> Column:
+            of_wrong = np.array([key in wrong for key in columns.keys], dtype=np.bool_)
+            return np.flatnonzero(columns.main | of_wrong[columns.key])
+
+        join_checked(alike.select(main_or_wrong), objects)
 
 
 def _check(load: _Load, findings: Findings, rank: int) -> None:

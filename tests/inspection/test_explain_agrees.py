@@ -300,7 +300,7 @@ def case(*trees: Any, **options: Any) -> Case:
 
 FAULTS: dict[str, tuple[Explain, Case]] = {
     "targets aren't compared": (
-        skipping("check_columns", lambda *_, **options: None),
+        skipping("check_alike", lambda *_, **options: None),
         case({"a": whole("a")}, {"a": whole("a")}),
     ),
     "keys aren't compared": (
@@ -348,7 +348,7 @@ def test_the_law_catches(fault: str) -> None:
 
 
 INSTEAD = {
-    "check_together": {"check_columns"},  # which doesn't hold all ranks' shards at once
+    "check_together": {"check_alike"},  # which doesn't hold all ranks' shards at once
     "settle_keys": {"refuse_keys"},  # nothing is logged
     "fit_target": {"prospect", "fit_objects"},  # with costs
     "destination_of": {"check_tensors"},  # without memory
