@@ -369,12 +369,12 @@ def forgotten(*functions: Callable[..., Any]) -> set[str]:
     """The pieces of a load's check that explain doesn't call."""
     own = _explanation
     explains = called(own.explanation, own._prepare, own._check, own._Load.prospect, own._differing_keys)
-    pieces = called(*functions) - {"fetch_checked", "unless_replaced", "log_omissions", "_columns_of_all", "_choice"}
+    pieces = called(*functions) - {"fetch_checked", "unless_replaced", "log_omissions"}
     return {piece for name in pieces for piece in INSTEAD.get(name, {name})} - explains
 
 
 def test_explain_calls_every_piece_of_a_loads_check() -> None:
-    assert forgotten(_check.check, _check._columns_of_all, _check._choice) == set()
+    assert forgotten(_check.check) == set()
 
 
 def test_a_piece_that_explain_lacks_is_found() -> None:

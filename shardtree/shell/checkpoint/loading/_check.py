@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from ....core.layouts import ShardColumns
 from ...table import fetch_checked, unless_replaced
 from ...world import share, step
 from .._consistency import check_together
 from ._ask import LoadRequest, LocalLoad, Message
-from ._choice import ExchangeChoice, bytes_wanted_twice, exchange_choice
+from ._choice import bytes_wanted_twice, exchange_choice
 from ._fit import fit_target, unexpected_keys
 from ._omissions import (
     RANK_VALUES,
@@ -70,19 +69,14 @@ def check_ranks(
             return check(request, local, messages, missing, unexpected)
 
     world = local.checkpoint.world
-    load, shared = share(world, "load: check", fits, _shared, steps=_STEPS)
+    load, omissions_of_ranks = share(world, "load: check", fits, lambda load: load.omissions.shared, steps=_STEPS)
     omissions = load.omissions
-    unfilled, kept, bits = map(chain.from_iterable, zip(*shared, strict=True))
+    unfilled, kept, bits = map(chain.from_iterable, zip(*omissions_of_ranks, strict=True))
     unasked_paths = omissions.unasked_paths([*bits])
     if world.rank == 0:
         log_of_ranks(local.mode, unfilled, kept, unasked_paths)
     refuse_omissions(local.mode, RANK_VALUES, unasked_paths)  # by every rank: all know the same
     return replace(load, omissions=replace(omissions, left_out=(*omissions.left_out, *unasked_paths)))
-
-
-def _shared(load: CheckedLoad) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
-    """Return what other ranks learn of a rank's omissions."""
-    return load.omissions.unfilled, load.omissions.kept, load.omissions.unasked_bits
 
 
 def check(
@@ -103,7 +97,9 @@ def check(
     mode, (sharded, _, strategies) = local.mode, request.choices
     stored = Stored(fetch_checked(local.checkpoint, "index", "common"), request.choices)
     with step("load: check integrity"):
-        columns = _columns_of_all(request, local, messages)
+        # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
+        descriptions = [description for _, description, _ in messages if description is not None]
+        columns = check_together("load", descriptions, local.layout, tiling=request.validate) if descriptions else None
     # Keys first, since the other checks are of what is left once unexpected ones are dropped. On every rank a mode that
     # raises does so in this phase: Megatron-Core raises on one rank, and the others wait in the next collective.
     with step("load: strict"):
@@ -119,24 +115,19 @@ def check(
     if mode in LOGGING:
         log_omissions(STORED_VALUES, omissions.left_out)
     with step("load: choose to exchange"):
-        exchange = _choice(request, messages, columns)
-    checkpoint = replace(stored.checkpoint, fetched={})  # what was fetched is read by now
-    layout, device = local.layout, local.device
-    reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, kinds, objects, layout, device)
+        is_known = len(messages) > 1 and not callable(sharded)
+        saved_bytes = None if columns is None or not is_known else bytes_wanted_twice([columns])
+        exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved_bytes)
+    reading = Reading(
+        replace(stored.checkpoint, fetched={}),  # what was fetched is read by now
+        sharded,
+        strategies,
+        request.donate,
+        exchange,
+        kinds,
+        objects,
+        local.layout,
+        local.device,
+    )
     with step("load: make memory"):
         return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), omissions)
-
-
-def _columns_of_all(request: LoadRequest, local: LocalLoad, messages: Sequence[Message]) -> ShardColumns | None:
-    """Return all ranks' shards, after checking that they fit together; None where ranks don't compare targets."""
-    descriptions = [description for _, description, _ in messages if description is not None]
-    if not descriptions:
-        return None
-    # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
-    return check_together("load", descriptions, local.layout, tiling=request.validate)
-
-
-def _choice(request: LoadRequest, messages: Sequence[Message], columns: ShardColumns | None) -> ExchangeChoice:
-    is_function = callable(request.choices[0])
-    saved_bytes = None if is_function or columns is None or len(messages) == 1 else bytes_wanted_twice([columns])
-    return exchange_choice(request.options.exchange, [place for _, _, place in messages], saved_bytes)

@@ -159,6 +159,11 @@ class Omissions:
     union_paths: tuple[TreePath, ...] = ()
     unasked_bits: tuple[bytes, ...] = ()
 
+    @property
+    def shared(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
+        """The part that other ranks learn: `unfilled`, `kept` and `unasked_bits`."""
+        return self.unfilled, self.kept, self.unasked_bits
+
     def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
         """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
         if len(set(map(len, all_bits))) != 1:  # nothing was united, or a function of the caller's loads other states
