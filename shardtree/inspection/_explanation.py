@@ -1,4 +1,4 @@
-"""What a load of several ranks would do: its steps run in one process, with errors recorded instead of raised."""
+"""The explanation of a load of several ranks: its checks run in one process, with errors recorded instead of raised."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Load:
         return prospect(self.stored, shards, cast=self.request.cast, plain=self.request.plain)
 
     def cost(self, groups: Sequence[Shards]) -> plans.ReadCost:
-        """Return what reading groups of shards takes, one after the other."""
+        """Return the cost of reading groups of shards, one after the other."""
         costs = (self.prospect(group).cost for group in groups if group)
         return sum((cost() for cost in costs if cost is not None), plans.ReadCost())
 
@@ -96,7 +96,7 @@ class _Load:
 
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
-    """Return what a load of these targets would do: the checks of every rank run in this process, one after the other.
+    """Return the outcome of a load of these targets: the checks of every rank run in this process, one after the other.
 
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
@@ -245,7 +245,7 @@ def _foretell_reads(
 
 
 def _reads_together(load: _Load, findings: Findings) -> list[RankReads]:
-    """Return what each rank that has a target reads, sends and receives where ranks read for each other."""
+    """Return the reads, sent and received bytes of each rank that has a target, where ranks read for each other."""
 
     def targets() -> Iterator[Shards]:
         for rank in load.ranks:

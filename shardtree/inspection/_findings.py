@@ -1,4 +1,4 @@
-"""What an explanation finds out of one rank after the other."""
+"""The findings of an explanation, collected from one rank after the other."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Findings:
     """Findings about all ranks, each once: ranks mostly have the same problems.
 
     Attributes:
-        failures: on which ranks checks fail, by class and text of the error.
-        problems: why what they ask for can't be loaded.
-        unexpected: what isn't stored, where a strict mode looks for that beforehand.
-        omissions: what isn't returned of what is stored, and not filled of the targets.
-        uncompared: keys of states that aren't compared with weights.
-        undecided: what may fail when values are read.
-        reads: what each rank that has a target would read.
+        failures: The ranks on which checks fail, by class and text of the error.
+        problems: The reasons why their shards and objects can't be loaded.
+        unexpected: The keys that aren't stored, where a strict mode looks for them beforehand.
+        omissions: The stored values that aren't returned, and the tensors that aren't filled.
+        uncompared: Keys of states that aren't compared with weights.
+        undecided: The checks that take the values.
+        reads: The reads of each rank that has a target.
     """
 
     failures: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)

@@ -26,19 +26,19 @@ _ASK_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequest:
-    """What a caller of `load` asks for; the attributes are its arguments.
+    """The request of a caller of `load`; the attributes are its arguments.
 
     Attributes:
-        tree: the target.
-        choices: the strategies.
-        layout: all ranks' targets, where the caller gave them.
-        strict: what to do about keys that only one side has.
-        validate: whether every element must be asked for by one main replica.
-        cast: whether dtypes are converted.
-        plain: patterns of keys of values that need no scales.
-        donate: whether the target's tensors are filled in place.
-        device: where tensors are put that have no memory in the target.
-        options: how the checkpoint is read.
+        tree: The target.
+        choices: The strategies.
+        layout: The targets of all ranks, if the caller passed them.
+        strict: The mode for keys that only one side has.
+        validate: Whether every element must be asked for by one main replica.
+        cast: Whether dtypes are converted.
+        plain: Patterns of keys of values that need no scales.
+        donate: Whether the target's tensors are filled in place.
+        device: The device of tensors that have no memory in the target.
+        options: The options of the read.
     """
 
     tree: Any
@@ -65,15 +65,15 @@ and from where it reads."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalLoad:
-    """What a rank knows of a load before ranks exchange anything.
+    """A rank's own knowledge of a load, before ranks exchange anything.
 
     Attributes:
-        checkpoint: as this rank sees it.
-        mode: what is done about keys that don't match.
-        device: where tensors are put that have no memory in the target.
-        target: this rank's, taken apart.
-        layout: what all ranks ask for, where the caller gave it.
-        description: of the target, None where ranks don't compare theirs.
+        checkpoint: The checkpoint as this rank sees it.
+        mode: The strict mode.
+        device: The device of tensors that have no memory in the target.
+        target: This rank's target, taken apart.
+        layout: The target of all ranks, if the caller passed it.
+        description: The description of the target; None where ranks don't compare theirs.
     """
 
     checkpoint: Checkpoint
@@ -85,12 +85,12 @@ class LocalLoad:
 
 
 def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
-    """Return what a rank knows by itself, and each rank's message, by rank; one all-gather, two for many ranks.
+    """Return a rank's own knowledge of the load, and all ranks' messages; one all-gather, two for many ranks.
 
     Args:
-        world: who loads together.
-        open_here: returns the checkpoint as this rank has opened it, or raises why it hasn't.
-        request: what this rank asks for.
+        world: The ranks that load together.
+        open_here: Function that returns the checkpoint as this rank has opened it, or raises the error of that.
+        request: This rank's request.
 
     Raises:
         NotACheckpoint, KeyMismatch, MetadataError, TreeError, UnsupportedValue, IntegrityError, RemoteError: as `load`.
@@ -136,7 +136,7 @@ def _alike_arguments(request: LoadRequest) -> dict[str, object]:
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
-    """Return what a rank asks for, taken apart, and the layout that it was given, matched with that."""
+    """Return a rank's target, taken apart, and the layout that it was given, matched with the target."""
     target, layout = take_apart(request.tree, donate=request.donate), request.layout
     return target, None if layout is None else known_layout("load", layout, target.tensors, rank, ranks)
 
@@ -147,10 +147,10 @@ def resolve(
     """Find out what the format's metadata doesn't say; collective, and only for formats that need it.
 
     Args:
-        checkpoint: its fields are rank 0's; formats note what was found in what they know of it.
-        sharded: the caller's choice for the shards.
-        strategies: the dispatch table; None for the process's.
-        keys: returns the keys of the tensors that this rank reads, and whether all that is stored is listed too.
+        checkpoint: The checkpoint with rank 0's fields; formats note in its cache what was found.
+        sharded: The caller's choice for the shards.
+        strategies: The dispatch table; None for the process's.
+        keys: Function that returns the keys of this rank's tensors, and whether all stored ones are listed too.
     """
     world = checkpoint.world
     # By rank 0's fields alone, so that all ranks take the same way here.
@@ -181,7 +181,7 @@ def resolve(
 
 
 def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
-    """Return what a rank knows once all know what takes more than a look at metadata; collective for such formats."""
+    """Return a rank's knowledge, completed where metadata alone doesn't say it all; collective for such formats."""
     sharded, _, strategies = request.choices
     checkpoint = parse_together(local.checkpoint, sharded, strategies)
     resolve(checkpoint, sharded, strategies, partial(keys_to_resolve, local))
@@ -199,9 +199,9 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
     """Return the missing and the unexpected keys, as far as a strict mode needs them; collective only if it does.
 
     Args:
-        world: who loads together.
-        request: what this rank asks for.
-        local: what it knows by itself.
+        world: The ranks that load together.
+        request: This rank's request.
+        local: Its own knowledge of the load.
     """
     if local.mode is StrictHandling.ASSUME_OK_UNEXPECTED:
         return set(), set()

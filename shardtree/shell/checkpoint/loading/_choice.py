@@ -20,8 +20,8 @@ class Place(NamedTuple):
     """From where a rank reads.
 
     Attributes:
-        host: the name of its machine.
-        crosses_network: whether what it reads comes through a network.
+        host: The name of its machine.
+        crosses_network: Whether its reads cross a network.
     """
 
     host: str
@@ -44,8 +44,8 @@ class ExchangeChoice:
     """Whether ranks read for each other.
 
     Attributes:
-        together: whether they do.
-        why: what decided it, as a sentence; empty where the caller did.
+        together: Whether they do.
+        why: The reason, as a sentence; empty if the caller decided.
     """
 
     together: bool
@@ -89,9 +89,9 @@ def exchange_choice(exchange: Exchange, places: Sequence[Place], saved_bytes: in
 
 
 def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
-    """Return how many bytes are wanted by several ranks at least, all but the main replicas.
+    """Return the number of bytes that an exchange saves all ranks at least: those of all but the main replicas.
 
     Args:
-        columns: what all ranks want, in one part or several.
+        columns: The shards of all ranks, in one part or several.
     """
     return sum(int(one.nbytes[~one.main].sum()) for one in columns)

@@ -143,14 +143,14 @@ def kept_paths(common: Any, tree: Any, own: Mapping[TreePath, Any]) -> list[Tree
 
 @dataclass(frozen=True, slots=True)
 class Omissions:
-    """What a load leaves out.
+    """The omissions of a load.
 
     Attributes:
-        left_out: paths of stored plain values that can't be returned, since containers around them lack shards.
-        unfilled: paths of plain tensors of the target for which nothing is stored.
-        kept: paths of the target's own values that are in the result, since nothing is stored for them.
-        union_paths: of all plain values of a common state that is the union of several ranks'.
-        unasked_bits: of each rank, which of them its part of the union lacks, as bits.
+        left_out: Paths of stored plain values that can't be returned, since containers around them lack shards.
+        unfilled: Paths of plain tensors of the target for which nothing is stored.
+        kept: Paths of the target's own values that are in the result, since nothing is stored for them.
+        union_paths: Paths of all plain values of a common state that is the union of several ranks'.
+        unasked_bits: Bits of each rank: which of these paths its part of the union lacks.
     """
 
     left_out: tuple[str, ...] = ()
@@ -254,12 +254,12 @@ def refuse_omissions(strict: StrictHandling, what: str, paths: Sequence[str]) ->
     """Raise if stored values aren't loaded, or plain tensors not filled, where a mode raises for all.
 
     Args:
-        strict: the mode.
+        strict: The mode.
         what: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
-        paths: of the values or tensors.
+        paths: Paths of the values or tensors.
 
     Raises:
-        KeyMismatch: there is one.
+        KeyMismatch: There is one.
     """
     if strict is StrictHandling.RAISE_ALL and paths:
         raise KeyMismatch(error_text(what, offenders=paths, fix=_FIXES[what]))

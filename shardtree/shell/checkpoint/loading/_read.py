@@ -194,7 +194,7 @@ def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
     """Fill shards by the format's function, or the caller's, and return how much was read; not collective.
 
     Raises:
-        StrategyError: the function returned something else.
+        StrategyError: The function returned something else.
     """
     backend = sharded_backend(reading.checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
@@ -232,7 +232,7 @@ def _read_items(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]
 
 
 def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) -> list[Any]:
-    """Return what was loaded for each leaf: a tensor, a boxed object, a local box unchanged, or a hole.
+    """Return the loaded value of each leaf: a tensor, a boxed object, a local box unchanged, or a hole.
 
     Args:
         reading: The way in which the target was read.

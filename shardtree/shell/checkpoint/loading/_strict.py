@@ -1,4 +1,4 @@
-"""What a load does about keys that only the target or only the checkpoint has."""
+"""The strict modes: actions on keys that only the target or only the checkpoint has."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
     """Return the mode of a name.
 
     Raises:
-        KeyMismatch: there is no such mode.
+        KeyMismatch: There is no such mode.
 
     Examples:
         >>> parse_strict("raise_all")
@@ -85,10 +85,10 @@ def mismatched_keys(
     """Return the missing and the unexpected keys, as far as a mode needs them.
 
     Args:
-        strict: the mode.
-        own: what this rank asks for.
-        checkpoint_keys: what is stored.
-        everywhere: what all ranks ask for; unused if the mode doesn't need it.
+        strict: The mode.
+        own: The keys of this rank's target.
+        checkpoint_keys: The stored keys.
+        everywhere: The keys of all ranks' targets; unused if the mode doesn't need it.
 
     Examples:
         >>> mismatched_keys(StrictHandling.RETURN_ALL, {"a", "x"}, {"a", "b"}, {"a", "x"})
@@ -125,7 +125,7 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
     """Raise if keys differ. The error shows some of each kind, and has all of them as attributes.
 
     Raises:
-        KeyMismatch: there is a missing or an unexpected key.
+        KeyMismatch: There is a missing or an unexpected key.
 
     Examples:
         >>> refuse_keys(["step"], [])

@@ -36,7 +36,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     """Return where tensors are put whose target has none: the CPU by default.
 
     Raises:
-        MetadataError: there is no such device here, or its memory holds nothing, as the meta device's.
+        MetadataError: There is no such device here, or its memory holds nothing, as the meta device's.
 
     Examples:
         >>> usable_device(None), usable_device("cpu")
@@ -66,10 +66,10 @@ def with_memory(
     with the target's elements, or zeros, since not all of it may be filled.
 
     Args:
-        shard: the target's.
-        tensor: its `given_tensor`.
-        donate: whether that is given away.
-        on_device: the device where the memory is: that of `tensor`, if there is one. None for the CPU.
+        shard: The target's shard.
+        tensor: The shard's `given_tensor`.
+        donate: Whether that tensor is given away.
+        on_device: The device of the memory, which is that of `tensor` if there is one; None for the CPU.
     """
     if donate and tensor is not None and (on_device is not None or is_plain_memory(tensor)):
         return trees.with_data(shard, tensor.detach()) if tensor.requires_grad else shard
@@ -95,10 +95,10 @@ def with_memories(
     """Return `with_memory` of each shard, or with memory on the device where its tensor is put.
 
     Args:
-        shards: the target's.
-        donate: whether their tensors are given away.
-        device: where tensors are put whose target has none.
-        is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
+        shards: The target's shards.
+        donate: Whether their tensors are given away.
+        device: The device of tensors that have no memory in the target.
+        is_staged: Predicate of shards on devices: whether one is read there part by part.
 
     Raises:
         ShapeError: A tensor doesn't pass `check_tensors`.
@@ -164,7 +164,7 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
     """Return a new tensor to be filled.
 
     Raises:
-        CheckpointingException: there is no memory for it, say because a damaged checkpoint has an absurd shape.
+        CheckpointingException: There is no memory for it, say because a damaged checkpoint has an absurd shape.
     """
     try:
         return empty_tensor(size=shape, dtype=dtype, device=device)  # torch parses a named size faster
@@ -181,13 +181,13 @@ def deliver_all(
     """Return each shard's result: the donated tensor, or the filled one, on the target's device.
 
     Args:
-        shards: the target's.
-        memories: the same shards with the memory that was filled.
-        donate: whether the target's tensors were given away.
-        device: where tensors are put whose target has none.
+        shards: The target's shards.
+        memories: The same shards with the memory that was filled.
+        donate: Whether the target's tensors were given away.
+        device: The device of tensors that have no memory in the target.
 
     Raises:
-        ShapeError: what is stored under several keys of one donated memory differs.
+        ShapeError: What is stored under several keys of one donated memory differs.
     """
     once = {}
     if donate:
@@ -220,15 +220,15 @@ class Target:
     """A load's target, taken apart.
 
     Attributes:
-        leaves: of the tree with factories applied.
-        tensors: the tensor shards among them.
-        objects: the sharded objects among them.
-        rebuild: from new leaves to a tree of the same structure.
-        merge: from the joined tree to one with the factories merged.
-        types: the namedtuple classes that it is made of.
-        plain: the paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
-        donate: whether its tensors are given away.
-        own: the target's values, by path, that stay where nothing is stored and their container needs an entry; None
+        leaves: The leaves of the tree with factories applied.
+        tensors: The tensor shards among them.
+        objects: The sharded objects among them.
+        rebuild: Function from new leaves to a tree of the same structure.
+        merge: Function from the joined tree to one with the factories merged.
+        types: The namedtuple classes in the tree.
+        plain: The paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
+        donate: Whether its tensors are given away.
+        own: The target's values, by path, that stay where nothing is stored and their container needs an entry; None
             in modes that leave nothing out.
     """
 
@@ -262,13 +262,13 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     """Return a target taken apart.
 
     Args:
-        tree: the target.
-        donate: whether its tensors are given away, those that factories hold too.
+        tree: The target.
+        donate: Whether its tensors are given away, those that factories hold too.
 
     Raises:
-        TreeError: it isn't a tree, or too deep.
-        UnsupportedValue: a shard is hidden in a value that isn't entered.
-        ShapeError: what a donated factory holds shares memory with others, or can't be written.
+        TreeError: It isn't a tree, or too deep.
+        UnsupportedValue: A shard is hidden in a value that isn't entered.
+        ShapeError: What a donated factory holds shares memory with others, or can't be written.
     """
     trees.check_is_tree("load", tree)
     with trees.refuse_too_deep("load"):
