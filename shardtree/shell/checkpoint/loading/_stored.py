@@ -26,11 +26,21 @@ class Stored:
     Attributes:
         checkpoint: The opened checkpoint.
         choices: The strategies that read it.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> from shardtree.shell.checkpoint import open_at
+        >>> from shardtree.shell.world import one_process
+        >>> folder = st.storage.MemoryStorage()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4)), "step": 7}, folder)
+        >>> stored = Stored(open_at(folder, one_process(), st.LoadOptions(), None), (None, None, None))
+        >>> stored.keys, stored.kinds(["w"])["w"].global_shape, stored.common(())["step"]
+        ({'w'}, (4,), 7)
     """
 
     checkpoint: Checkpoint
     choices: Choices
-    _commons: dict[tuple[type, ...], Any] = field(default_factory=dict, repr=False)
+    _commons: dict[tuple[type, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def can_list(self) -> bool:
