@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 import shardtree as st
 from shardtree.errors import (
     AlreadyACheckpoint,
+    MetadataError,
     NotACheckpoint,
     ShapeError,
-    StrategyError,
     TreeError,
     UnsupportedValue,
     WorldError,
@@ -256,7 +256,7 @@ def test_what_a_save_refuses(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, options=QUICK)
     save({"w": torch.zeros(2)}, None, writer)
     assert isinstance(cause(lambda: save({"w": torch.ones(2)}, None, writer)), AlreadyACheckpoint)
-    assert isinstance(cause(lambda: save({"w": torch.ones(2)}, None, CheckpointWriter())), StrategyError)
+    assert isinstance(cause(lambda: save({"w": torch.ones(2)}, None, CheckpointWriter())), MetadataError)
     assert isinstance(cause(lambda: save({"f": Half}, tmp_path / "f", CheckpointWriter())), UnsupportedValue)
     with pytest.raises(WorldError, match="use_collectives=False"):
         save({"w": torch.ones(2)}, tmp_path / "alone", CheckpointWriter(), use_collectives=False)

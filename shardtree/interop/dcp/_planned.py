@@ -12,15 +12,16 @@ from torch.futures import Future
 
 from ...core.mapping import ShardedBase, ShardedTensor
 from ...core.trees import HOLE, flatten_with_paths
-from ...errors import ShapeError, StrategyError, TreeError, TreePath, UnsupportedValue, error_text
+from ...errors import MetadataError, ShapeError, TreeError, TreePath, UnsupportedValue, error_text
 from ...shell.storage import Directory
 from ..dtensor import from_dtensors
 
 
 def named(directory: Directory | None) -> Directory:
+    """Return the place of the checkpoint, once one is named."""
     if directory is None:
         fix = "Pass checkpoint_id= to DCP's call, or checkpoint_dir to the reader or writer."
-        raise StrategyError(error_text("dcp: no checkpoint is named", fix=fix))
+        raise MetadataError(error_text("dcp: no checkpoint is named", fix=fix))
     return directory
 
 
@@ -32,7 +33,7 @@ def flattened(common: Any) -> tuple[dict[str, Any], dict[str, TreePath]]:
     """
     pairs, rebuild = flatten_with_paths(common if isinstance(common, Mapping) else {})
     # DCP names the entries of a list by their positions if there is a tensor among them.
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
     planner = DefaultSavePlanner()
     try:
         planner.set_up_planner(rebuild([tensor if leaf is HOLE else leaf for _, leaf in pairs]))

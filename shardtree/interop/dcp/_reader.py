@@ -23,7 +23,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ...core.mapping import ShardedBase, ShardedObject, ShardedTensor
-from ...errors import CheckpointingException, TreeError, TreePath, UnsafeFile, UnsupportedValue, error_text
+from ...errors import (
+    CheckpointingException,
+    MetadataError,
+    TreeError,
+    TreePath,
+    UnsafeFile,
+    UnsupportedValue,
+    error_text,
+)
 from ...inspection import open_checkpoint
 from ...shell.checkpoint import is_checkpoint, load
 from ...shell.storage import Directory
@@ -62,6 +70,7 @@ class CheckpointReader(StorageReader):
         options: Options of the read.
 
     Raises:
+        MetadataError: `rename` isn't a function.
         CheckpointingException: In `dcp.load`, inside its `CheckpointException`: the errors of `open_checkpoint` and
             `load`; a part of several boxes, which DCP takes for one, is an UnsupportedValue.
 
@@ -88,6 +97,9 @@ class CheckpointReader(StorageReader):
         strategies: Strategies | None = None,
         options: LoadOptions | None = None,
     ) -> None:
+        if not callable(rename):
+            what, found = "CheckpointReader: rename isn't a function", type(rename).__name__
+            raise MetadataError(error_text(what, found=found, expected="a function from a stored key to a name"))
         self.checkpoint_dir = checkpoint_dir
         self.rename = rename
         self.plain = plain
