@@ -64,7 +64,7 @@ def ways_to_read(place: Path | st.storage.Storage) -> Calls:
             small = [(name, size) for name, size in sizes.items() if size is None or size.numel() < 10**6][:100]
             state = {name: None if size is None else torch.zeros(size) for name, size in small}
             try:
-                dcp.load(state, storage_reader=CheckpointReader(place), no_dist=True)
+                dcp.load(state, storage_reader=CheckpointReader(place))
             except CheckpointException as error:
                 raise next(iter(error.failures.values()))[0] from None
 
