@@ -6,7 +6,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -35,7 +35,7 @@ from ...errors import (
 from ...inspection import open_checkpoint
 from ...shell.checkpoint import is_checkpoint, load
 from ...shell.storage import Directory
-from ...shell.table import LoadOptions, Strategies
+from ...shell.table import Checkpoint, LoadOptions, Strategies
 from ...shell.world import one_process
 from ._planned import Box, done, flattened, named, refuse_other_boxes
 
@@ -45,14 +45,16 @@ class _Contents:
     """Contents of a checkpoint by the names under which DCP asks for them.
 
     Attributes:
+        checkpoint: The open checkpoint; None until it is opened.
         shards: Stored tensors and objects, without data.
         values: Plain values, flattened by DCP's own rule.
         paths: Paths of the plain values in the common state.
     """
 
-    shards: Mapping[str, ShardedBase]
-    values: Mapping[str, Any]
-    paths: Mapping[str, TreePath]
+    checkpoint: Checkpoint | None = None
+    shards: Mapping[str, ShardedBase] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    paths: Mapping[str, TreePath] = field(default_factory=dict)
 
 
 class CheckpointReader(StorageReader):
@@ -105,7 +107,7 @@ class CheckpointReader(StorageReader):
         self.plain = plain
         self.strategies = strategies
         self.options = options
-        self._contents = _Contents({}, {}, {})
+        self._contents = _Contents()
         self._error: CheckpointingException | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -120,7 +122,7 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's metadata of all that is stored; each tensor is one chunk, however it was saved."""
-        self._contents, self._error = _Contents({}, {}, {}), None
+        self._contents, self._error = _Contents(), None
         try:
             self._contents = self._open()
         except CheckpointingException as error:
@@ -147,7 +149,7 @@ class CheckpointReader(StorageReader):
             fix = "Pass rename=, a function that gives each stored key a name of its own."
             twice = sorted(shards.keys() & values.keys())
             raise TreeError(error_text("dcp.load: two stored values have one name", offenders=twice, fix=fix))
-        return _Contents(shards, values, paths)
+        return _Contents(tree.checkpoint, shards, values, paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise the error of `read_metadata`, if it failed."""
@@ -193,7 +195,7 @@ class CheckpointReader(StorageReader):
     def _load(self, target: Mapping[int, ShardedBase]) -> dict[int, Any]:
         loaded: dict[int, Any] = load(
             target,
-            named(self.checkpoint_dir),
+            self._contents.checkpoint or named(self.checkpoint_dir),
             # The common state was read with the metadata; the target here has other names than its own.
             common_strategy=lambda checkpoint: {},
             validate_access_integrity=False,
