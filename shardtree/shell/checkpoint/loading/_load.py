@@ -15,7 +15,7 @@ from ....core.layouts import ShardColumns
 from ....core.trees import refuse_too_deep, target_through
 from ....errors import TreeError
 from ...storage import Directory, ReadReport
-from ...table import LoadOptions, Strategies
+from ...table import Checkpoint, LoadOptions, Strategies
 from ...world import agree, current_world, step, tried
 from .._dispatch import Choice
 from .._open import open_alone
@@ -29,7 +29,7 @@ from ._strict import RETURNING, StrictHandling
 @shielded
 def load(
     sharded_state_dict: Any,
-    checkpoint_dir: Directory,
+    checkpoint_dir: Directory | Checkpoint,
     sharded_strategy: Choice = None,
     common_strategy: Choice = None,
     validate_access_integrity: bool = True,
@@ -69,7 +69,8 @@ def load(
     Args:
         sharded_state_dict: The target: shards say what to load. Their data may be tensors on any device (results go
             there), None, or meta tensors (results go to `device`). It isn't changed.
-        checkpoint_dir: Directory or URL of the checkpoint.
+        checkpoint_dir: Directory, URL or `Storage` of the checkpoint; or the `checkpoint` of an open one, which isn't
+            opened again if `options` are the same.
         sharded_strategy: Replacement of the function by which its format loads shards: a function, or the
             name or the (backend, version) whose row is used.
         common_strategy: Replacement of the one for the common state.
