@@ -23,7 +23,7 @@ PURE = {"core", "errors", "lenses", "meshes", "optim", "pictures", "quantised", 
 PURE |= {"live/resharding", "series/policies"}
 # Modules of pure rooms that have an effect: they run a caller's code, which may load in several threads, so that one
 # holds a lock; or draw to a notebook, a terminal or a file.
-EFFECTS_IN_PURE = {"traces/_recording", "traces/_threads", "pictures/_display"}
+EFFECTS_IN_PURE = {"traces/_cells", "traces/_recording", "traces/_threads", "pictures/_display"}
 EFFECT = {"shell", "formats", "maintenance", "stores", "live", "conversion", "series", "inspection", "interop", "cli"}
 EFFECT |= {"kit"}  # with which formats, stores and worlds are written: a layer, though it holds no code
 FACES = {

@@ -141,8 +141,7 @@ else:
         {
             "._findings": "Checked Damage Finding Region Unchecked VerifyReport by_reason is_damaged",
             ".index": (
-                "read_index rows_from_index rows_in_folder rows_of_objects rows_of_saves stored_fingerprints "
-                "write_file"
+                "read_index rows_from_index rows_in_folder rows_of_objects rows_of_saves stored_fingerprints write_file"
             ),
             ".index._metadata": "PairsMapping",
         },
