@@ -9,7 +9,7 @@ from functools import partial
 from io import BytesIO
 from math import prod
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from ..core.deferred import notebook_html
 from ..core.layouts import TensorKind
 from ..core.lazy import LazyTensor, stored
 from ..core.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, box_of
+from ..core.offences import offence_text
 from ..core.plans import grouped
 from ..core.trees import Difference, Record, diff, map_shards
 from ..errors import shorten, size_text
@@ -181,12 +182,20 @@ class KindDifference:
         right: on the right.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = ""
+
     key: str
     left: TensorKind
     right: TensorKind
 
     def __str__(self) -> str:
-        return f"{self.key!r}: {self.left} and {self.right}"
+        return offence_text(self)
+
+    @property
+    def what(self) -> str:
+        """Both kinds."""
+        return f"{self.left} and {self.right}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ..core.fingerprints import bytes_total, piece_total, shard_totals, unlike_r
 from ..core.geometry import box_slices, slices
 from ..core.layouts import ShardColumns, join_columns, place_text, shard_columns, tensor_shards
 from ..core.mapping import ShardedTensor
+from ..core.offences import offence_text
 from ..core.plans import held_places
 from ..errors import TreeError, error_text, rank_text, shorten
 from ..shell.checkpoint import given_options, open_at, sharded_backend, sharded_metadata
@@ -44,6 +45,9 @@ class ReplicaDifference:
             they aren't of one dtype and shape, or others have none.
     """
 
+    where: ClassVar[str] = ""  # `what` names the box beside the number of elements in it
+    fix: ClassVar[str] = ""
+
     key: str
     holders: Holders
     than: Holders
@@ -51,7 +55,12 @@ class ReplicaDifference:
     values: ValueDifference | None
 
     def __str__(self) -> str:
-        what, values = _unlike(self.key, self.holders, self.than), self.values
+        return offence_text(self)
+
+    @property
+    def what(self) -> str:
+        """Who holds other elements, and how they differ."""
+        what, values = _unlike(self.holders, self.than), self.values
         if values is None:
             return f"{what}: none, or of another dtype or shape"
         ulps = "" if values.ulps is None else f" ({values.ulps} ulp)"
@@ -62,18 +71,19 @@ class ReplicaDifference:
 
 def unlike_text(columns: ShardColumns, rows: Sequence[int], main: Sequence[int]) -> str:
     """Return which ranks hold other elements than which, given the rows of their shards."""
-    return _unlike(columns.keys[int(columns.key[rows[0]])], _ranks(columns, rows), _ranks(columns, main))
+    key = columns.keys[int(columns.key[rows[0]])]
+    return f"{key!r}: {_unlike(_ranks(columns, rows), _ranks(columns, main))}"
 
 
 def _ranks(columns: ShardColumns, rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(columns.rank[rows].tolist()))
 
 
-def _unlike(key: str, holders: Holders, than: Holders) -> str:
+def _unlike(holders: Holders, than: Holders) -> str:
     if holders == than:
-        return f"{key!r}: {_holders(holders)} holds it twice, with different elements"
+        return f"{_holders(holders)} holds it twice, with different elements"
     verb = "holds" if len(holders) == 1 else "hold"
-    return f"{key!r}: {_holders(holders)} {verb} other elements than {_holders(than)}"
+    return f"{_holders(holders)} {verb} other elements than {_holders(than)}"
 
 
 def _holders(holders: Holders) -> str:

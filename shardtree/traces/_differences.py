@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from ..core.offences import offence_text
 from ._evaluate import gone_through, operand_moves, strided
 from ._moves import Move, Moves, in_place, turned
 from ._steps import Computed, Constant, Operand, bits, exactly
@@ -28,13 +29,26 @@ class Difference:
         there: what the second does.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = ""
+
     name: str
     elements: int
     here: str
     there: str
 
     def __str__(self) -> str:
-        return f"{self.name!r}: {self.elements} elements are {self.here}, not {self.there}"
+        return offence_text(self)
+
+    @property
+    def key(self) -> str:
+        """The output's name."""
+        return self.name
+
+    @property
+    def what(self) -> str:
+        """What each trace makes of how many elements."""
+        return f"{self.elements} elements are {self.here}, not {self.there}"
 
 
 def differences(one: Trace, other: Trace) -> dict[str, tuple[Difference, ...]]:
