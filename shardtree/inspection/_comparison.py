@@ -189,8 +189,7 @@ class KindDifference:
     left: TensorKind
     right: TensorKind
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:

@@ -87,8 +87,7 @@ class ValueDifference:
     largest: float | int | None
     ulps: int | None = None
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:

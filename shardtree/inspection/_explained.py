@@ -86,8 +86,7 @@ class Undecided:
     key: str
     why: str
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:

@@ -54,8 +54,7 @@ class ReplicaDifference:
     box: str
     values: ValueDifference | None
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:

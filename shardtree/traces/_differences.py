@@ -37,8 +37,7 @@ class Difference:
     here: str
     there: str
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def key(self) -> str:

@@ -36,8 +36,7 @@ class ShapeChange:
     stored: tuple[Shape, ...]
     asked: Shape
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:

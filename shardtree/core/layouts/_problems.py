@@ -226,8 +226,7 @@ class Problem:
     flat: slice | None = None
     fix: str = ""
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def where(self) -> str:

@@ -34,8 +34,7 @@ class Unexpected:
     path: str | None = None
     refusal: str | None = None
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:
@@ -87,8 +86,7 @@ class Mismatch:
     asked: TensorKind
     cast: bool = False
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:
@@ -133,8 +131,7 @@ class Gap:
     wanted: int
     why: str = ""
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def where(self) -> str:
@@ -165,8 +162,7 @@ class Refusal:
     key: str
     why: str
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:

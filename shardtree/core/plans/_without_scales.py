@@ -31,8 +31,7 @@ class ScaledValues:
     dtype: torch.dtype
     scales: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return offence_text(self)
+    __str__ = offence_text
 
     @property
     def what(self) -> str:
