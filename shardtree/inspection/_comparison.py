@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..core import limits
 from ..core.ambient import shielded
 from ..core.deferred import notebook_html
 from ..core.layouts import TensorKind
@@ -169,9 +170,6 @@ def value_differences(
         yield from differences
 
 
-MOST_BYTES = 64 * 1024 * 1024
-
-
 @dataclass(frozen=True, slots=True)
 class KindDifference:
     """How a tensor differs before any element is looked at.
@@ -244,7 +242,7 @@ def compare(
     left: Directory,
     right: Directory,
     *,
-    max_bytes_in_flight: int = MOST_BYTES,
+    max_bytes_in_flight: int = limits.COMPARED_BYTES,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> CheckpointDifference:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
+from ..core import limits
 from ..core.ambient import shielded
 from ..core.codec import row_major_bits
 from ..core.fingerprints import bytes_total, piece_total, shard_totals, unlike_replicas
@@ -29,7 +30,6 @@ from ._differences import ValueDifference, joint_difference, value_difference
 
 T = TypeVar("T")
 Holders = tuple[int, ...] | tuple[str, ...]
-_PIECE = 32 * 1024 * 1024  # bytes that a rank sends another at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +204,8 @@ def _pair_differences(
         giver, taker = main[0], others[0]
         sender, receiver = columns.rank[[giver, taker]].tolist()
         nbytes = int(columns.elements[giver] * columns.item_size[columns.key[giver]])
-        for begin in range(0, nbytes, _PIECE):
-            size = min(_PIECE, nbytes - begin)
+        for begin in range(0, nbytes, limits.CHECKED_BYTES):
+            size = min(limits.CHECKED_BYTES, nbytes - begin)
             bits = {
                 row: _attempt(failures, partial(_bits, own[row], begin, size)) for row in (giver, taker) if row in own
             }
@@ -240,7 +240,8 @@ def _bits(shard: ShardedTensor, begin: int, size: int) -> torch.Tensor:
 
 
 def _difference(shard: ShardedTensor, main: Any, other: Any, begin: int) -> ValueDifference | None:
-    difference = value_difference(shard.key, main.view(shard.dtype), other.view(shard.dtype), _PIECE, _ignore)
+    left, right = main.view(shard.dtype), other.view(shard.dtype)
+    difference = value_difference(shard.key, left, right, limits.CHECKED_BYTES, _ignore)
     return None if difference is None else replace(difference, first=(begin + difference.first[0],))
 
 
@@ -285,7 +286,7 @@ def _unlike_copies(copies: Copies) -> Iterator[ReplicaDifference]:
         kind = None if data is None else (data.dtype, tuple(data.shape), bytes_total(row_major_bits(data)))
         if kind not in groups:
             is_like = kind is not None and kind[:2] == (first.dtype, tuple(first.shape))
-            how = value_difference(copies.key, first, data, _PIECE, _ignore) if is_like else None
+            how = value_difference(copies.key, first, data, limits.CHECKED_BYTES, _ignore) if is_like else None
             if how is not None:
                 at = tuple(low + index for low, index in zip(copies.offset, how.first, strict=True))
                 how = replace(how, first=at, elements=first.numel())

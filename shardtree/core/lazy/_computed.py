@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from ...errors import ShapeError, UnsupportedValue, error_text
+from .. import limits
 from ..geometry import slabs, slices
 from ._bits import flat_bytes
 from ._sources import Fetch, Shape, Source
-
-WINDOW_BYTES = 16 * 2**20
-"""Memory of one window: its parts of the operands and of the result."""
 
 _FIX = "Give a function of each element alone, and compute what needs the whole tensor, such as a norm, beforehand."
 
@@ -80,7 +78,7 @@ class Elementwise:
 
     def _windows(self, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
         row = self.dtype.itemsize + sum(each.dtype.itemsize for each in self.sources)
-        return slabs(shape, max(1, WINDOW_BYTES // row))
+        return slabs(shape, max(1, limits.COMPUTED_BYTES // row))
 
     def _value(self, values: Sequence[Any], window: Shape) -> torch.Tensor:
         if self.is_checked:
@@ -269,7 +267,7 @@ class Product:
 
     def _block(self) -> tuple[int, int]:
         """Return how many rows and columns a block has."""
-        inner, most = max(1, self.left.shape[1]), WINDOW_BYTES // self.dtype.itemsize
+        inner, most = max(1, self.left.shape[1]), limits.COMPUTED_BYTES // self.dtype.itemsize
         # Half of the memory is for the right's columns, which stay while blocks of the left's rows pass.
         width = max(1, min(self.shape[1], most // 2 // inner))
         return max(1, (most - width * inner) // (inner + width)), width

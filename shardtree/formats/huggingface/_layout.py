@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 
+from ...core import limits
 from ...core.codec import Entry, encode_header, kind_in_file
 from ...core.geometry import Column, box_column, flat_boxes, row_major_strides, volumes
 from ...core.layouts import TensorKind
@@ -16,9 +17,6 @@ from ...errors import MetadataError, UnsupportedValue, error_text
 from ...shell.storage import Buffer, tensor_buffers
 from ...shell.table import checked_data
 from ._texts import TEXTS, header_texts
-
-HEADER_BYTES = 64 * 1024 * 1024
-"""A new file begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
 
 # The library's order: larger items first, so that each lies at a multiple of its size.
 _TAGS = (
@@ -51,7 +49,7 @@ def model_files(
     kinds: Kinds,
     *,
     max_file_bytes: int,
-    header_bytes: int = HEADER_BYTES,
+    header_bytes: int = limits.HEADER_BYTES,
     writers: Mapping[str, int] | None = None,
     texts: Mapping[str, str] = _TORCH,
 ) -> tuple[ModelFile, ...]:

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core import limits
 from ...core.codec import row_major_bits
 from ...shell.storage import Buffer, Reader
 from ...shell.table import Checkpoint, Copies, Resolution
 from ..archives import Box, StoredTensor, box_of, strips
 from ._files import filled, opened_at
-
-_STEP_BYTES = 1024 * 1024
 
 
 class Seen:
@@ -106,7 +105,8 @@ def _box_bits(checkpoint: Checkpoint, tensor: StoredTensor, box: Box) -> torch.T
 
 def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
     read: Callable[[int, int], Buffer] = reader.read
-    return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))
+    end, step = begin + nbytes, limits.STEP_BYTES
+    return (read(at, min(at + step, end)) for at in range(begin, end, step))
 
 
 def _nbytes(tensor: Stored) -> int:
