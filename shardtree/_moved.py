@@ -49,6 +49,7 @@ MOVED = {
     "plans._copies": "live.resharding._copies",
     "plans._exchange": "live.resharding._exchange",
     "plans._explain": "inspection._explained",
+    "plans._fit": "core.plans._misfits",
     "plans._in_memory": "live.resharding._in_memory",
     "plans.resharding": "live.resharding",
     "quantised._lazy": "core.lazy._sources",

@@ -145,6 +145,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "reported_parts",
     "sync_folder",
     "tensor_buffers",
+    "limits",
     "write_parts",
     "level_writes",
     "crc32_behind",
@@ -235,6 +236,7 @@ __all__ = [  # noqa: RUF022  (in groups)
 ]
 
 if typing.TYPE_CHECKING:
+    from .core import limits as limits
     from .core.ambient import collector_paused
     from .core.codec import (
         MAX_DEPTH,
@@ -451,6 +453,7 @@ else:
         __all__,
         "..shell.table",
         {
+            "..core": "limits",
             "..core.ambient": "collector_paused",
             "..core.codec": (
                 "Child HeaderEntry MAX_DEPTH NUMPY_NAME NUMPY_SCALARS PATHS addresses_of byte_buffer canonical_json "

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import shardtree as st
-from shardtree.shell.storage import HostMemory, _buffers, _transports, host_memory
+from shardtree.core import limits
+from shardtree.shell.storage import HostMemory, host_memory
 from shardtree.shell.storage._buffers import DeviceCopies, copies_by_device
 from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, outline, random_bits
@@ -25,8 +26,8 @@ CPU = torch.device("cpu")
 
 
 def small_parts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_buffers, "STAGED_BYTES", 64)
-    patch.setattr(_transports, "PART_BYTES", 100)
+    patch.setattr(limits, "COPIED_BYTES", 64)
+    patch.setattr(limits, "STAGED_BYTES", 100)
 
 
 @pytest.fixture(params=["late copies", pytest.param("cuda", marks=pytest.mark.cuda)])

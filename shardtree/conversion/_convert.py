@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..core import limits
 from ..core.ambient import shielded
 from ..core.geometry import as_int
 from ..core.mapping import ShardedTensor
@@ -21,7 +22,7 @@ from ..errors import (
     WorldError,
     error_text,
 )
-from ..inspection import MOST_BYTES, group_bytes, tree_of
+from ..inspection import group_bytes, tree_of
 from ..shell.checkpoint import alike, backends_of, given_options, read_fields, recognize
 from ..shell.checkpoint.saving import Formats, Start, inspect_folder, make_folder, pending_save
 from ..shell.storage import Claim, Directory, can, in_turn, listed, remove_folder, storage_at, with_own_refusals
@@ -165,7 +166,7 @@ def convert(
     earlier, may_be_others = _write(target, journal, plan, passage, world)
     check = None
     if verify or may_be_others:
-        most = min(max(as_int(max_bytes_in_flight) or 0, _LEAST_BYTES), MOST_BYTES)
+        most = min(max(as_int(max_bytes_in_flight) or 0, _LEAST_BYTES), limits.COMPARED_BYTES)
         check = _check(target, journal, plan, passage, most, reading, world)
     on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=earlier == len(plan.batches)))
     return report_of(plan, earlier, check)

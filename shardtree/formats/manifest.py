@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckpointingException, CorruptCheckpoint, error_text
-from ..kit import Checked, Checkpoint, Damage, Finding, Storage, Unchecked, in_threads, parse_json
+from ..kit import Checked, Checkpoint, Damage, Finding, Storage, Unchecked, in_threads, limits, parse_json
 
 MANIFEST_FILE = "integrity.json"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MOST_BYTES = 64 * 1024 * 1024
-_STEP_BYTES = 1024 * 1024
 
 
 def read_manifest(checkpoint: Checkpoint) -> Mapping[str, str] | None:
@@ -36,8 +34,8 @@ def _read(checkpoint: Checkpoint) -> Mapping[str, str] | None:
         return None
     where = storage.where(MANIFEST_FILE)
     # Guards against a manifest that fills the memory: it isn't hashed itself.
-    if length > _MOST_BYTES:
-        raise _unsound(where, f"{length} bytes", f"at most {_MOST_BYTES}")
+    if length > limits.SIDE_FILE_BYTES:
+        raise _unsound(where, f"{length} bytes", f"at most {limits.SIDE_FILE_BYTES}")
     fields = parse_json(storage.read(MANIFEST_FILE), where)
     files = fields.get("files") if isinstance(fields, dict) else None
     if not isinstance(fields, dict) or not isinstance(files, dict):
@@ -123,10 +121,10 @@ def file_sha256(storage: Storage, name: str) -> str:
         >>> file_sha256(storage, "empty")[:16]
         'e3b0c44298fc1c14'
     """
-    sha256, room = hashlib.sha256(), memoryview(bytearray(_STEP_BYTES))
+    sha256, room = hashlib.sha256(), memoryview(bytearray(limits.STEP_BYTES))
     with storage.open(name) as reader:
-        for byte in range(0, reader.length, _STEP_BYTES):
-            part = room[: min(_STEP_BYTES, reader.length - byte)]
+        for byte in range(0, reader.length, limits.STEP_BYTES):
+            part = room[: min(limits.STEP_BYTES, reader.length - byte)]
             reader.read_into(byte, [part])
             sha256.update(part)
     return sha256.hexdigest()

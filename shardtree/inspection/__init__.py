@@ -4,7 +4,6 @@ import typing
 
 if typing.TYPE_CHECKING:
     from ._comparison import (
-        MOST_BYTES,
         BoxReader,
         CheckpointDifference,
         KindDifference,
@@ -35,8 +34,7 @@ else:
         __name__,
         {
             "._comparison": (
-                "BoxReader CheckpointDifference KindDifference MOST_BYTES compare group_bytes plain_difference "
-                "value_differences"
+                "BoxReader CheckpointDifference KindDifference compare group_bytes plain_difference value_differences"
             ),
             "._contents": "load_common_state_dict load_content_metadata load_sharded_metadata load_tensors_metadata",
             "._differences": "ValueDifference boxes boxes_within joint_difference",

@@ -9,15 +9,17 @@ from functools import partial
 from io import BytesIO
 from math import prod
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from ..core import limits
 from ..core.ambient import shielded
 from ..core.deferred import notebook_html
 from ..core.layouts import TensorKind
 from ..core.lazy import LazyTensor, stored
 from ..core.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, box_of
+from ..core.offences import offence_text
 from ..core.plans import grouped
 from ..core.trees import Difference, Record, diff, map_shards
 from ..errors import shorten, size_text
@@ -168,9 +170,6 @@ def value_differences(
         yield from differences
 
 
-MOST_BYTES = 64 * 1024 * 1024
-
-
 @dataclass(frozen=True, slots=True)
 class KindDifference:
     """How a tensor differs before any element is looked at.
@@ -181,12 +180,19 @@ class KindDifference:
         right: on the right.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = ""
+
     key: str
     left: TensorKind
     right: TensorKind
 
-    def __str__(self) -> str:
-        return f"{self.key!r}: {self.left} and {self.right}"
+    __str__ = offence_text
+
+    @property
+    def what(self) -> str:
+        """Both kinds."""
+        return f"{self.left} and {self.right}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -236,7 +242,7 @@ def compare(
     left: Directory,
     right: Directory,
     *,
-    max_bytes_in_flight: int = MOST_BYTES,
+    max_bytes_in_flight: int = limits.COMPARED_BYTES,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> CheckpointDifference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from ..core.codec import row_major_bits
 from ..core.geometry import Box, box_shape, slices, tiles
 from ..core.lazy import LazyTensor
+from ..core.offences import offence_text
 from ..errors import ShapeError, error_text
 
 # Cutting a tensor into boxes that follow each other in row-major order
@@ -74,6 +75,9 @@ class ValueDifference:
         ulps: the most floating-point numbers that lie between two, and one; None if there are none.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = ""
+
     key: str
     count: int
     elements: int
@@ -83,10 +87,14 @@ class ValueDifference:
     largest: float | int | None
     ulps: int | None = None
 
-    def __str__(self) -> str:
+    __str__ = offence_text
+
+    @property
+    def what(self) -> str:
+        """How many elements differ, by how much, and the first."""
         largest = "" if self.largest is None else f", by at most {self.largest}"
         place = f"the first at {self.first}: {self.left} and {self.right}"
-        return f"{self.key!r}: {self.count} of {self.elements} elements differ{largest}; {place}"
+        return f"{self.count} of {self.elements} elements differ{largest}; {place}"
 
 
 def value_difference(

@@ -78,7 +78,7 @@ def explain(
         >>> print(explain({"w": st.ShardedTensor.from_rank_offsets("wieght", torch.zeros(4))}, folder))
         The target doesn't fit the checkpoint.
         1 problem:
-          not stored: 'wieght' (did you mean 'weight'?)
+          'wieght': not stored (did you mean 'weight'?)
         1 key:
           stored, not asked for: 'weight'
         <BLANKLINE>

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..core.deferred import notebook_html
 from ..core.layouts import ShapeChange
-from ..core.plans import Gap, Misfit, Mismatch, ReadCost, Refusal, Unexpected, misfit_lines
+from ..core.offences import offence_lines, offence_text
+from ..core.plans import Gap, Misfit, Mismatch, ReadCost, Refusal, Unexpected, with_prefixes
 from ..errors import plural, rank_text, shorten, size_text, table_lines
 
 _HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
@@ -44,12 +46,29 @@ class FailedCheck:
         text: what that says.
     """
 
+    fix: ClassVar[str] = ""
+
     ranks: tuple[int, ...]
     error: type[Exception]
     text: str
 
     def __str__(self) -> str:
-        return f"{self.error.__name__}: {self.text}"
+        return f"{self.key}: {self.what}"
+
+    @property
+    def key(self) -> str:
+        """The name of the error's class."""
+        return self.error.__name__
+
+    @property
+    def where(self) -> str:
+        """The ranks."""
+        return f"({rank_text(self.ranks)})"
+
+    @property
+    def what(self) -> str:
+        """The error's text."""
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +80,18 @@ class Undecided:
         why: what only values can decide.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = ""
+
     key: str
     why: str
 
-    def __str__(self) -> str:
-        return f"{self.key!r}: {self.why}"
+    __str__ = offence_text
+
+    @property
+    def what(self) -> str:
+        """What can't be told."""
+        return self.why
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -156,9 +182,10 @@ class Explanation:
 
     def __str__(self) -> str:
         misfits = [problem for problem in self.problems if not isinstance(problem, FailedCheck)]
+        problems = offence_lines(with_prefixes(misfits))
         lines = [
             _VERDICTS[self.ok],
-            *_section([*misfit_lines(misfits), *map(self._failure_text, self.failed)], "problem", len(self.problems)),
+            *_section([*problems, *map(self._failure_text, self.failed)], "problem", len(self.problems)),
             *_section(map(str, self.undecided), "open question"),
             *_section((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
             *_section((f"stored, left out: {path}" for path in self.left_out), "place"),

@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
+from ..core import limits
 from ..core.ambient import shielded
 from ..core.codec import row_major_bits
 from ..core.fingerprints import bytes_total, piece_total, shard_totals, unlike_replicas
 from ..core.geometry import box_slices, slices
 from ..core.layouts import ShardColumns, join_columns, place_text, shard_columns, tensor_shards
 from ..core.mapping import ShardedTensor
+from ..core.offences import offence_text
 from ..core.plans import held_places
 from ..errors import TreeError, error_text, rank_text, shorten
 from ..shell.checkpoint import given_options, open_at, sharded_backend, sharded_metadata
@@ -28,7 +30,6 @@ from ._differences import ValueDifference, joint_difference, value_difference
 
 T = TypeVar("T")
 Holders = tuple[int, ...] | tuple[str, ...]
-_PIECE = 32 * 1024 * 1024  # bytes that a rank sends another at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,21 @@ class ReplicaDifference:
             they aren't of one dtype and shape, or others have none.
     """
 
+    where: ClassVar[str] = ""  # `what` names the box beside the number of elements in it
+    fix: ClassVar[str] = ""
+
     key: str
     holders: Holders
     than: Holders
     box: str
     values: ValueDifference | None
 
-    def __str__(self) -> str:
-        what, values = _unlike(self.key, self.holders, self.than), self.values
+    __str__ = offence_text
+
+    @property
+    def what(self) -> str:
+        """Who holds other elements, and how they differ."""
+        what, values = _unlike(self.holders, self.than), self.values
         if values is None:
             return f"{what}: none, or of another dtype or shape"
         ulps = "" if values.ulps is None else f" ({values.ulps} ulp)"
@@ -62,18 +70,19 @@ class ReplicaDifference:
 
 def unlike_text(columns: ShardColumns, rows: Sequence[int], main: Sequence[int]) -> str:
     """Return which ranks hold other elements than which, given the rows of their shards."""
-    return _unlike(columns.keys[int(columns.key[rows[0]])], _ranks(columns, rows), _ranks(columns, main))
+    key = columns.keys[int(columns.key[rows[0]])]
+    return f"{key!r}: {_unlike(_ranks(columns, rows), _ranks(columns, main))}"
 
 
 def _ranks(columns: ShardColumns, rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(columns.rank[rows].tolist()))
 
 
-def _unlike(key: str, holders: Holders, than: Holders) -> str:
+def _unlike(holders: Holders, than: Holders) -> str:
     if holders == than:
-        return f"{key!r}: {_holders(holders)} holds it twice, with different elements"
+        return f"{_holders(holders)} holds it twice, with different elements"
     verb = "holds" if len(holders) == 1 else "hold"
-    return f"{key!r}: {_holders(holders)} {verb} other elements than {_holders(than)}"
+    return f"{_holders(holders)} {verb} other elements than {_holders(than)}"
 
 
 def _holders(holders: Holders) -> str:
@@ -195,8 +204,8 @@ def _pair_differences(
         giver, taker = main[0], others[0]
         sender, receiver = columns.rank[[giver, taker]].tolist()
         nbytes = int(columns.elements[giver] * columns.item_size[columns.key[giver]])
-        for begin in range(0, nbytes, _PIECE):
-            size = min(_PIECE, nbytes - begin)
+        for begin in range(0, nbytes, limits.CHECKED_BYTES):
+            size = min(limits.CHECKED_BYTES, nbytes - begin)
             bits = {
                 row: _attempt(failures, partial(_bits, own[row], begin, size)) for row in (giver, taker) if row in own
             }
@@ -231,7 +240,8 @@ def _bits(shard: ShardedTensor, begin: int, size: int) -> torch.Tensor:
 
 
 def _difference(shard: ShardedTensor, main: Any, other: Any, begin: int) -> ValueDifference | None:
-    difference = value_difference(shard.key, main.view(shard.dtype), other.view(shard.dtype), _PIECE, _ignore)
+    left, right = main.view(shard.dtype), other.view(shard.dtype)
+    difference = value_difference(shard.key, left, right, limits.CHECKED_BYTES, _ignore)
     return None if difference is None else replace(difference, first=(begin + difference.first[0],))
 
 
@@ -276,7 +286,7 @@ def _unlike_copies(copies: Copies) -> Iterator[ReplicaDifference]:
         kind = None if data is None else (data.dtype, tuple(data.shape), bytes_total(row_major_bits(data)))
         if kind not in groups:
             is_like = kind is not None and kind[:2] == (first.dtype, tuple(first.shape))
-            how = value_difference(copies.key, first, data, _PIECE, _ignore) if is_like else None
+            how = value_difference(copies.key, first, data, limits.CHECKED_BYTES, _ignore) if is_like else None
             if how is not None:
                 at = tuple(low + index for low, index in zip(copies.offset, how.first, strict=True))
                 how = replace(how, first=at, elements=first.numel())

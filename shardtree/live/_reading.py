@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core import limits
 from ..core.geometry import Column
 from ..core.layouts import ShardColumns, join_columns, select_rows, shard_columns
 from ..core.mapping import ShardedTensor
@@ -51,9 +52,6 @@ from ..shell.world import agree, share
 from ._memory import make_buffers
 from ._move import Route, long_pieces_apart, move
 from .resharding._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
-
-BYTES_IN_FLIGHT = 64 * 1024 * 1024
-"""What a rank sends and gets in one step. Long parts go from and to where they lie: large steps take little memory."""
 
 
 def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -184,7 +182,7 @@ def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> 
     mine = np.flatnonzero(plan.shared.reads.rank == rank).tolist()
     sources = dict(zip(mine, (part.data for part in parts), strict=True))
     targets = dict(enumerate((shard.data for shard in shards), int(plan.shared.first[rank])))
-    schedule = long_pieces_apart(plan.passed_on.schedule(max_bytes_in_flight=BYTES_IN_FLIGHT))
+    schedule = long_pieces_apart(plan.passed_on.schedule(max_bytes_in_flight=limits.EXCHANGE_BYTES))
     buffers = make_buffers(schedule, rank, CPU, doing="load")
     return parts, Route(plan.passed_on, schedule, rank, sources, targets, buffers, is_direct=True, doing="load")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core import limits
 from ..core.ambient import shielded
 from ..core.geometry import Column, integer, refuse, widen
 from ..core.layouts import ShardColumns, shard_columns
@@ -115,11 +116,6 @@ def _refuse(side: str, rank: int, lines: Sequence[str]) -> None:
     raise IntegrityError(error_text(what, offenders=lines, fix=fix))
 
 
-BYTES_IN_FLIGHT = 32 * 1024 * 1024
-"""What a rank sends and gets in one step by default. Larger buffers were slower in every case measured over gloo: these
-stay in the processor's caches."""
-
-
 @shielded
 def redistribute(
     tree: Any,
@@ -131,7 +127,7 @@ def redistribute(
     plain: Sequence[str] = (),
     transform: Transform | None = None,
     world: Any = None,
-    max_bytes_in_flight: int = BYTES_IN_FLIGHT,
+    max_bytes_in_flight: int = limits.REDISTRIBUTE_BYTES,
     donate: bool = False,
     rules: Rules = None,
     transport: Transport | None = None,

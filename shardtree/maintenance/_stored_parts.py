@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from ..core import limits
 from ..core.fingerprints import PartialFingerprint, piece_total, shard_parts
 from ..core.geometry import slabs
 from ..core.mapping import ShardedTensor
 from ..core.plans import grouped
 from ..shell.storage import in_threads
 
-_GROUP_BYTES = 32 * 1024 * 1024  # about the most that is in memory at a time
-_SLAB_BYTES = _GROUP_BYTES // 2
+_SLAB_BYTES = limits.CHECKED_BYTES // 2
 
 Load = Callable[[Sequence[ShardedTensor]], object]
 """Fills the shards' data in place, as LOAD_SHARDED does."""
@@ -42,7 +42,7 @@ def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
     """Return slabs in groups that fit in memory."""
     # Groups, since planning a read takes longer than reading a small tensor.
     slabs = (slab for tensor in tensors for slab in _slabs(tensor))
-    return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, _GROUP_BYTES)
+    return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, limits.CHECKED_BYTES)
 
 
 def _slabs(tensor: ShardedTensor) -> Iterator[ShardedTensor]:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from ..core import limits
 from ..core.geometry import Column
 from ..errors import CheckpointingException, CorruptCheckpoint
 from ..shell.storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
@@ -141,10 +142,6 @@ def bounding_box(shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[i
     )
 
 
-_STEP_BYTES = 4 * BLOCK_BYTES
-_PIECE_BYTES = 32 * _STEP_BYTES
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
     """A part of a file that one thread checks; its first block is the file's `first`."""
@@ -254,8 +251,8 @@ def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
 
 
 def _pieces(file: StoredFile) -> Iterator[_Piece]:
-    for begin in range(0, file.length, _PIECE_BYTES):
-        yield _Piece(file, begin // BLOCK_BYTES, begin, min(file.length, begin + _PIECE_BYTES))
+    for begin in range(0, file.length, limits.CHECKED_BYTES):
+        yield _Piece(file, begin // BLOCK_BYTES, begin, min(file.length, begin + limits.CHECKED_BYTES))
 
 
 def _check_piece(checkpoint: Checkpoint, piece: _Piece) -> _PieceResult:
@@ -273,11 +270,11 @@ def _check_piece(checkpoint: Checkpoint, piece: _Piece) -> _PieceResult:
 def _hashes(checkpoint: Checkpoint, piece: _Piece) -> dict[int, int]:
     hasher = BlockHasher(piece.file.length)
     # One small buffer for each thread: memory stays at a few MiB, however large the file.
-    room = memoryview(bytearray(min(_STEP_BYTES, piece.end - piece.begin)))
+    room = memoryview(bytearray(min(limits.STEP_BYTES, piece.end - piece.begin)))
     # As if the file ended with the piece: no request then goes beyond it.
     with opened(checkpoint.storage, piece.file.name, piece.end) as reader:
-        for byte in range(piece.begin, piece.end, _STEP_BYTES):
-            part = room[: min(_STEP_BYTES, piece.end - byte)]
+        for byte in range(piece.begin, piece.end, limits.STEP_BYTES):
+            part = room[: min(limits.STEP_BYTES, piece.end - byte)]
             reader.read_into(byte, [part])
             hasher.update(part, byte)
             checkpoint.options.progress(part.nbytes)

@@ -11,6 +11,7 @@ from math import isfinite
 from string import Formatter
 from typing import Any
 
+from ..core import limits
 from ..core.codec import canonical_json, parse_json
 from ..errors import CorruptCheckpoint, MetadataError, StorageError, error_text
 from ..shell.checkpoint import is_checkpoint
@@ -73,7 +74,6 @@ def _pattern(names: str) -> re.Pattern[str]:
 RECORD_FILE = "shardtree-step.json"
 
 _VERSION = 1
-_MOST_BYTES = 64 * 1024 * 1024
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -152,7 +152,7 @@ def read_record(root: Storage, folder: str) -> Record | None:
     length = root.length(name)
     if length is None:
         return None
-    if length > _MOST_BYTES:
+    if length > limits.SIDE_FILE_BYTES:
         raise CorruptCheckpoint(
             error_text(f"series: {root.where(name)!r} isn't a record of a step", found=f"{length} bytes")
         )

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, StorageError, error_text
-from ..kit import AnyBuffer, Buffer, Capabilities, Entry, RequestReader, byte_view, inside
+from ..kit import AnyBuffer, Buffer, Capabilities, Entry, RequestReader, byte_view, inside, limits
 from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
 from ._object_streams import abort_uploads, noting, parts_of
 
@@ -22,14 +22,11 @@ T = TypeVar("T")
 Tag = dict[str, str]
 """What a store calls an object's content: its ETag and its version."""
 
-_MIB = 1024 * 1024
-_PART_BYTES = 8 * _MIB
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _UNKNOWN_BYTES = 2**38  # a file that doesn't say how long it will be may have a quarter of a TB
-_IN_FLIGHT_BYTES = 5 * _PART_BYTES
 _STAYING_IN_FLIGHT = 12  # parts sent from where they lie take no memory
 _uploads = threading.BoundedSemaphore(2)
-"""How many files of this process are uploaded at once, each with up to `_IN_FLIGHT_BYTES` copied and on the way."""
+"""How many files of this process are uploaded at once, each with up to `limits.UPLOAD_BYTES` copied and on the way."""
 
 _READ_TRIES = 5
 _FIRST_PAUSE = 0.1  # seconds, doubled after each try
@@ -216,7 +213,7 @@ class ObjectStorage:
         """
         import obstore
 
-        part, is_whole = _PART_BYTES * self.request_scale, isinstance(buffers, list | tuple)
+        part, is_whole = limits.UPLOAD_PART_BYTES * self.request_scale, isinstance(buffers, list | tuple)
         views: Iterable[Buffer] = (byte_view(each, self.where(name)) for each in buffers)
         if is_whole:
             views = list(views)
@@ -224,7 +221,7 @@ class ObjectStorage:
         else:
             nbytes = getattr(buffers, "nbytes", _UNKNOWN_BYTES)
         if nbytes > part * _MOST_PARTS:
-            part = -(-nbytes // _MOST_PARTS // _MIB) * _MIB
+            part = -(-nbytes // _MOST_PARTS // 2**20) * 2**20
         # What lies there whole, such as an index, needs no more memory than it is long.
         stay = nbytes >= part and getattr(buffers, "stay", False)
         parts = iter(views) if stay else parts_of(views, min(part, max(1, nbytes)) if is_whole else part)
@@ -234,7 +231,7 @@ class ObjectStorage:
                 obstore.put(self.store, self._path(name), first, use_multipart=False)
             return first.nbytes
         lengths: list[int] = []
-        in_flight = _STAYING_IN_FLIGHT if stay else max(1, _IN_FLIGHT_BYTES * self.request_scale // part)
+        in_flight = _STAYING_IN_FLIGHT if stay else max(1, limits.UPLOAD_BYTES * self.request_scale // part)
         errors: list[BaseException] = []
         with _uploads, self._storage_errors("write", name, errors):
             stream = noting(chain([first], parts), lengths, errors)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from ..core.offences import offence_text
 from ._evaluate import gone_through, operand_moves, strided
 from ._fields import Fields
 from ._moves import Move, Moves, in_place, turned
@@ -26,13 +27,25 @@ class Difference:
         there: what the second does.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = ""
+
     name: str
     elements: int
     here: str
     there: str
 
-    def __str__(self) -> str:
-        return f"{self.name!r}: {self.elements} elements are {self.here}, not {self.there}"
+    __str__ = offence_text
+
+    @property
+    def key(self) -> str:
+        """The output's name."""
+        return self.name
+
+    @property
+    def what(self) -> str:
+        """What each trace makes of how many elements."""
+        return f"{self.elements} elements are {self.here}, not {self.there}"
 
 
 def differences(one: Fields, other: Fields) -> dict[str, tuple[Difference, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ._evaluate import leaves, operand_moves
 from ._fields import Fields
@@ -36,13 +37,25 @@ class Problem:
         where: as slices of the tensor.
     """
 
+    fix: ClassVar[str] = ""
+
     kind: str
     name: str
     elements: int
     where: str
 
     def __str__(self) -> str:
-        return f"{self.name!r}: {self.elements} elements {_WHAT[self.kind]}: {self.where}"
+        return f"{self.name!r}: {self.what}: {self.where}"
+
+    @property
+    def key(self) -> str:
+        """The name."""
+        return self.name
+
+    @property
+    def what(self) -> str:
+        """What the trace does to how many elements."""
+        return f"{self.elements} elements {_WHAT[self.kind]}"
 
 
 def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:

@@ -71,7 +71,7 @@ def test_a_load_that_would_fail_has_status_1(folder: Path, tmp_path: Path) -> No
     tree = {"w": st.ShardedTensor.from_rank_offsets("model.weigth", torch.ones(2))}
     st.save(tree, tmp_path)
     done = run("explain", folder, "--like", tmp_path)
-    assert done.exit_code == 1 and "not stored: 'model.weigth' (did you mean 'model.weight'?)" in done.stdout
+    assert done.exit_code == 1 and "'model.weigth': not stored (did you mean 'model.weight'?)" in done.stdout
     assert document("explain", folder, "--like", tmp_path, status=1)["ok"] is False
 
 

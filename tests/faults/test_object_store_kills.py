@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import shardtree as st
+from shardtree.core import limits
 from shardtree.shell.table._metadata import replace_metadata
-from shardtree.stores import _object_store
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
 from tests.s3 import jobs
 from tests.s3.environment import at, s3
@@ -31,7 +31,7 @@ CONTEXT.set_forkserver_preload(["shardtree.checkpoint", "tests.s3.jobs"])
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch, s3(patch) as running:
-        patch.setattr(_object_store, "_PART_BYTES", jobs.PART_BYTES)
+        patch.setattr(limits, "UPLOAD_PART_BYTES", jobs.PART_BYTES)
         yield running
 
 

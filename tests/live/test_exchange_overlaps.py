@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core import limits
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.live import _reading as _exchange
 from shardtree.live._simulated import SimulatedWorld
@@ -116,7 +117,7 @@ def check_load(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_exchange, "plan_exchange", striped)
         patch.setattr(_exchange, "plan_reads", partial(plan_reads, stripe_bytes=stripe_bytes, most_cells=10**6))
-        patch.setattr(_exchange, "BYTES_IN_FLIGHT", step_bytes)
+        patch.setattr(limits, "EXCHANGE_BYTES", step_bytes)
         foretold = explain(targets, folder, options=st.LoadOptions(exchange="always"), **keywords).reads
         found = st.simulate(len(wanted), on_rank)
     assert [(one.cost.bytes_wanted, one.sent, one.received) for one in foretold] == [

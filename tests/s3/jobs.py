@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import shardtree as st
-from shardtree.stores import _object_store, object_storage
+from shardtree.core import limits
+from shardtree.stores import object_storage
 
 ROOT = "s3://bucket/runs"
 ROWS = 300
@@ -124,7 +125,7 @@ def run(job: str, value: int, settings: Mapping[str, str]) -> None:
     """Run a job in a new process; it exits with 1 where the job fails in a way that it may."""
     os.environ.update(settings)
     torch.set_num_threads(1)
-    _object_store._PART_BYTES = PART_BYTES
+    limits.UPLOAD_PART_BYTES = PART_BYTES
     try:
         JOBS[job](value)
     except st.errors.CheckpointingException:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.core import limits
 from shardtree.errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError
 from shardtree.shell.storage import _fetch, _requests, _transports, owner_note, write_parts
 from shardtree.storage import SizedBuffers
@@ -66,7 +67,7 @@ def at_the_commit(fault: str, name: str = "metadata.json") -> Any:
 def test_what_is_known_to_be_long_goes_in_parts_and_what_is_short_in_one(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
+    monkeypatch.setattr(limits, "UPLOAD_PART_BYTES", 1000)
     data = np.random.default_rng(0).bytes(4500)
     write_parts(at(), "large", 4500, [(0, memoryview(data)[:3000]), (3000, memoryview(data)[3000:])], durable=True)
     assert server.actions().count("UploadPart") == 5 and server.store.objects["runs/large"].data == data
@@ -80,7 +81,7 @@ def test_what_is_known_to_be_long_goes_in_parts_and_what_is_short_in_one(
 def test_an_upload_that_fails_is_given_up(
     server: Server, monkeypatch: pytest.MonkeyPatch, when: str, stay: bool
 ) -> None:
-    monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
+    monkeypatch.setattr(limits, "UPLOAD_PART_BYTES", 1000)
 
     def buffers() -> Iterator[memoryview]:
         yield memoryview(bytes(5000))
@@ -140,7 +141,7 @@ def test_what_is_fetched_is_what_a_local_load_reads(data: some.DataObject) -> No
     verify = data.draw(some.sampled_from(["whole", "all", None]))
     ranks = data.draw(some.sampled_from([1, 2, 3]))
     with pytest.MonkeyPatch.context() as patch, s3(patch) as server:
-        patch.setattr(_requests, "REQUEST_BYTES", data.draw(some.sampled_from([2**18, 2**20])))
+        patch.setattr(limits, "REQUEST_BYTES", data.draw(some.sampled_from([2**18, 2**20])))
         patch.setattr(_requests, "_GAP_BYTES", data.draw(some.sampled_from([0, 8, 100, 2**20])))
         patch.setattr(_transports, "_IN_FLIGHT", data.draw(some.integers(1, 4)))
 
@@ -178,7 +179,7 @@ copy_piece, cells = _fetch.copy_piece, _requests._cells
 def test_the_law_of_planned_reads_catches(
     server: Server, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Any
 ) -> None:
-    monkeypatch.setattr(_requests, "REQUEST_BYTES", 2**18)
+    monkeypatch.setattr(limits, "REQUEST_BYTES", 2**18)
     whole = torch.randint(1, 255, (20_000, 32), dtype=torch.uint8)  # no byte is as new memory is
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", whole)}, at())
     options = st.LoadOptions(verify=None)

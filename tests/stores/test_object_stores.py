@@ -9,9 +9,9 @@ from itertools import count
 import pytest
 
 import shardtree as st
+from shardtree.core import limits
 from shardtree.shell.storage import storage_at
 from shardtree.storage import SizedBuffers
-from shardtree.stores import _object_store
 from shardtree.testing import check_storage
 from tests.s3.environment import ROOT, s3
 from tests.s3.jobs import tree, value_of
@@ -89,7 +89,7 @@ def test_of_two_savers_one_wins_and_the_other_is_told(root: str, there: bool) ->
 
 def test_a_large_file_goes_in_parts(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not root.startswith("s3://moto"):  # S3 itself takes no smaller parts than 5 MiB
-        monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
+        monkeypatch.setattr(limits, "UPLOAD_PART_BYTES", 1000)
     storage, data = storage_at(root), bytes(range(256)) * 4096 * 9
     data = data if root.startswith("s3://moto") else data[:10_240]
     assert storage.write("x/file", SizedBuffers(len(data), iter([memoryview(data)])), durable=True) == len(data)

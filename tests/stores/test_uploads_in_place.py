@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.core import limits
 from shardtree.storage import SizedBuffers
 from shardtree.stores import _object_store
 from shardtree.stores._object_streams import parts_of
@@ -22,7 +23,7 @@ PART = 4096
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_object_store, "_PART_BYTES", PART)
+    monkeypatch.setattr(limits, "UPLOAD_PART_BYTES", PART)
 
 
 @pytest.fixture

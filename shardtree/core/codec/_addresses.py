@@ -60,6 +60,7 @@ _HOMES = {
     },
     "shardtree.plans": {
         "core.plans._cost": "ReadCost",
+        "core.plans._misfits": "Gap Mismatch Refusal Unexpected",
         "plans._explain": "Explanation FailedCheck RankReads ReadCost Undecided",
         "plans._fit": "Gap Mismatch Refusal Unexpected",
         "plans._without_scales": "ScaledValues",

@@ -42,9 +42,7 @@ from ._problems import (
     Problem,
     doubled_faults,
     fault_problems,
-    integrity_error,
     place_text,
-    problem_lines,
     sharding_faults,
 )
 from ._rank_trees import RankTrees, tensor_shards, tree_columns, trees_by_rank

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from ...errors import plural, shorten, table_lines
 from ..deferred import notebook_html
 from ..geometry import Column, group_sums, volumes
+from ..offences import offence_lines
 from ._columns import ShardColumns, TensorKind, select_rows
 from ._integrity import access_problems
-from ._problems import Faults, Problem, problem_lines, sharding_faults
+from ._problems import Faults, Problem, sharding_faults
 from ._rank_trees import RankTrees, tree_columns
 
 _HEAD = ("tensor", "shape", "once", "twice", "not", "copies")
@@ -59,7 +60,7 @@ class Coverage:
         rows = [_HEAD, *map(self._row, [*np.flatnonzero(wrong).tolist(), *np.flatnonzero(~wrong).tolist()])]
         heading, *lines = table_lines(rows, words=2)
         # Tensors with problems come first and are never shortened away.
-        problems = ["", *problem_lines(list(self.problems))] if self.problems else []
+        problems = ["", *offence_lines(self.problems)] if self.problems else []
         return "\n".join([heading, *shorten(lines, shown=max(10, int(wrong.sum()))), *problems])
 
     def _row(self, number: int) -> tuple[str, ...]:

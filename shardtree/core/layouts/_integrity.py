@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import IntegrityError, MetadataError, TreePath, error_text, rank_text
 from ..geometry import box_column, refuse
+from ..offences import offences_text
 from ..trees import diff, value_at, without_holes
 from ._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
 from ._objects import ONE_KIND, ObjectColumns, join_objects, kind_problems, object_problems, without_keys
@@ -19,7 +20,6 @@ from ._problems import (
     Problem,
     doubled_faults,
     fault_problems,
-    integrity_error,
     join_faults,
     sharding_faults,
 )
@@ -209,7 +209,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
             "needs exactly one main replica (replica_id 0)"
         )
         skip = "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."
-        raise integrity_error(what, problems, skip)
+        raise IntegrityError(offences_text(what, problems, skip))
 
 
 def _overhanging(main: ShardColumns) -> tuple[Problem, ...]:

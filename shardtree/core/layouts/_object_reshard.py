@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ...errors import IntegrityError, KeyMismatch, MetadataError, TreeError, error_text
 from ..mapping import ShardedObject
+from ..offences import offence_text
 from ..trees import HOLE, match_keys
 from ._object_array import HeldArrays, ObjectRule, Shape, apply_rule, cells_of, held_arrays, own_copy
 
@@ -28,13 +29,19 @@ class ShapeChange:
         asked: the shape that is asked for.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = f"Name a rule in object_rules: {OBJECT_RULES}."
+
     key: str
     stored: tuple[Shape, ...]
     asked: Shape
 
-    def __str__(self) -> str:
-        shapes = " and ".join(map(str, self.stored))
-        return f"objects {self.key!r}: of shape {shapes}, asked for in shape {self.asked}"
+    __str__ = offence_text
+
+    @property
+    def what(self) -> str:
+        """All shapes."""
+        return f"objects of shape {' and '.join(map(str, self.stored))}, asked for in shape {self.asked}"
 
 
 def reshard_objects(
@@ -123,7 +130,7 @@ def reshaped_arrays(arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedO
     Examples:
         >>> held = held_arrays([ShardedObject("rng", 7, (1,), (0,))])
         >>> print(*reshaped_arrays(held, [ShardedObject("rng", None, (2,), (rank,)) for rank in range(2)]))
-        objects 'rng': of shape (1,), asked for in shape (2,)
+        'rng': objects of shape (1,), asked for in shape (2,)
     """
     requests = dict.fromkeys((item.key, item.global_shape) for item in targets if item.key in arrays)
     return tuple(

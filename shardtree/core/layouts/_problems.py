@@ -5,16 +5,16 @@ A fault is a box, or a flat range of one, like a shard. A problem names it with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 
 import numpy as np
 
-from ...errors import IntegrityError, TreePath, error_text, plural, rank_text, render_path
+from ...errors import TreePath, plural, rank_text
 from .. import geometry
 from ..geometry import Column, Mask
+from ..offences import offence_text
 from ._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
@@ -205,8 +205,6 @@ def join_faults(found: list[Faults]) -> Faults:
 
 # A problem, and how boxes and flat ranges are written in its text.
 
-_SHOWN_OF_ONE_KIND = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -228,39 +226,12 @@ class Problem:
     flat: slice | None = None
     fix: str = ""
 
-    def __str__(self) -> str:
-        name = render_path(self.key) if isinstance(self.key, tuple) else repr(self.key)
-        holders = f" ({rank_text(self.ranks)})" if self.ranks else ""
-        return f"{name}{holders}: {self.what}"
+    __str__ = offence_text
 
-
-def problem_lines(problems: Iterable[Problem]) -> list[str]:
-    """Return problems as lines, at most a few for each key, so that one key doesn't hide the others.
-
-    Examples:
-        >>> problem_lines([Problem(key, (0,), str(n)) for key in "ab" for n in range(5)])[2:5]
-        ["'a' (rank 0): 2", "'a': and 2 more", "'b' (rank 0): 0"]
-    """
-    lines = []
-    for _, of_one in groupby(problems, key=lambda problem: problem.key):
-        same = list(of_one)
-        lines += list(map(str, same[:_SHOWN_OF_ONE_KIND]))
-        more = len(same) - _SHOWN_OF_ONE_KIND
-        lines += [str(Problem(same[0].key, (), f"and {more} more"))] if more > 0 else []
-    return lines
-
-
-def integrity_error(what: str, problems: Sequence[Problem], *more: str) -> IntegrityError:
-    """Return the error that tells of problems, with what to do about each kind, and what else can be done.
-
-    Examples:
-        >>> print(integrity_error("save", [Problem("w", (0,), "is held twice", fix="Hold it once.")]))
-        save
-          'w' (rank 0): is held twice
-          Hold it once.
-    """
-    fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
-    return IntegrityError(error_text(what, offenders=problem_lines(problems), fix="\n  ".join([*fixes, *more])))
+    @property
+    def where(self) -> str:
+        """The ranks."""
+        return f"({rank_text(self.ranks)})" if self.ranks else ""
 
 
 def place_text(box: tuple[slice, ...], flat: slice | None = None) -> str:

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from ...errors import ShapeError, UnsupportedValue, error_text
+from .. import limits
 from ..geometry import slabs, slices
 from ._bits import flat_bytes
 from ._sources import Box, Boxwise, Identify, Recipe, Shape, Source
 from ._steady import is_exact, steady, whole_vectors
-
-WINDOW_BYTES = 16 * 2**20
-"""Memory of one window: its parts of the operands and of the result."""
 
 _FIX = "Give a function of each element alone, and compute what needs the whole tensor, such as a norm, beforehand."
 
@@ -90,7 +88,7 @@ def _by_windows(
 ) -> Boxwise:
     """Return the source of elements that are computed from those at their index, one window of a box at a time."""
     sources = [value for value in operands if _is_source(value)]
-    most = max(1, WINDOW_BYTES // (dtype.itemsize + sum(source.dtype.itemsize for source in sources)))
+    most = max(1, limits.COMPUTED_BYTES // (dtype.itemsize + sum(source.dtype.itemsize for source in sources)))
 
     def recipe(box: Box) -> Recipe:
         windows = list(slabs(box.shape, most))
@@ -219,7 +217,7 @@ def product(left: Source, right: Source) -> Boxwise:
     ``K * eps * (abs(left) @ abs(right))``, K the length of the sums.
     """
     inner, (rows_in_all, columns_in_all), dtype = left.shape[1], (left.shape[0], right.shape[1]), left.dtype
-    most = WINDOW_BYTES // dtype.itemsize
+    most = limits.COMPUTED_BYTES // dtype.itemsize
     # Half of the memory is for the right's columns, which stay while blocks of the left's rows pass.
     width = max(1, min(columns_in_all, most // 2 // max(1, inner)))
     height = max(1, (most - width * max(1, inner)) // (max(1, inner) + width))

@@ -16,28 +16,20 @@ from ._save import (
 )
 
 if typing.TYPE_CHECKING:
-    from ._convert import convert
+    from ._convert import convert, convertible, is_integer
     from ._cost import Prospect, ReadCost
-    from ._fit import (
+    from ._fit import Overlap, find_gaps, find_mismatches, find_unexpected, overlaps, stored_elements
+    from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, read_rounds, runs_plan
+    from ._misfits import (
         Gap,
         Misfit,
         Mismatch,
-        Overlap,
         PrefixDifference,
         Refusal,
         Unexpected,
-        convertible,
-        find_gaps,
-        find_mismatches,
-        find_unexpected,
-        is_integer,
-        misfit_lines,
-        overlaps,
         prefix_difference,
-        stored_elements,
-        wants_names,
+        with_prefixes,
     )
-    from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, read_rounds, runs_plan
     from ._without_scales import ScaledValues, find_scaled
 else:
     from ..deferred import later
@@ -45,14 +37,11 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "._convert": "convert",
+            "._convert": "convert convertible is_integer",
             "._cost": "Prospect ReadCost",
-            "._fit": (
-                "Gap Misfit Mismatch Overlap PrefixDifference Refusal Unexpected convertible find_gaps "
-                "find_mismatches find_unexpected is_integer misfit_lines overlaps prefix_difference stored_elements "
-                "wants_names"
-            ),
+            "._fit": "Overlap find_gaps find_mismatches find_unexpected overlaps stored_elements",
             "._load": "LoadPlan Runs StoredChunks Strided grouped plan_load read_rounds runs_plan",
+            "._misfits": "Gap Misfit Mismatch PrefixDifference Refusal Unexpected prefix_difference with_prefixes",
             "._without_scales": "ScaledValues find_scaled",
         },
     )

@@ -1,4 +1,4 @@
-"""Elements converted to another dtype, after a check that integers fit it."""
+"""Conversion to another dtype: which ones a load or a reshard allows, and elements, after a check that integers fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,38 @@ import numpy as np
 import torch
 
 from ...errors import ShapeError, error_text
-from ._fit import is_integer
+from ..trees import torch_converts
+
+_SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set()  # torch 2.6 hasn't
+"""They hold powers of two only: a sign would be lost, and zero can't be represented."""
+
+
+def convertible(before: torch.dtype, after: torch.dtype) -> bool:
+    """Return whether values of one dtype may be converted to another: at most rounded, never with parts left out.
+
+    Between floating-point dtypes, and between complex ones, as `torch.Tensor.to` does, which rounds, and makes
+    infinities of what is too large. From bools to integers to floating-point to complex dtypes, not the other way:
+    a fraction or an imaginary part would be lost silently. Between integers, where each value fits.
+
+    Examples:
+        >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)
+        (True, True)
+        >>> convertible(torch.float32, torch.int64), convertible(torch.complex64, torch.float32)
+        (False, False)
+    """
+    # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
+    return before == after or (_rank(before) <= _rank(after) and after not in _SCALES and torch_converts(before, after))
+
+
+def _rank(dtype: torch.dtype) -> int:
+    if dtype == torch.bool:
+        return 0
+    return 1 if is_integer(dtype) else 3 if dtype.is_complex else 2
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Return whether a dtype holds integers; bools are none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def convert(key: str, elements: torch.Tensor, target: torch.Tensor, *, doing: str = "load") -> None:

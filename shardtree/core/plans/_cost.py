@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ._fit import Misfit
+from ._misfits import Misfit
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""Whether a target fits what is stored. What doesn't is data, whose text errors and explanations share."""
+"""Whether a target fits what is stored: what isn't, what is of another kind, and shards that aren't stored whole."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,46 +10,12 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from ...errors import plural
 from ..geometry import Column, intersect, slices
-from ..layouts import ShapeChange, TensorKind, shard_boxes, shard_columns
+from ..layouts import TensorKind, shard_boxes, shard_columns
 from ..mapping import ShardedTensor
-from ..trees import differing_prefix, near_names, torch_converts
-from ._without_scales import ScaledValues
-
-# Dtypes that a load or a reshard converts, when it is asked to.
-
-_SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set()  # torch 2.6 hasn't
-"""They hold powers of two only: a sign would be lost, and zero can't be represented."""
-
-
-def convertible(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether values of one dtype may be converted to another: at most rounded, never with parts left out.
-
-    Between floating-point dtypes, and between complex ones, as `torch.Tensor.to` does, which rounds, and makes
-    infinities of what is too large. From bools to integers to floating-point to complex dtypes, not the other way:
-    a fraction or an imaginary part would be lost silently. Between integers, where each value fits.
-
-    Examples:
-        >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)
-        (True, True)
-        >>> convertible(torch.float32, torch.int64), convertible(torch.complex64, torch.float32)
-        (False, False)
-    """
-    # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
-    return before == after or (_rank(before) <= _rank(after) and after not in _SCALES and torch_converts(before, after))
-
-
-def _rank(dtype: torch.dtype) -> int:
-    if dtype == torch.bool:
-        return 0
-    return 1 if is_integer(dtype) else 3 if dtype.is_complex else 2
-
-
-def is_integer(dtype: torch.dtype) -> bool:
-    """Return whether a dtype holds integers; bools are none."""
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
+from ..trees import differing_prefix, near_names
+from ._convert import convertible
+from ._misfits import Gap, Mismatch, Unexpected, by_number
 
 # The overlap of a shard with a tensor that is stored with another global shape.
 
@@ -109,99 +74,6 @@ def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
     return sum(prod(one.stop - one.start for one in overlap.part) for overlap in overlaps(shard, global_shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Unexpected:
-    """Something that is requested and not stored.
-
-    Attributes:
-        key: the tensor's, or the object's unique key.
-        near: a stored key that looks like it, None if there is none.
-        is_object: whether it is a sharded object.
-        path: where the common state has a plain tensor that is meant, as text; None if it has none.
-        refusal: reason why it can't be read, if it is stored all the same.
-    """
-
-    key: str
-    near: str | None = None
-    is_object: bool = False
-    path: str | None = None
-    refusal: str | None = None
-
-    def __str__(self) -> str:
-        if self.refusal is not None:
-            return f"can't be read: {self.text}"
-        if self.path is not None:
-            return f"not stored as shards: {self.text}"
-        return f"not stored: {self.text}"
-
-    @property
-    def text(self) -> str:
-        """The key, and what may be meant by it."""
-        if self.path is not None:
-            return f"{self.key!r} is a plain tensor of the common state at {self.path}"
-        if self.refusal is not None:
-            return f"{self.key!r}: {self.refusal}"
-        return f"{self.key!r}" + (f" (did you mean {self.near!r}?)" if self.near else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A tensor that is stored with another global shape or dtype than requested.
-
-    Attributes:
-        key: the tensor.
-        stored: what it is.
-        asked: what it should be.
-        cast: whether its dtype is converted already, where it can be.
-    """
-
-    key: str
-    stored: TensorKind
-    asked: TensorKind
-    cast: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.key!r}: checkpoint has {self.stored}, target asks for {self.asked}"
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A shard of which not all elements are stored.
-
-    Attributes:
-        key: the tensor.
-        offset: of the shard in it.
-        stored: how many of its elements are.
-        wanted: how many should be.
-        why: Reason that the rest has no values, where the format knows it; else empty.
-    """
-
-    key: str
-    offset: tuple[int, ...]
-    stored: int
-    wanted: int
-    why: str = ""
-
-    def __str__(self) -> str:
-        more = f": {self.why}" if self.why else ""
-        return f"{self.key!r} at {self.offset}: {self.stored} of {self.wanted} elements are stored{more}"
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A tensor that is stored in a way that can't be read here, and why."""
-
-    key: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.key!r}: {self.why}"
-
-
-Misfit = Unexpected | Mismatch | Gap | Refusal | ScaledValues | ShapeChange
-"""Why something that a target asks for can't be loaded; its text is one line."""
-
-
 def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
     """Return the keys that aren't stored, sorted, each with a stored key that looks like it and isn't requested itself.
 
@@ -212,7 +84,7 @@ def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: b
 
     Examples:
         >>> print(*find_unexpected(["decoder.bais"], ["decoder.bias"]))
-        not stored: 'decoder.bais' (did you mean 'decoder.bias'?)
+        'decoder.bais': not stored (did you mean 'decoder.bias'?)
     """
     requests = set(keys)
     absent = sorted(requests.difference(names))
@@ -226,90 +98,7 @@ def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: b
         too_much, lacking = prefix
         return tuple(Unexpected(key, lacking + key[len(too_much) :], is_object) for key in absent)
     near = near_names(absent, others)
-    return tuple(Unexpected(key, _by_number(key, others) or near.get(key), is_object) for key in absent)
-
-
-_STATE = re.compile(r"(optimizer\.state\.[^.]+)\.(.*)", re.DOTALL)
-
-
-def _by_number(key: str, names: Collection[str]) -> str | None:
-    """Return the stored state of an optimizer's first parameter, where states stand under numbers instead of names."""
-    match = _STATE.fullmatch(key)
-    first = None if match is None or match[2].isdigit() else f"{match[1]}.0"
-    return first if first in names else None
-
-
-def wants_names(problem: Unexpected) -> bool:
-    """Return whether an optimizer's state is asked for by its parameter's name, and stored under a number.
-
-    Examples:
-        >>> wants_names(*find_unexpected(["optimizer.state.exp_avg.w"], ["optimizer.state.exp_avg.0"]))
-        True
-    """
-    return problem.near is not None and _by_number(problem.key, {problem.near}) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixDifference:
-    """Several keys that aren't stored, and of which each is stored with, or without, one prefix.
-
-    Attributes:
-        keys: what is requested.
-        near: what each is stored as, in the same order.
-        too_much: the prefix that is requested and not stored; else empty.
-        lacking: the prefix that is stored and not requested; else empty.
-    """
-
-    keys: tuple[str, ...]
-    near: tuple[str, ...]
-    too_much: str
-    lacking: str
-
-    def __str__(self) -> str:
-        how = f"without their prefix {self.too_much!r}" if self.too_much else f"with {self.lacking!r} before them"
-        return f"{plural(len(self.keys), 'key')} are stored {how}: {self.keys[0]!r} as {self.near[0]!r}, and so on"
-
-    @property
-    def fix(self) -> str:
-        """How to rename them all."""
-        if self.too_much:
-            return f"Take {self.too_much!r} off: st.rename(tree, lambda key: key.removeprefix({self.too_much!r}))."
-        return f"Put {self.lacking!r} before them: st.prefix(tree, {self.lacking!r})."
-
-
-def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None:
-    """Return the one prefix by which all keys differ from those that are stored; None if there is none.
-
-    Args:
-        problems: what `find_unexpected` found.
-
-    Examples:
-        >>> print(prefix_difference(find_unexpected(["module.w", "module.b"], ["w", "b"])))
-        2 keys are stored without their prefix 'module.': 'module.b' as 'b', and so on
-    """
-    pairs = [(one.key, one.near) for one in problems if one.near is not None and one.path is None]
-    if len(pairs) < 2 or len(pairs) < len(problems):
-        return None
-    keys, near = zip(*pairs, strict=True)
-    first, name = pairs[0]
-    too_much = first.removesuffix(name) if first.endswith(name) else ""
-    lacking = name.removesuffix(first) if name.endswith(first) else ""
-    if not (too_much or lacking) or any(lacking + key != too_much + name for key, name in pairs):
-        return None
-    return PrefixDifference(keys, near, too_much, lacking)
-
-
-def misfit_lines(problems: Sequence[Misfit]) -> list[str]:
-    """Return problems as lines, with one for all keys that differ from stored ones by one prefix.
-
-    Examples:
-        >>> misfit_lines(find_unexpected(["w", "b"], ["model.w", "model.b"]))
-        ["2 keys are stored with 'model.' before them: 'b' as 'model.b', and so on"]
-    """
-    prefix = prefix_difference([one for one in problems if isinstance(one, Unexpected)])
-    if prefix is None:
-        return list(map(str, problems))
-    return [str(prefix), *(str(one) for one in problems if not isinstance(one, Unexpected))]
+    return tuple(Unexpected(key, by_number(key, others) or near.get(key), is_object) for key in absent)
 
 
 def find_mismatches(

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import geometry
+from .. import geometry, limits
 from ..geometry import Column, group_sums
 from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
@@ -275,11 +275,8 @@ def _merge(runs: Runs) -> Runs:
 
 # Work in rounds and groups of bounded size: rounds of reads that need a buffer besides their target.
 
-CAST_BYTES = 256 * 1024 * 1024
-"""The most bytes that a rank buffers of stored elements that are to be converted; a single tensor may take more."""
 
-
-def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Column:
+def read_rounds(columns: ShardColumns, *, most_bytes: int = limits.CAST_BYTES) -> Column:
     """Return the round in which each shard is read, int64 (shards,): all of a tensor in one.
 
     In each round no rank reads more than `most_bytes`, unless a single tensor is larger.

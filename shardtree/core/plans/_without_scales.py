@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from ..layouts import TensorKind
 from ..mapping import ShardedTensor
-from ..trees import scaled_line, scaled_values
+from ..offences import offence_text
+from ..trees import BY_SCALES, scaled_values, scaled_what
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,19 @@ class ScaledValues:
         scales: the keys of the scales.
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = BY_SCALES
+
     key: str
     dtype: torch.dtype
     scales: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return scaled_line(self.key, self.dtype, self.scales)
+    __str__ = offence_text
+
+    @property
+    def what(self) -> str:
+        """What the values need."""
+        return scaled_what(self.dtype, self.scales)
 
 
 def find_scaled(

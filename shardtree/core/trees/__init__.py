@@ -83,7 +83,7 @@ from ._wrappers import factory_of, has_factories, unwrap
 if typing.TYPE_CHECKING:
     from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
     from ._register import node_data, register_dataclass
-    from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
+    from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values, scaled_what, those_of
     from ._transform import Transform, target_through
 else:
     from ..deferred import later
@@ -93,7 +93,7 @@ else:
         {
             "._places": "Place Places kept_place moved_place named_paths places planted",
             "._register": "node_data register_dataclass",
-            "._scaled": "BY_SCALES SCALED_DTYPES plain_matcher refuse_scaled scaled_line scaled_values those_of",
+            "._scaled": "BY_SCALES SCALED_DTYPES plain_matcher refuse_scaled scaled_values scaled_what those_of",
             "._transform": "Transform target_through",
         },
     )

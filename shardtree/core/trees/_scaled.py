@@ -107,14 +107,14 @@ def those_of(dtypes: Mapping[str, torch.dtype]) -> Callable[[list[str]], dict[st
     return lambda keys: {key: dtypes[key] for key in keys if key in dtypes}
 
 
-def scaled_line(key: str, dtype: torch.dtype, scales: Iterable[str]) -> str:
+def scaled_what(dtype: torch.dtype, scales: Iterable[str]) -> str:
     """Return what is said of values that would be cast without their scales.
 
     Examples:
-        >>> scaled_line("w", torch.float8_e4m3fn, ["w_scale"])
-        "'w': float8_e4m3fn values that need 'w_scale' beside them"
+        >>> scaled_what(torch.float8_e4m3fn, ["w_scale"])
+        "float8_e4m3fn values that need 'w_scale' beside them"
     """
-    return f"{key!r}: {str(dtype).removeprefix('torch.')} values that need {', '.join(map(repr, scales))} beside them"
+    return f"{str(dtype).removeprefix('torch.')} values that need {', '.join(map(repr, scales))} beside them"
 
 
 def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled) -> None:
@@ -127,7 +127,7 @@ def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled
         >>> refuse_scaled("cast", {"w": torch.float32}, {})
     """
     if scaled:
-        lines = [scaled_line(key, tensors[key], names) for key, names in scaled.items()]
+        lines = [f"{key!r}: {scaled_what(tensors[key], names)}" for key, names in scaled.items()]
         what = f"{doing}: quantised values would be cast without their scales"
         raise ShapeError(error_text(what, offenders=lines, fix=BY_SCALES))
 

@@ -25,7 +25,7 @@ _OTHERS = (
     (re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"), "experts, a file for each"),
     (re.compile(r"(bf16_|fp16_|)expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "experts' optimizer states"),
 )
-_MOST_BYTES = 4096  # of a tag: guards against a file that fills the memory
+_TAG_BYTES = 4096  # of a tag: guards against a file that fills the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def tag_folder(storage: Storage, latest: str = LATEST) -> str | None:
     length = storage.length(latest)
     if length is None:
         return ""
-    if length > _MOST_BYTES:
+    if length > _TAG_BYTES:
         return None
     try:
         tag = storage.read(latest).decode("utf-8").strip()

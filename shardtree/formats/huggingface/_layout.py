@@ -20,14 +20,12 @@ from ...kit import (
     encode_header,
     flat_boxes,
     kind_in_file,
+    limits,
     row_major_strides,
     tensor_buffers,
     volumes,
 )
 from ._texts import TEXTS, header_texts
-
-HEADER_BYTES = 64 * 1024 * 1024
-"""A new file begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
 
 # The library's order: larger items first, so that each lies at a multiple of its size.
 _TAGS = (
@@ -60,7 +58,7 @@ def model_files(
     kinds: Kinds,
     *,
     max_file_bytes: int,
-    header_bytes: int = HEADER_BYTES,
+    header_bytes: int = limits.HEADER_BYTES,
     writers: Mapping[str, int] | None = None,
     texts: Mapping[str, str] = _TORCH,
 ) -> tuple[ModelFile, ...]:

@@ -111,7 +111,7 @@ def draft_name(save_id: str, number: int, count: int) -> str:
     return f"{save_id}/{file_name(number, count)}"
 
 
-_MOST_BYTES = 512 * 1024 * 1024  # of an index: guards against one that fills the memory
+_INDEX_BYTES = 512 * 1024 * 1024  # of an index: guards against one that fills the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ def read_index_json(storage: Storage, name: str) -> Listing:
     """
     where = storage.where(name)
     length = storage.length(name)
-    if length is None or length > _MOST_BYTES:
-        raise _unsound(where, "no such file" if length is None else f"{length} bytes", f"at most {_MOST_BYTES} bytes")
+    if length is None or length > _INDEX_BYTES:
+        raise _unsound(where, "no such file" if length is None else f"{length} bytes", f"at most {_INDEX_BYTES} bytes")
     value = parse_json(storage.read(name), f"open: {where!r}")
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict):
@@ -217,7 +217,7 @@ def are_tied(storage: Storage, keys: Iterable[str], stored_keys: Iterable[str]) 
     if not all(map(_TIED.fullmatch, keys)) or not any(map(_TIED.fullmatch, stored_keys)):
         return False
     length = storage.length(_CONFIG)
-    if length is None or length > _MOST_BYTES:
+    if length is None or length > _INDEX_BYTES:
         return False
     try:
         config = parse_json(storage.read(_CONFIG), _CONFIG)

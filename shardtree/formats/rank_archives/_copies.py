@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kit import Buffer, Checkpoint, Copies, Reader, Resolution, row_major_bits
+from ...kit import Buffer, Checkpoint, Copies, Reader, Resolution, limits, row_major_bits
 from ..archives import Box, StoredTensor, box_of, strips
 from ._files import filled, opened_at
-
-_STEP_BYTES = 1024 * 1024
 
 
 class Seen:
@@ -104,7 +102,8 @@ def _box_bits(checkpoint: Checkpoint, tensor: StoredTensor, box: Box) -> torch.T
 
 def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
     read: Callable[[int, int], Buffer] = reader.read
-    return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))
+    end, step = begin + nbytes, limits.STEP_BYTES
+    return (read(at, min(at + step, end)) for at in range(begin, end, step))
 
 
 def _nbytes(tensor: Stored) -> int:

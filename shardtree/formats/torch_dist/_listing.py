@@ -34,7 +34,7 @@ from ._pickled_columns import Ints
 
 # Archives of torch.save in data files, numbered in the order of files and bytes
 
-_MOST_BYTES = 2.0**60  # so that sums of places and sizes stay within int64
+_SUMMABLE_BYTES = 2.0**60  # so that sums of places and sizes stay within int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +103,7 @@ def archives_of(
     byte, length = places.byte[rows], places.length[rows]
     payload = np.append(payload, length[payload.size :])
     for column in (byte, length, payload):
-        if (column < 0).any() or (column > _MOST_BYTES).any() or payload.astype(np.float64).sum() > _MOST_BYTES:
+        if (column < 0).any() or (column > _SUMMABLE_BYTES).any() or payload.astype(np.float64).sum() > _SUMMABLE_BYTES:
             raise ValueError("an archive's place or size is out of range")
     order = np.lexsort((byte, file))
     _check_apart(files, names, file[order], byte[order], length[order], order)

@@ -31,7 +31,7 @@ from ._pickled_columns import (
     shapes_in,
 )
 
-_LEAST, _MOST, _MOST_BYTES = 1_000, 65_536, 2**24
+_LEAST, _MOST, _SCANNED_BYTES = 1_000, 65_536, 2**24
 """Bytes and records that are taken at once: fewer are read faster one by one, more would fill memory."""
 
 _MOST_SHORT = 100_000
@@ -160,9 +160,9 @@ class MetadataScan:
             for match in iter(scanner(pattern, data, again), None):
                 rows.append(match.groups())
                 end = match.end()
-                if len(rows) >= _MOST or end - at >= _MOST_BYTES:
+                if len(rows) >= _MOST or end - at >= _SCANNED_BYTES:
                     break
-            if len(rows) == before or end - at >= _MOST_BYTES:
+            if len(rows) == before or end - at >= _SCANNED_BYTES:
                 break
         if end - at < _LEAST:
             self._short += 1

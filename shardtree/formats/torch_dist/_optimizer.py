@@ -34,6 +34,7 @@ from ...kit import (
     grouped,
     in_threads,
     join_columns,
+    limits,
     stored_columns,
 )
 from ..rank_archives import Piece as Range
@@ -58,9 +59,6 @@ from ._parameter_order import Match, choose, decide, full_name, known_orders
 
 Fill = Callable[[Sequence[ShardedTensor]], object]
 """Reads stored tensors into the memory of shards."""
-
-_GROUP_BYTES = 32 * 1024 * 1024
-"""How much of the model is read at a time."""
 
 _STEP = 32 * 1024
 """Elements that are rounded and hashed at a time: they stay in the cache, and torch begins no threads of its own."""
@@ -143,7 +141,7 @@ Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
 def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
     """Return all that a parameter may be, by hashes of the values."""
     kind, hashes = dtype_from_name(dtype), dict[Piece, str]()
-    groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, _GROUP_BYTES)]
+    groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, limits.CHECKED_BYTES)]
     memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind, device="cpu")
     for group in groups:
         hashes.update(zip(group, _hashes_of(fill, group, memory), strict=True))

@@ -23,6 +23,7 @@ from ...kit import (
     in_threads,
     is_damaged,
     joined_crc32,
+    limits,
     opened,
     read_crc32,
     refused_findings,
@@ -143,7 +144,6 @@ def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, numbe
             check_tensor(listing, number, value, what)
 
 
-_PIECE_BYTES = 32 * 1024 * 1024
 _REQUESTS = 8  # each holds a batch
 
 _ARCHIVE = b"PK\x03\x04"
@@ -296,9 +296,9 @@ def _wrong_large(checkpoint: Checkpoint, listing: Listing, results: Iterable[_Ba
     large = [record for one in results for record in one.large]
     # A CRC32 can be joined from those of pieces, so that one huge tensor keeps all threads busy.
     pieces = [
-        (record.file, begin, min(record.end, begin + _PIECE_BYTES))
+        (record.file, begin, min(record.end, begin + limits.CHECKED_BYTES))
         for record in large
-        for begin in range(record.begin, record.end, _PIECE_BYTES)
+        for begin in range(record.begin, record.end, limits.CHECKED_BYTES)
     ]
     read = partial(_piece_crc32, checkpoint, listing)
     checksums = iter(zip(pieces, in_threads(read, pieces, checkpoint.options.threads), strict=True))

@@ -15,7 +15,7 @@ from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...kit import dtype_from_name, dtype_name, row_major_bits
 
 _MOST_AXES = 64  # more than NumPy's arrays can have
-_MOST_BYTES = 2**58  # so that sums of offsets and sizes stay within int64
+_SUMMABLE_BYTES = 2**58  # so that sums of offsets and sizes stay within int64
 
 Shape = tuple[int, ...]
 
@@ -111,9 +111,9 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
         least = 1 if number else 0
         # bool is an int to isinstance, and JSON's true no size: hence type().
         sound = isinstance(shape, list) and len(shape) <= _MOST_AXES
-        if not (sound and all(type(size) is int and least <= size <= _MOST_BYTES for size in shape)):
+        if not (sound and all(type(size) is int and least <= size <= _SUMMABLE_BYTES for size in shape)):
             raise unsound_array(what, f"shape {shape!r}"[:200], f"at most {_MOST_AXES} sizes of {least} or more")
-        if prod(max(size, 1) for size in shape) * item_size > _MOST_BYTES:
+        if prod(max(size, 1) for size in shape) * item_size > _SUMMABLE_BYTES:
             raise unsound_array(what, f"shape {shape!r}"[:200], "fewer elements")
         if tuples and len(shape) != len(tuples[0]):
             raise unsound_array(what, f"chunks of {len(shape)} axes", f"{len(tuples[0])} axes, like the array")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
+from ...kit import limits
 from ._array import StoredArray
 from ._cells import inner_counts
 
@@ -118,7 +119,6 @@ def _no_codec(value: Any, what: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=f"{value!r}"[:200], expected="a codec"))
 
 
-_STEP_BYTES = 1024 * 1024
 _SLACK_BYTES = 1024 * 1024
 _TIMES_WIDER = 16
 """A filter may store elements in a wider type."""
@@ -224,7 +224,7 @@ def _streamed_length(stream: Callable[[], Any], data: bytes, most: int) -> int:
     while data and length <= most:
         one = stream()
         while not one.eof and length <= most:
-            step = len(one.decompress(data, _STEP_BYTES))
+            step = len(one.decompress(data, limits.STEP_BYTES))
             data = one.unconsumed_tail if hasattr(one, "unconsumed_tail") else b""
             if not step and not data and not one.eof:
                 return length  # the data is cut off, which the decoding itself will report

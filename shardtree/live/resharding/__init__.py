@@ -19,7 +19,7 @@ if typing.TYPE_CHECKING:
     from ._in_memory import reshard
     from ._plan import ReshardPlan, peak_bytes, plan_reshard
     from ._relay import with_relays
-    from ._schedule import BYTES_IN_FLIGHT, Schedule
+    from ._schedule import Schedule
     from ._summary import Origin, Provenance
     from ._transfers import Transfers
     from ._unshard import unshard
@@ -36,7 +36,7 @@ else:
             "._in_memory": "reshard",
             "._plan": "ReshardPlan peak_bytes plan_reshard",
             "._relay": "with_relays",
-            "._schedule": "BYTES_IN_FLIGHT Schedule",
+            "._schedule": "Schedule",
             "._summary": "Origin Provenance",
             "._transfers": "Transfers",
             "._unshard": "unshard",

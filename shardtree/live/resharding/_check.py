@@ -23,14 +23,14 @@ from ...core.layouts import (
     Problem,
     ShardColumns,
     TensorKind,
-    integrity_error,
     place_text,
     select_rows,
     write_problems,
 )
+from ...core.offences import by_key, offences_text
 from ...core.plans import convertible
 from ...core.trees import near_names, refuse_scaled, scaled_values, those_of, with_guesses
-from ...errors import KeyMismatch, ShapeError, error_text, plural
+from ...errors import IntegrityError, KeyMismatch, ShapeError, error_text, plural
 from ._pieces import NOWHERE, Pieces
 from ._transfers import Transfers, sending_shards, shard_memory
 
@@ -256,6 +256,6 @@ def _gaps(target: ShardColumns, pieces: Pieces, rows: Iterable[int]) -> Iterator
 
 
 def _raise(what: str, problems: Iterable[Problem]) -> None:
-    problems = sorted(problems, key=lambda problem: str(problem.key))
+    problems = sorted(problems, key=by_key)
     if problems:
-        raise integrity_error(what, problems)
+        raise IntegrityError(offences_text(what, problems))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ...core import limits
 from ...core.deferred import notebook_html
 from ...core.geometry import Column, check_type, group_sums, integer, joined_rows
 from ...core.layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
@@ -24,7 +25,7 @@ from ._pieces import (
     sent_routes,
     with_equal_axes,
 )
-from ._schedule import BYTES_IN_FLIGHT, Schedule, schedule_transfers
+from ._schedule import Schedule, schedule_transfers
 from ._summary import (
     Provenance,
     cast_lines,
@@ -145,7 +146,7 @@ class ReshardPlan:
         leaves = np.isin(self.transfers.from_rank, group) & ~np.isin(self.transfers.to_rank, group)
         return int(self.transfers.nbytes[leaves].sum())
 
-    def schedule(self, *, max_bytes_in_flight: int = BYTES_IN_FLIGHT) -> Schedule:
+    def schedule(self, *, max_bytes_in_flight: int = limits.RESHARD_BYTES) -> Schedule:
         """Return the transfers in steps in which no rank sends and gets, in total, more than `max_bytes_in_flight`.
 
         Args:

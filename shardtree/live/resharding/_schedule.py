@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core import limits
 from ...core.deferred import notebook_html
 from ...core.geometry import Column, Mask, group_sums, integer, refuse, row_numbers, rows_of
 from ...errors import MetadataError, plural, size_text
@@ -53,10 +54,6 @@ def _waves(rank: Column, nbytes: Column) -> Column:
     before = np.repeat((end - nbytes)[begins], count)
     total = np.repeat(np.add.reduceat(nbytes, begins), count) if begins.size else end
     return np.asarray((end - nbytes - before) * _WAVES // np.maximum(total, 1))
-
-
-BYTES_IN_FLIGHT = 256 * 1024 * 1024
-"""What a rank sends and gets in one step by default. A bound this high leaves a schedule few steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -116,7 +113,7 @@ class Schedule:
 
 
 def schedule_transfers(
-    transfers: Transfers, item_size: Column, *, max_bytes_in_flight: int = BYTES_IN_FLIGHT
+    transfers: Transfers, item_size: Column, *, max_bytes_in_flight: int = limits.RESHARD_BYTES
 ) -> Schedule:
     """Return transfers in steps in which each rank sends and gets, together, at most so many bytes.
 

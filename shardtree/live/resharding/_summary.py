@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.geometry import Column, box_slices, group_sums
-from ...core.layouts import ShardColumns, TensorKind, place_text, problem_lines
+from ...core.layouts import ShardColumns, TensorKind, place_text
 from ...core.mapping import ShardedTensor, ShardedTensorFactory
+from ...core.offences import offence_lines
 from ...core.trees import leaves_with_paths, near_names, path_key
 from ...errors import KeyMismatch, MetadataError, error_text, plural, shorten, size_text, table_lines
 from ._check import check_sizes, transfer_problems
@@ -319,7 +320,7 @@ def plan_parts(text: str) -> Parts:
     problems = transfer_problems(source, target, transfers)
     if problems:
         what = "ReshardPlan.from_json: the plan doesn't fill its target"
-        raise MetadataError(error_text(what, offenders=problem_lines(problems), fix="Write it with `to_json` again."))
+        raise MetadataError(error_text(what, offenders=offence_lines(problems), fix="Write it with `to_json` again."))
     return parts
 
 

@@ -21,7 +21,6 @@ from ...core.layouts import (
     doubled_faults,
     fault_problems,
     held_arrays,
-    integrity_error,
     join_columns,
     reshard_objects,
     select_rows,
@@ -32,6 +31,7 @@ from ...core.layouts import (
 )
 from ...core.lazy import LazyTensor, as_integers
 from ...core.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory, has_elements
+from ...core.offences import offences_text
 from ...core.trees import (
     HOLE,
     apply_factories,
@@ -89,9 +89,8 @@ def check_covered(columns: ShardColumns) -> None:
     missing = fault_problems(all_main, rows_of(faults, np.flatnonzero(~faults.doubled)), "element")
     problems: Sequence[Problem] = (*missing, *overlaps)
     if problems:
-        raise integrity_error(
-            "unshard: each element needs a shard that holds it, and at most one main replica", problems
-        )
+        heading = "unshard: each element needs a shard that holds it, and at most one main replica"
+        raise IntegrityError(offences_text(heading, problems))
 
 
 def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:

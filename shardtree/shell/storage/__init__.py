@@ -17,7 +17,6 @@ from ._blocks import (
     reported_parts,
 )
 from ._buffers import (
-    STAGED_BYTES,
     DeviceCopies,
     HostMemory,
     copies_of,

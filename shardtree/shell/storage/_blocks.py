@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ...core import limits
 from ...core.geometry import Column
 from ._storage import Buffer
 
@@ -245,8 +246,6 @@ def hash_column(hasher: BlockHasher) -> Hashes:
 
 # Hashing a file's bytes while they are written.
 
-_PART_BYTES = 4 * BLOCK_BYTES
-
 
 def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
     """Yield a file's bytes unchanged, hashing each part right before it is yielded.
@@ -272,7 +271,7 @@ def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, 
     for buffer in buffers:
         start = 0
         while start < buffer.nbytes:
-            part = buffer[start : start + _PART_BYTES - at % _PART_BYTES]
+            part = buffer[start : start + limits.STEP_BYTES - at % limits.STEP_BYTES]
             yield part
             start += part.nbytes
             at += part.nbytes

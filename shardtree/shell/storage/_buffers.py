@@ -15,6 +15,7 @@ from weakref import finalize
 
 import torch
 
+from ...core import limits
 from ...core.codec import byte_buffer, device_bits, row_major_bits
 from ...core.lazy import LazyTensor
 from ...errors import StorageError, error_text
@@ -22,7 +23,7 @@ from ._storage import Buffer
 
 # New memory. Most of its cost is the first access to each page, so large tensors get huge pages.
 
-_LEAST_BYTES = 4 * 1024 * 1024
+_HUGE_PAGE_BYTES = 4 * 1024 * 1024
 
 
 def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
@@ -33,7 +34,7 @@ def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
         torch.Size([2, 3])
     """
     tensor = torch.empty(*shape, **{"device": "cpu"} | options)
-    if tensor.nbytes >= _LEAST_BYTES and tensor.is_cpu and (call := _madvise()) is not None:
+    if tensor.nbytes >= _HUGE_PAGE_BYTES and tensor.is_cpu and (call := _madvise()) is not None:
         begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         # The result is ignored: a system that refuses only makes this slower.
         call(begin, tensor.data_ptr() + tensor.nbytes - begin, mmap.MADV_HUGEPAGE)
@@ -311,15 +312,6 @@ def _wait_for_first(in_flight: deque[tuple[torch.Tensor, torch.Tensor, Any]], co
 
 # A tensor's row-major bytes as buffers.
 
-# In parts: a copy of the whole tensor would double the memory that saving it takes.
-STAGED_BYTES = 4 * 1024 * 1024
-"""The most that is copied at once of a tensor whose memory can't be written in place."""
-
-
-LAZY_BYTES = 4 * 1024 * 1024
-"""The most that is read at once of a lazy tensor: each read is planned, and opens its file, which takes about as long
-as reading a MiB."""
-
 _BLOCK_ROWS = 128  # of FP8 by blocks: a part that ends inside of one takes twice the work
 
 
@@ -327,8 +319,8 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     r"""Yield the bytes of a tensor, in row-major order.
 
     A contiguous tensor in the CPU's memory is yielded in place. Others (transposed, on an accelerator) are staged in
-    parts of at most `STAGED_BYTES`, lazy ones read in parts of `LAZY_BYTES`; on a device with streams, the next part
-    is copied while one is used.
+    parts, lazy ones are read in parts: a copy of the whole would double the memory that saving it takes. On a device
+    with streams, the next part is copied while one is used.
 
     Examples:
         >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))
@@ -348,7 +340,7 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
 
 def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTensor]:
     """Yield a tensor in parts of a limited size, or single elements, in row-major order."""
-    most = LAZY_BYTES if isinstance(tensor, LazyTensor) else STAGED_BYTES
+    most = limits.LAZY_BYTES if isinstance(tensor, LazyTensor) else limits.COPIED_BYTES
     if tensor.nbytes <= most or not tensor.ndim:
         yield tensor
         return

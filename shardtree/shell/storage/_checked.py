@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ...core import limits
 from ...core.codec import crc32, crc32_thread_bytes
 from ...core.deferred import notebook_html
 from ...core.geometry import Column, rows_of
@@ -198,7 +199,6 @@ def of_file(rows: Rows, number: int) -> Rows:
     return rows_of(rows, slice(*np.searchsorted(rows.file, [number, number + 1]).tolist()))
 
 
-_STEP_BYTES = 1024 * 1024
 _POLYNOMIAL = 0xEDB88320
 
 
@@ -268,10 +268,10 @@ def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int
 
 def read_crc32(reader: Reader, begin: int, end: int) -> int:
     """Read a byte range of a file and return its CRC32."""
-    scratch = memoryview(bytearray(min(_STEP_BYTES, end - begin)))
+    scratch = memoryview(bytearray(min(limits.STEP_BYTES, end - begin)))
     checksum = 0
-    for byte in range(begin, end, _STEP_BYTES):
-        part = scratch[: min(_STEP_BYTES, end - byte)]
+    for byte in range(begin, end, limits.STEP_BYTES):
+        part = scratch[: min(limits.STEP_BYTES, end - byte)]
         reader.read_into(byte, [part])
         checksum = crc32(part, checksum)
     return checksum

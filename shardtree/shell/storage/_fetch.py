@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core import limits
 from ...core.ambient import collector_paused
 from ...core.codec import byte_buffer
 from ...core.plans import LoadPlan, Runs
@@ -20,7 +21,7 @@ from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Verify, run_blocks
 from ._buffers import host_memory, is_staged
 from ._capabilities import can
 from ._checked import ReadReport, StoredFile, damage_error, range_crc32
-from ._requests import STEP_BYTES, WINDOW_BYTES, Checks, Request, cut_of, requests_of
+from ._requests import Checks, Request, cut_of, requests_of
 from ._storage import Buffer, Storage
 from ._strided import copy_piece, wide_reads
 from ._threads import run_workers
@@ -171,7 +172,7 @@ def _read(
 def _deliver(request: Request, source: Source, check: Checks, views: Sequence[Buffer]) -> tuple[int, Sums]:
     """Put a request's bytes where they belong, and return how many these are, and the checksums found."""
     hasher, runs, pieces = check.hasher(), request.runs, request.pieces
-    for byte, buffers in _steps(runs, views, WINDOW_BYTES if hasher is None else STEP_BYTES):
+    for byte, buffers in _steps(runs, views, limits.WINDOW_BYTES if hasher is None else limits.STEP_BYTES):
         source.read_into(byte, buffers)
         if hasher is not None:
             for buffer in buffers:

@@ -193,7 +193,7 @@ def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> int:
 
 # What Python's `os` lacks: to reserve disk space for a new file, and to have the disk begin before the file's end.
 
-_LEAST_BYTES = 4 * 1024 * 1024
+_RESERVED_BYTES = 4 * 1024 * 1024
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays that of what was written, so that a file cut short shows
 _WRITEBACK_BYTES = 16 * 1024 * 1024
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, without waiting for the end, and without taking what the fsync has to report
@@ -204,7 +204,7 @@ def reserve(descriptor: int, length: int) -> int:
     """Reserve disk space at the beginning of a file and return how many bytes; 0 if it is small or can't be done."""
     # `os.posix_fallocate` won't do: where a file system can't reserve, the C library writes to every block instead.
     call = _system_call("fallocate", ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if length < _LEAST_BYTES or call is None:
+    if length < _RESERVED_BYTES or call is None:
         return 0
     # One call for the whole file: while dirty pages wait for the disk, each further call takes milliseconds. If it
     # fails (no space, a file system without it), that is no error yet: the write itself will report one.

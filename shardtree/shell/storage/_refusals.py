@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...errors import StorageError, error_text
 
@@ -46,12 +46,25 @@ class Refusal:
           found Operation not permitted
     """
 
+    where: ClassVar[str] = ""
+    fix: ClassVar[str] = ""
+
     kind: RefusalKind
     path: str
     reason: str
 
     def __str__(self) -> str:
-        return error_text(f"storage: {_TEXTS[self.kind]}: {self.path!r}", found=self.reason)
+        return error_text(f"storage: {self.what}: {self.path!r}", found=self.reason)
+
+    @property
+    def key(self) -> str:
+        """The path."""
+        return self.path
+
+    @property
+    def what(self) -> str:
+        """What a save does without."""
+        return _TEXTS[self.kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from itertools import pairwise, starmap
 
 import numpy as np
 
+from ...core import limits
 from ...core.geometry import Column, joined_rows, rows_of, span_numbers
 from ...core.plans import LoadPlan, ReadCost, Runs, Strided
 from ._blocks import (
@@ -26,17 +27,6 @@ from ._checked import RangeHasher, StoredFile, in_file_order, of_file, ranges_to
 from ._storage import Storage
 from ._strided import GAP_BYTES, is_contiguous, last_byte, split_pieces, wide_reads
 from ._threads import usual_threads
-
-STEP_BYTES = 4 * BLOCK_BYTES
-"""What is hashed arrives in steps of this size, each hashed at once, while it is in the processor's cache. Steps end
-where blocks end."""
-
-WINDOW_BYTES = 16 * STEP_BYTES
-"""The most of a local file that a thread reads before it looks for more work."""
-
-REQUEST_BYTES = 8 * 1024 * 1024
-"""Requests to a store end at multiples of this, where blocks end, so that two of them don't fetch the same bytes;
-pieces that lie across one are fetched with what comes before."""
 
 _GAP_BYTES = 1024 * 1024
 """A store sends unused bytes too if there are fewer of them in a row: a request costs more than they do."""
@@ -68,10 +58,10 @@ class Cut:
 def cut_of(storage: Storage | None, plan: LoadPlan) -> Cut:
     """Return how a plan is cut for a storage; None for local files."""
     if storage is not None and can(storage).read_range is not None:
-        return Cut(REQUEST_BYTES * can(storage).request_scale, whole=True)
+        return Cut(limits.REQUEST_BYTES * can(storage).request_scale, whole=True)
     # Smaller windows than usual if there is little to read, so that each thread gets a share.
-    share = -(-plan.bytes_read // (usual_threads() * STEP_BYTES)) * STEP_BYTES
-    return Cut(min(WINDOW_BYTES, max(WINDOW_BYTES // 4, share)), whole=False)
+    share = -(-plan.bytes_read // (usual_threads() * limits.STEP_BYTES)) * limits.STEP_BYTES
+    return Cut(min(limits.WINDOW_BYTES, max(limits.WINDOW_BYTES // 4, share)), whole=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +132,7 @@ def requests_of(
         >>> from shardtree.core.plans import runs_plan
         >>> column = lambda *numbers: np.array(numbers)
         >>> runs = Runs(column(0, 0), column(10, 5_000_000), column(0, 0), column(0, 100), column(100, 100))
-        >>> file, cut = StoredFile("w", 6_000_000, np.zeros(23, np.uint64)), Cut(REQUEST_BYTES, whole=True)
+        >>> file, cut = StoredFile("w", 6_000_000, np.zeros(23, np.uint64)), Cut(limits.REQUEST_BYTES, whole=True)
         >>> [(each.begin, each.end) for each in requests_of({0: file}, runs_plan(runs), None, cut)[0]]
         [(10, 110), (5000000, 5000100)]
         >>> [(each.begin, each.end) for each in requests_of({0: file}, runs_plan(runs), "all", cut)[0]]

@@ -175,7 +175,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pools.clear)
 
 
-_GROUP_BYTES = 1024 * 1024  # what is less is written by the thread that makes it: handing it over takes longer
+_HANDED_BYTES = 1024 * 1024  # what is less is written by the thread that makes it: handing it over takes longer
 _GROUPS = 8
 
 
@@ -236,7 +236,7 @@ def _groups(pieces: Iterator[Work], nbytes: Callable[[Work], int]) -> Iterator[l
     for piece in pieces:
         group.append(piece)
         size += nbytes(piece)
-        if size >= _GROUP_BYTES:
+        if size >= _HANDED_BYTES:
             yield group
             group, size = [], 0
     if group:

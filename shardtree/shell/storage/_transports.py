@@ -15,10 +15,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from ...core import limits
 from ...core.codec import bit_view, byte_buffer, device_bits
 from ...core.geometry import Column, row_major_strides, rows_of, volumes
 from ...core.plans import Runs, Strided, grouped
-from ._blocks import BLOCK_BYTES, Flags
+from ._blocks import Flags
 from ._buffers import DeviceCopies, Pair, copies_of, host_memory
 from ._capabilities import ReadRange, can
 from ._checked import StoredFile, wrong_length
@@ -117,12 +118,10 @@ def _from_files(
 # A store
 
 _IN_FLIGHT = 32
-"""Requests of a load at a time; those of a process have at most `_MOST_BYTES` together."""
+"""Requests of a load at a time; those of a process have at most `limits.IN_FLIGHT_BYTES` together."""
 
 _SHORT_LATENCY = 0.01  # seconds
 _LONG_WAIT = 0.05  # seconds
-
-_MOST_BYTES = 256 * 1024 * 1024
 
 _LITTLE = 64 * 1024
 
@@ -204,19 +203,15 @@ class _Budget:
                 self._condition.notify_all()
 
 
-_on_the_way = _Budget(_MOST_BYTES)
+_on_the_way = _Budget(limits.IN_FLIGHT_BYTES)
 
-
-# Parts of a plan rather than whole shards: one large tensor then takes no more host memory than many small ones.
-PART_BYTES = 128 * BLOCK_BYTES
-"""How much is staged at a time."""
 
 _ALIGNMENT = 64  # bytes; what is copied is viewed as items of up to 8 bytes, which torch wants aligned
 
 
 def cut_for_devices(cut: Cut) -> Cut:
     """Return how a plan is cut where it is staged: a part is a few requests, for as many threads."""
-    return replace(cut, most_bytes=min(cut.most_bytes, PART_BYTES // 4))
+    return replace(cut, most_bytes=min(cut.most_bytes, limits.STAGED_BYTES // 4))
 
 
 def read_to_devices(
@@ -242,7 +237,7 @@ def read_to_devices(
     in_flight: _Transfers = deque()
     bytes_read = 0
     try:
-        for part in grouped(requests, _nbytes, PART_BYTES):
+        for part in grouped(requests, _nbytes, limits.STAGED_BYTES):
             _wait(in_flight, most=1)
             staged_requests, size = list[StagedRequest](), 0
             for request in part:

@@ -15,7 +15,6 @@ from ._actions import (
     StrategyAction,
 )
 from ._checks import (
-    IN_COMMON,
     Comparison,
     Read,
     check_fit,

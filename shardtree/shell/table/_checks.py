@@ -6,27 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...core.codec import bit_view
-from ...core.layouts import OBJECT_RULES, ShapeChange, TensorKind
+from ...core.layouts import TensorKind
 from ...core.mapping import ShardedObject, ShardedTensor, lacks_memory
-from ...core.plans import (
-    Gap,
-    Misfit,
-    Mismatch,
-    Refusal,
-    ScaledValues,
-    Unexpected,
-    convertible,
-    misfit_lines,
-    prefix_difference,
-    wants_names,
-)
-from ...core.trees import BY_SCALES
+from ...core.offences import offences_text
+from ...core.plans import Misfit, Refusal, Unexpected, with_prefixes
 from ...errors import (
     IntegrityError,
     KeyMismatch,
@@ -70,19 +59,16 @@ def check_fit(problems: Sequence[Misfit]) -> None:
         Traceback (most recent call last):
         ...
         shardtree.errors.KeyMismatch: load: the target doesn't fit the checkpoint
-          not stored: 'decoder.bais' (did you mean 'decoder.bias'?)
+          'decoder.bais': not stored (did you mean 'decoder.bias'?)
           Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'.
           `explain` lists all, without reading.
     """
     if not problems:
         return
     # All problems in one error: a target with several is mended at once, not load by load.
+    heading, last = "load: the target doesn't fit the checkpoint", "`explain` lists all, without reading."
+    text = offences_text(heading, with_prefixes(problems), last)
     unexpected = [problem for problem in problems if isinstance(problem, Unexpected)]
-    prefix = prefix_difference(unexpected)
-    fixes = [] if prefix is None else [prefix.fix]
-    fixes += [fix for concerns, fix in _FIXES if any(map(concerns, problems))]
-    lines = misfit_lines(problems)
-    text = error_text("load: the target doesn't fit the checkpoint", offenders=lines, fix="\n  ".join([*fixes, _LAST]))
     if unexpected:
         error = KeyMismatch(text)
         error.unexpected = tuple(sorted({problem.key for problem in unexpected}))
@@ -90,61 +76,6 @@ def check_fit(problems: Sequence[Misfit]) -> None:
     if all(isinstance(problem, Refusal) for problem in problems):
         raise UnsupportedValue(text)
     raise ShapeError(text)
-
-
-def _is_unknown(problem: Misfit) -> bool:
-    return isinstance(problem, Unexpected) and not problem.is_object and problem.path is None
-
-
-def _has_other_axes(problem: Misfit) -> bool:
-    return isinstance(problem, Mismatch) and len(problem.stored.global_shape) != len(problem.asked.global_shape)
-
-
-def _has_another_shape(problem: Misfit) -> bool:
-    same = isinstance(problem, Mismatch) and problem.stored.global_shape == problem.asked.global_shape
-    return isinstance(problem, Mismatch) and not same and not _has_other_axes(problem)
-
-
-def _could_be_converted(problem: Misfit) -> bool:
-    return _has_another_dtype(problem) and not problem.cast and not _must_stay(problem)
-
-
-def _must_stay(problem: Misfit) -> bool:
-    return _has_another_dtype(problem) and not convertible(problem.stored.dtype, problem.asked.dtype)
-
-
-def _has_another_dtype(problem: Misfit) -> TypeGuard[Mismatch]:
-    return isinstance(problem, Mismatch) and problem.stored.dtype != problem.asked.dtype
-
-
-def _lacks_ranks(problem: Misfit) -> bool:
-    return isinstance(problem, Gap) and not problem.why
-
-
-IN_COMMON = "Leave plain tensors of the common state out of the target: `load` returns them where they are."
-"""What to do about a tensor that is asked for as shards and stored as a plain one."""
-
-_FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
-    (_is_unknown, "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."),
-    (
-        lambda problem: isinstance(problem, Unexpected) and wants_names(problem),
-        "States stand under numbers there: pass LoadOptions(parameter_names=[...]), in the optimizer's order.",
-    ),
-    (lambda problem: isinstance(problem, Unexpected) and problem.path is not None, IN_COMMON),
-    (
-        lambda problem: isinstance(problem, Unexpected) and problem.is_object,
-        "Ask for objects in the grid that was saved, or leave them out.",
-    ),
-    (lambda problem: isinstance(problem, ShapeChange), f"Name a rule in object_rules: {OBJECT_RULES}."),
-    (_has_other_axes, "Load with as many axes as are stored, and reshape what is loaded."),
-    (_has_another_shape, "Set allow_shape_mismatch on the shard of a padded tensor."),
-    (_could_be_converted, "Pass cast=True to convert the stored dtype."),
-    (_must_stay, "Load in the stored dtype."),
-    (lambda problem: isinstance(problem, ScaledValues), BY_SCALES),
-    (_lacks_ranks, "The checkpoint was saved without all ranks; load only what is there."),
-    (lambda problem: isinstance(problem, Gap) and bool(problem.why), "Load only what is there."),
-)
-_LAST = "`explain` lists all, without reading."
 
 
 def misfit(shard: ShardedTensor) -> str:

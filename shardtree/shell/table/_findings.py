@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...core.deferred import notebook_html
 from ...errors import plural, shorten, size_text
@@ -53,12 +54,24 @@ class Damage:
         regions: for each chunk of a tensor that has bytes there, the smallest box that holds their elements.
     """
 
+    fix: ClassVar[str] = ""
+
     file: str
     what: str
     begin: int = 0
     end: int = 0
     keys: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The file's name."""
+        return self.file
+
+    @property
+    def where(self) -> str:
+        """The range of bytes; empty if the file is damaged as a whole."""
+        return f"bytes {self.begin:,} to {self.end:,}" if self.end else ""
 
     @property
     def holds(self) -> tuple[str, ...]:
@@ -72,8 +85,8 @@ class Damage:
         return (*map(str, self.regions), *(key for key in self.keys if key not in in_regions))
 
     def __repr__(self) -> str:
-        place = f", bytes {self.begin:,} to {self.end:,}" if self.end else ""
-        return f"Damage({self.file!r}{place}, {plural(len(self.keys), 'key')})"
+        place = ", ".join(filter(None, (repr(self.file), self.where)))
+        return f"Damage({place}, {plural(len(self.keys), 'key')})"
 
     def __str__(self) -> str:
         """Return the damage in one line.
@@ -82,7 +95,7 @@ class Damage:
             >>> print(Damage("a/0.bin", "the hash of a block differs", 0, 1024, ("w",), (Region("w", (0,), (2,)),)))
             a/0.bin, bytes 0 to 1,024: the hash of a block differs: w[0:2]
         """
-        place = f"{self.file}, bytes {self.begin:,} to {self.end:,}" if self.end else self.file
+        place = ", ".join(filter(None, (self.file, self.where)))
         return ": ".join(filter(None, (place, self.what, ", ".join(shorten(self.holds)))))
 
 

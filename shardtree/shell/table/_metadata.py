@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
+from ...core import limits
 from ...core.codec import parse_json
 from ...errors import (
     CheckpointingException,
@@ -24,8 +25,6 @@ from ._traits import METADATA_FILE, Stamp
 from ._values import Checkpoint, Fields
 
 T = TypeVar("T")
-
-_MOST_BYTES = 2**24  # guards against a metadata.json of 1 TB with holes
 
 _KINDS = {
     "sharded_backend": str,
@@ -107,11 +106,11 @@ def metadata_bytes(storage: Storage) -> bytes | None:
         CorruptCheckpoint: it is larger than any that a save writes, so it isn't read.
     """
     if (content := can(storage).content) is not None:
-        return content(METADATA_FILE, _MOST_BYTES)
+        return content(METADATA_FILE, limits.METADATA_BYTES)
     length = storage.length(METADATA_FILE)
-    if length is not None and length > _MOST_BYTES:
+    if length is not None and length > limits.METADATA_BYTES:
         what = f"open: {storage.where(METADATA_FILE)!r} is larger than any that a save writes"
-        raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"at most {_MOST_BYTES}"))
+        raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"at most {limits.METADATA_BYTES}"))
     return None if length is None else storage.read(METADATA_FILE)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+from ...core import limits
 from ...errors import REMOTE_TWINS, RemoteError, UnsupportedValue, WorldError, attributes_of, error_text
 from ._world import T, World, pack, unpack
 
@@ -383,17 +384,12 @@ def _public_attributes(error: BaseException) -> dict[str, Any]:
     return {name: value for name, value in attributes_of(error).items() if not name.startswith("_") and name not in own}
 
 
-_MOST_BYTES = (
-    16 * 2**20
-)  # of all attributes together: enough for the names of a hundred thousand keys, not for a large tensor
-
-
 def _packed_attributes(error: BaseException) -> dict[str, bytes]:
     """Return an exception's attributes, pickled; leaves out those that can't be pickled, or exceed the limit."""
     attributes: dict[str, bytes] = {}
     for name, value in _public_attributes(error).items():
         with suppress(UnsupportedValue):
             data = pack(name, value)
-            if len(data) + sum(map(len, attributes.values())) <= _MOST_BYTES:
+            if len(data) + sum(map(len, attributes.values())) <= limits.ERROR_BYTES:
                 attributes[name] = data
     return attributes

@@ -16,10 +16,10 @@ from shardtree.core.layouts import (
     join_objects,
     kind_problems,
     object_problems,
-    problem_lines,
     select_rows,
     write_problems,
 )
+from shardtree.core.offences import offence_lines
 from shardtree.layouts import (
     AxisSplit,
     Coverage,
@@ -79,7 +79,7 @@ def test_of_many_faults_twenty_are_told_and_the_rest_counted(faults: int, last: 
 
 def test_three_problems_of_a_key_are_listed() -> None:
     problems = [Problem(key, (), f"{key}{number}") for key, count in (("a", 5), ("b", 3)) for number in range(count)]
-    assert problem_lines(problems) == [
+    assert offence_lines(problems) == [
         "'a': a0",
         "'a': a1",
         "'a': a2",
@@ -88,8 +88,8 @@ def test_three_problems_of_a_key_are_listed() -> None:
         "'b': b1",
         "'b': b2",
     ]
-    assert problem_lines([Problem(("a", 0), (1, 2, 4), "differs")]) == ["tree['a'][0] (ranks 1, 2, 4): differs"]
-    assert problem_lines([]) == []
+    assert offence_lines([Problem(("a", 0), (1, 2, 4), "differs")]) == ["tree['a'][0] (ranks 1, 2, 4): differs"]
+    assert offence_lines([]) == []
 
 
 def test_a_coverage_counts_tensors_that_nobody_holds() -> None:

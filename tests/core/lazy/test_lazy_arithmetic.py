@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core import limits
 from shardtree.core.lazy import LazyTensor, _computed, lazy_map, stored
 from shardtree.errors import ShapeError, UnsupportedValue
 from tests.core.lazy.test_lazy_tensor import Recorder, bits
@@ -26,7 +27,7 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 5]), max_size=3).map(tuple)
 @pytest.fixture(params=["one window", "many"])
 def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many":
-        monkeypatch.setattr(_computed, "WINDOW_BYTES", 400)
+        monkeypatch.setattr(limits, "COMPUTED_BYTES", 400)
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

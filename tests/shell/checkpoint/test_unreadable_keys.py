@@ -56,6 +56,6 @@ def test_modes_that_compare_keys_say_why(strict: str, folder: MemoryStorage, cap
         st.load(ASKED, folder, strict=strict)
     assert caught.value.unexpected == ("q",)
     explained = st.explain(ASKED, folder, strict=strict)
-    assert not explained.ok and "can't be read: 'q'" in str(explained)
+    assert not explained.ok and "'q': can't be read" in str(explained)
     assert st.load(ASKED, folder, strict="log_unexpected") == {}
     assert "asked for, can't be read" in caplog.text and "not stored" not in caplog.text

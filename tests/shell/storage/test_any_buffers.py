@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from shardtree.core import limits
 from shardtree.errors import StorageError
 from shardtree.shell.storage import block_hashes, write_parts
 from shardtree.storage import MemoryStorage, Storage
-from shardtree.stores import _object_store
 from shardtree.strategies import PendingSave, SaveOptions, rank_file, write_file
 from shardtree.world import one_process
 from tests.s3.environment import at, s3
@@ -72,7 +72,7 @@ def test_so_is_one_of_several_parts(storage: Storage) -> None:
 
 
 def test_a_large_file_in_parts_too(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_object_store, "_PART_BYTES", 16)
+    monkeypatch.setattr(limits, "UPLOAD_PART_BYTES", 16)
     assert storage.write("f", iter(BUFFERS.values()), durable=False) == len(WHOLE)
     assert storage.read("f") == WHOLE
 

@@ -14,11 +14,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core import limits
 from shardtree.core.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.errors import CorruptCheckpoint, MetadataError, StorageError
 from shardtree.layouts import ShardColumns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.shell.storage import BLOCK_BYTES, Verify, _fetch, _requests, block_hashes, fetch
+from shardtree.shell.storage import BLOCK_BYTES, Verify, block_hashes, fetch
 from shardtree.storage import MemoryStorage, ReadReport, StoredFile
 from shardtree.stores._fsspec import FsspecStorage
 from shardtree.testing import random_bits
@@ -85,9 +86,8 @@ def request(parts: list[tuple[Span, Span]]) -> ShardColumns:
 def _small_windows() -> Iterator[None]:
     """Have several threads take turns in files of few blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_fetch, _requests):
-            patch.setattr(module, "STEP_BYTES", BLOCK_BYTES)
-            patch.setattr(module, "WINDOW_BYTES", 2 * BLOCK_BYTES)
+        patch.setattr(limits, "STEP_BYTES", BLOCK_BYTES)
+        patch.setattr(limits, "WINDOW_BYTES", 2 * BLOCK_BYTES)
         yield
 
 

@@ -9,6 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtree.core import limits
 from shardtree.shell.storage import BlockHasher, Buffer, _blocks, hash_column, hashed, in_parts
 from tests.core.trees.samples import assert_caught
 
@@ -50,7 +51,7 @@ def passes_on_and_hashes(on_the_way: OnTheWay, sizes: list[int]) -> None:
     hasher = BlockHasher()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_blocks, "BLOCK_BYTES", BLOCK)
-        patch.setattr(_blocks, "_PART_BYTES", PART)
+        patch.setattr(limits, "STEP_BYTES", PART)
         found = [bytes(part) for part in on_the_way(in_one_memory(buffers), hasher)]
         assert list(map(len, found)) == [part.nbytes for part in in_parts(map(memoryview, buffers))]
     assert b"".join(found) == whole

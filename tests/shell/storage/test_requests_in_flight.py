@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardtree.core import limits
 from shardtree.core.plans import Runs, runs_plan
 from shardtree.shell.storage import Buffer, _requests, _transports, fetch
 from shardtree.storage import Capabilities, ReadReport, StoredFile
@@ -37,7 +38,7 @@ class Store:
 
 
 def load(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_requests, "REQUEST_BYTES", NBYTES)
+    monkeypatch.setattr(limits, "REQUEST_BYTES", NBYTES)
     monkeypatch.setattr(_requests, "_GAP_BYTES", 0)
     length = COUNT * NBYTES
     runs = Runs(*(np.array([number]) for number in (0, 0, 0, 0, length)))

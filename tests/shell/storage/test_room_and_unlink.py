@@ -37,13 +37,13 @@ def test_a_file_has_the_bytes_that_came_whatever_was_told_before(
     tmp_path_factory: pytest.TempPathFactory, kind: str, sizes: list[int], told: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_local_files, "_LEAST_BYTES", 1)
+        patch.setattr(_local_files, "_RESERVED_BYTES", 1)
         folder = str(tmp_path_factory.mktemp("room"))
         write_what_is_given(MemoryStorage if kind == "memory" else lambda: LocalStorage(folder), sizes, told)
 
 
 def test_the_law_catches_a_file_that_is_as_long_as_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_local_files, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(_local_files, "_RESERVED_BYTES", 1)
     monkeypatch.setattr(_local_files, "_KEEP_SIZE", 0)
     monkeypatch.setattr(_local_files.os, "ftruncate", lambda *_: None)
     with pytest.raises(AssertionError):
@@ -52,7 +52,7 @@ def test_the_law_catches_a_file_that_is_as_long_as_was_told(tmp_path: Path, monk
 
 @pytest.mark.parametrize("told", [0, 1_000_000, 9_000_000])
 def test_no_room_is_kept_that_isnt_used(tmp_path: Path, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_local_files, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(_local_files, "_RESERVED_BYTES", 1)
     LocalStorage(str(tmp_path)).write("f", SizedBuffers(told, [memoryview(bytes(1_000_000))]), durable=True)
     assert (tmp_path / "f").stat().st_blocks * 512 < 1_100_000
 

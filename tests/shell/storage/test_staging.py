@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 import shardtree as st
+from shardtree.core import limits
 from shardtree.core.plans import Runs, runs_plan
-from shardtree.shell.storage import BlockHasher, _buffers, _transports, hashed, tensor_buffers
+from shardtree.shell.storage import BlockHasher, _transports, hashed, tensor_buffers
 from shardtree.shell.storage._buffers import copies_by_device, staged_buffers
 from shardtree.shell.storage._requests import Cut, requests_of
 from shardtree.storage import MemoryStorage, StoredFile
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 def use(patch: pytest.MonkeyPatch, device: LateDevice, limit: int) -> None:
     """Have the CPU's memory staged as that of a device."""
     patch.setitem(copies_by_device, "cpu", device.copies)
-    patch.setattr(_buffers, "STAGED_BYTES", limit)
+    patch.setattr(limits, "COPIED_BYTES", limit)
 
 
 @pytest.mark.parametrize("limit", [1, 8, 100])
@@ -121,7 +122,7 @@ def test_a_load_to_a_device_is_a_load(
     plain: list[st.storage.ReadReport] = []
     load(asked, storage, options=st.LoadOptions(verify=verify, report=plain.append))
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_transports, "PART_BYTES", part)
+    monkeypatch.setattr(limits, "STAGED_BYTES", part)
     staged: list[st.storage.ReadReport] = []
     options = st.LoadOptions(verify=verify, report=staged.append)
     loaded = load(asked, storage, donate=donate, options=options)
@@ -136,7 +137,7 @@ def test_it_shows_when_the_host_s_memory_is_read_into_too_early(monkeypatch: pyt
     device = LateDevice(memory_used_again(1, 2**20))
     asked, storage = targets()
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_transports, "PART_BYTES", 1000)
+    monkeypatch.setattr(limits, "STAGED_BYTES", 1000)
     assert not torch.equal(load({"w": asked["whole"]}, storage)["w"], WHOLE)
 
 
@@ -146,7 +147,7 @@ def test_a_load_to_a_device_has_two_parts_in_the_host_s_memory(monkeypatch: pyte
     whole = torch.arange(2**16)
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", whole)}, storage)
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_transports, "PART_BYTES", 2**14)
+    monkeypatch.setattr(limits, "STAGED_BYTES", 2**14)
     target = st.ShardedTensor.from_rank_offsets("w", torch.zeros_like(whole))
     assert torch.equal(st.load({"w": target}, storage)["w"], whole)
     assert device.most <= 2 * 2**14 and device.log[:4] == ["start", "start", "wait", "start"]
@@ -163,7 +164,7 @@ def test_every_block_that_a_load_reads_whole_is_checked(size: int, part: int) ->
     st.load(target, storage, options=st.LoadOptions(report=reports.append))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(copies_by_device, "cpu", LateDevice().copies)
-        patch.setattr(_transports, "PART_BYTES", part)
+        patch.setattr(limits, "STAGED_BYTES", part)
         st.load(target, storage, options=st.LoadOptions(report=reports.append))
     assert reports[0] == reports[1] and reports[0].blocks_unchecked <= 1
 
@@ -177,7 +178,7 @@ def test_a_failure_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) ->
             data[-1] ^= 1
             storage.replace(name, bytes(data), durable=False)
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_transports, "PART_BYTES", 2**20)
+    monkeypatch.setattr(limits, "STAGED_BYTES", 2**20)
     with pytest.raises(st.errors.CorruptCheckpoint):
         load(asked, storage)
     assert device.log.count("start") == device.log.count("wait")

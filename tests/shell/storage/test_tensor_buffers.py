@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.core import limits
 from shardtree.core.lazy import LazyTensor
-from shardtree.shell.storage import _buffers as module
 from shardtree.shell.storage import tensor_buffers
 from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits, tensors
@@ -73,13 +73,13 @@ def test_buffers_catch_memory_order() -> None:
 @given(views())
 def test_a_tensor_that_is_staged_in_parts_is_the_same(limit: int, tensor: torch.Tensor) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "STAGED_BYTES", limit)
+        patch.setattr(limits, "COPIED_BYTES", limit)
         are_its_bytes(tensor_buffers, tensor)
 
 
 @pytest.mark.parametrize("limit", [16, 48, 200])
 def test_staged_parts_keep_to_their_limit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STAGED_BYTES", limit)
+    monkeypatch.setattr(limits, "COPIED_BYTES", limit)
     tensor = random_bits((6, 5, 4), torch.int64).permute(2, 0, 1)
     found = list(tensor_buffers(tensor))
     assert max(part.nbytes for part in found) <= limit
@@ -131,7 +131,7 @@ def stored(tensor: torch.Tensor) -> LazyTensor:
 
 @pytest.mark.parametrize("limit", [16, 2**20])
 def test_a_lazy_tensor_is_read_part_by_part(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAZY_BYTES", limit)
+    monkeypatch.setattr(limits, "LAZY_BYTES", limit)
     tensor = random_bits((4, 6), torch.int32)
     lazy = stored(tensor)
     assert b"".join(tensor_buffers(lazy)) == bits(tensor)
@@ -143,5 +143,5 @@ def test_a_lazy_tensor_is_read_part_by_part(limit: int, monkeypatch: pytest.Monk
 def test_parts_of_a_lazy_tensor_end_between_blocks(
     rows: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LAZY_BYTES", 4 * rows)
+    monkeypatch.setattr(limits, "LAZY_BYTES", 4 * rows)
     assert [part.nbytes // 4 for part in tensor_buffers(stored(torch.ones(300, 1)))] == sizes

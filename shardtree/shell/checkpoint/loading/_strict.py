@@ -8,7 +8,6 @@ from enum import Enum
 
 from ....core.plans import Unexpected, prefix_difference
 from ....errors import KeyMismatch, error_text
-from ...table import IN_COMMON
 
 logger = logging.getLogger("shardtree")
 
@@ -143,7 +142,7 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
     others = [_missing_line(key) for key in absent if key not in near]
     lines = _some(list(map(_unexpected_line, unexpected)) if prefix is None else [str(prefix)], others)
     fixes = [] if prefix is None else [prefix.fix]
-    fixes += [IN_COMMON] * any(one.path is not None for one in unexpected)
+    fixes += dict.fromkeys(one.fix for one in unexpected if one.path is not None)
     fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
     error = KeyMismatch(error_text(_differing(absent, unexpected), offenders=lines, fix="\n  ".join(fixes)))
     error.missing, error.unexpected = tuple(absent), tuple(sorted(one.key for one in unexpected))

@@ -173,7 +173,7 @@ def write_index(pending: PendingSave, index: Index) -> Fields:
 
 _MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
 _MOST_AXES = 256
-_MOST_BYTES = 2.0**62  # in all files together, so that sums of lengths stay within int64
+_SUMMABLE_BYTES = 2.0**62  # in all files together, so that sums of lengths stay within int64
 _ROWS = 2**14
 """Rows that are checked at once: so few that what is made of them stays in a core's cache."""
 
@@ -360,7 +360,7 @@ def shared_bytes_problem(index: Index) -> str | None:
         file = np.concatenate([file, index.object_file])
         begin = np.concatenate([begin, index.object_byte])
         length = np.concatenate([length, index.object_length])
-    if index.file_length.astype(np.float64).sum() > _MOST_BYTES:
+    if index.file_length.astype(np.float64).sum() > _SUMMABLE_BYTES:
         return "the files are longer than any storage is large"
     return "two chunks or objects share bytes of a file" if overlap(index.file_length, file, begin, length) else None
 

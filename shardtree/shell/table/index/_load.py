@@ -29,7 +29,7 @@ from ._metadata import DeferredMetadata, IndexMetadata
 # A box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan, which
 # would take longer than the read
 
-MOST_BYTES = 4 * 1024 * 1024
+RUN_BYTES = 4 * 1024 * 1024
 """A longer run is read by several threads."""
 
 
@@ -181,7 +181,7 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
     """
     options = checkpoint.options
     place = single_run(index, shards[0], _finder_of(checkpoint, index)) if len(shards) == 1 else None
-    if place is not None and (run := place[1]).length <= MOST_BYTES:
+    if place is not None and (run := place[1]).length <= RUN_BYTES:
         report = fetch_run(checkpoint.storage, place[0], run.byte, shards[0].data, verify=options.verify)
         if report is not None:
             options.progress(run.length)

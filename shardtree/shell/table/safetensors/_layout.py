@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
 
+from ....core import limits
 from ....core.codec import HeaderEntry, bit_view, check_storable, encode_header, format_tag, is_tagged
 from ....core.geometry import Column, box_column, volumes
 from ....core.lazy import INTEGERS
@@ -103,9 +104,6 @@ def _shape(shard: ShardedTensor) -> tuple[int, ...]:
     return (1,) * shard.prepend_axis_num + shard.local_shape if flat is None else (flat.stop - flat.start,)
 
 
-HEADER_BYTES = 64 * 1024 * 1024
-"""A new part begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
-
 FILE_BYTES = 64 * 1024 * 1024
 """Less isn't worth a file of its own with a thread that writes it."""
 
@@ -131,7 +129,7 @@ class Part:
 
 
 def parts(
-    shards: Sequence[Shard], *, allow_pickle: bool, most_files: int = 1, header_bytes: int = HEADER_BYTES
+    shards: Sequence[Shard], *, allow_pickle: bool, most_files: int = 1, header_bytes: int = limits.HEADER_BYTES
 ) -> tuple[Part, ...]:
     """Return the data files that a rank writes for its shards; none if it has nothing to write.
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....core import limits
 from ....core.ambient import collector_paused
 from ....core.codec import encode_tree
 from ....core.fingerprints import piece_total, run_pieces
@@ -20,7 +21,6 @@ from ....core.layouts import ShardColumns, select_rows, shard_columns
 from ....core.mapping import ShardedObject, ShardedTensor
 from ....errors import CheckpointingException, error_text
 from ...storage import (
-    STAGED_BYTES,
     BlockHasher,
     Buffer,
     Hashes,
@@ -219,4 +219,4 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 def _in_memory(shard: ShardedTensor) -> bool:
     """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
     data = shard.data
-    return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
+    return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= limits.COPIED_BYTES)
