@@ -55,7 +55,11 @@ def constant_text(name: str) -> str:
 def summary(name: str) -> str:
     """Return the first sentence that the library says of a name."""
     value = getattr(importlib.import_module("shardtree.kit"), name)
-    own = inspect.isroutine(value) or (inspect.isclass(value) and value.__module__.startswith("shardtree"))
+    own = (
+        inspect.isroutine(value)
+        or inspect.ismodule(value)
+        or (inspect.isclass(value) and value.__module__.startswith("shardtree"))
+    )
     text = (inspect.getdoc(value) if own else constant_text(name)) or ""
     sentence = " ".join(text.split("\n\n")[0].split()).removeprefix("Return ").rstrip(":;.")
     return (sentence[:1].upper() + sentence[1:]).replace("|", "\\|")

@@ -78,7 +78,7 @@ def test_objects_with_the_names_of_old_releases(tmp_path: Path) -> None:
     assert loaded["rng"] == [{"tp": 0}, {"tp": 1}]
     assert {"rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"} <= set(st.open_checkpoint(copy))
     fewer = [st.ShardedObject("rng_state", None, (1, 1), (0, 0))]
-    with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
+    with pytest.raises(ShapeError, match=r"'rng_state': objects of shape \(1, 2\), asked for in shape \(1, 1\)"):
         st.load({"rng": fewer}, copy)
     rules = {"rng_state": st.objects.replicate_cell((0, 1))}
     assert st.load({"rng": fewer}, copy, options=st.LoadOptions(object_rules=rules))["rng"] == [{"tp": 1}]

@@ -112,6 +112,18 @@ VALUES: dict[str, Any] = {
     "plans.Provenance": RESHARD.explain("w"),
     "plans.ReadCost": plans.ReadCost(1, 2, 1, 1),
     "plans.Unexpected": find_unexpected(["m.v", "m.w"], ["v", "w"])[0],
+    "objects.ShapeChange": objects.ShapeChange("rng", ((1, 2),), (1, 1)),
+    "layouts.Problem": layouts.Problem("w", (0,), "is held twice"),
+    "plans.FailedCheck": plans.FailedCheck((0,), st.errors.ShapeError, "not a shape"),
+    "plans.Gap": plans.Gap("w", (0, 2), 3, 4),
+    "plans.Mismatch": plans.Mismatch(
+        "w", layouts.TensorKind(torch.int8, (2,), 0), layouts.TensorKind(torch.int8, (3,), 0)
+    ),
+    "plans.Refusal": plans.Refusal("w", "it is sparse"),
+    "plans.ScaledValues": plans.ScaledValues("w", torch.float8_e4m3fn, ("w_scale",)),
+    "plans.Undecided": plans.Undecided("w", "a pickle"),
+    "traces.Difference": traces.Difference("w", 2, "a", "b"),
+    "traces.Problem": traces.Problem("unused", "w", 2, "[0:2]"),
     "plans.Explanation": plans.Explanation(("v",), (), (plans.RankReads(0, 1, 0, plans.ReadCost(1, 2, 1, 1)),)),
 }
 
