@@ -28,6 +28,7 @@ PEERS = {
     "mypy": "mypy",
     "torch_checkpointing": "torch_checkpointing",
     "torchao": "torchao",
+    "torchtitan": "torchtitan",
     "transformers": "transformers",
     "xarray": "xarray",
     "zstandard": "zstandard",
