@@ -35,7 +35,7 @@ def check_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: torch.as_tensor(tensor[...]) for key, tensor in st.open_checkpoint(folder).items()}
+    return dict(st.load_plain_tensors(folder))
 
 
 def steps(folder: Path) -> list[str]:
