@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardtree as st
+from shardtree.interop.dcp import CheckpointReader, CheckpointWriter
 from shardtree.shell.storage import Verify
 
 Tensors = dict[str, torch.Tensor]
@@ -117,6 +118,9 @@ HASH = "hash"
 RAW, OURS, OURS_UNCHECKED = "raw pwrite, preadv", "shardtree", "shardtree, no checksums"
 DCP, DCP_BEST, SAFETENSORS = "DCP", "DCP, 2 threads", "safetensors"
 TORCH, TORCH_MAPPED = "torch.save", "torch.load(mmap=True)"
+PLUG = "shardtree, by DCP's calls"
+
+QUICK = st.SaveOptions(durable=False)
 
 STEP = 1024 * 1024
 """Bytes of a raw read or write, as large as those of shardtree."""
@@ -152,8 +156,11 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
         Contender(RAW, _raw_save, _raw_loads()),
         Contender(OURS_UNCHECKED, saving(checksums=False), {}),
         Contender(OURS, saving(), {**loading(OURS, "whole"), **loading(OURS_UNCHECKED, None)}),
-        dcp_contender(DCP, {}),
-        dcp_contender(DCP_BEST, {"thread_count": 2}),
+        dcp_contender(DCP, {"sync_files": False}),
+        dcp_contender(DCP_BEST, {"sync_files": False, "thread_count": 2}),
+        dcp_contender(
+            PLUG, {"options": st.SaveOptions(durable=False)}, writer=CheckpointWriter, reader=CheckpointReader
+        ),
         Contender(SAFETENSORS, safetensors_save, copying(SAFETENSORS, safetensors_tensors, safetensors_columns)),
         Contender(
             TORCH,
@@ -312,21 +319,29 @@ def _tree(mine: Work, tensors: Tensors, *, axis: int) -> dict[str, st.ShardedTen
 # into new tensors of its own.
 
 
-def dcp_contender(name: str, settings: Mapping[str, int], *, kept_plans: bool = False) -> Contender:
+def dcp_contender(
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    kept_plans: bool = False,
+    writer: Callable[..., Any] = dcp.FileSystemWriter,
+    reader: Callable[..., Any] = dcp.FileSystemReader,
+) -> Contender:
     @cache
     def tree(mine: Work, operation: str) -> Tensors:
         held, axis = {SAVE: (mine.rows, 0), LOAD: (mine.targets, 0), LOAD_COLUMNS: (mine.columns, 1)}[operation]
         return distributed(mine, held, axis)
 
     def save(mine: Work, folder: Path) -> None:
-        writer = dcp.FileSystemWriter(folder, sync_files=False, **settings)
         planner = DefaultSavePlanner(enable_plan_caching=kept_plans)
         with _quiet():
-            dcp.save(tree(mine, SAVE), storage_writer=writer, planner=planner, no_dist=mine.ranks == 1)
+            dcp.save(
+                tree(mine, SAVE), storage_writer=writer(folder, **settings), planner=planner, no_dist=mine.ranks == 1
+            )
 
     def fill(mine: Work, folder: Path, filled: Tensors) -> None:
         with _quiet():
-            dcp.load(filled, storage_reader=dcp.FileSystemReader(folder), no_dist=mine.ranks == 1)
+            dcp.load(filled, storage_reader=reader(folder), no_dist=mine.ranks == 1)
 
     def given(mine: Work, folder: Path) -> Tensors:
         fill(mine, folder, tree(mine, LOAD))

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
-from shardtree.core.codec import Entry, encode_header
+from shardtree.core.codec import HeaderEntry, encode_header
 from shardtree.formats.torch_dist._metadata_write import Contents, encode_index_file
 from shardtree.layouts import ShardColumns, TensorKind
 from shardtree.shell.storage import BLOCK_BYTES, digest
@@ -261,7 +261,7 @@ def write_model(folder: Path, tensors: int, files: int) -> None:
         keys = [f"model.layers.{number}.experts.{expert}.weight" for expert in range(tensors // files)]
         size = 128 * 64 * 2
         header = encode_header(
-            [Entry(key, "BF16", (128, 64), at * size, (at + 1) * size) for at, key in enumerate(keys)]
+            [HeaderEntry(key, "BF16", (128, 64), at * size, (at + 1) * size) for at, key in enumerate(keys)]
         )
         with (folder / name).open("wb") as file:
             file.write(header)

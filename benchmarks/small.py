@@ -47,8 +47,8 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
     everybody = (
         _own(Contender(OURS, saving(), loading(OURS, "whole"))),
         _own(Contender(OURS_UNCHECKED, saving(checksums=False), loading(OURS_UNCHECKED, None))),
-        _own(dcp_contender(DCP, {})),
-        _own(dcp_contender(DCP_BEST, {"thread_count": 2}, kept_plans=True)),
+        _own(dcp_contender(DCP, {"sync_files": False})),
+        _own(dcp_contender(DCP_BEST, {"sync_files": False, "thread_count": 2}, kept_plans=True)),
         _own(Contender(SAFETENSORS, safetensors_save, copying(SAFETENSORS, safetensors_tensors, safetensors_columns))),
     )
     return everybody if ranks > 1 else tuple(map(without_columns, everybody))

@@ -8,6 +8,7 @@ from .core.deferred import face
 
 __all__ = [
     "World",
+    "agree",
     "current_world",
     "distributed",
     "one_process",
@@ -16,7 +17,7 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from .live import simulate
-    from .shell.world import World, current_world, distributed, one_process
+    from .shell.world import World, agree, current_world, distributed, one_process
 else:
     __getattr__, __dir__ = face(
         __name__,

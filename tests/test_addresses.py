@@ -13,6 +13,7 @@ from tests.golden.addresses import pickled_as
 LINES = [line.split() for line in (Path(__file__).parent / "golden" / "addresses.txt").read_text().splitlines()]
 
 GONE = {
+    "shardtree.codec.Entry": "is HeaderEntry: a storage has entries too",
     "shardtree.checkpoint.loading.load_plain_tensors": "is shardtree.checkpoint.load_plain_tensors alone",
     "shardtree.strategies.archives.ACTIONS": "the rows of formats are one table of names, `default_strategies`",
     "shardtree.strategies.archives.rows_of_archives": "likewise",
@@ -33,6 +34,10 @@ GONE = {
             "without_prefix",
         )
     },
+    **{
+        f"shardtree.strategies.index.{old}": f"is the method `{new}` of an Index"
+        for old, new in {"file_at": "file", "find_texts": "find_keys", "kind_at": "kind", "kinds_at": "kinds"}.items()
+    },
     "shardtree.strategies.index.files_damage": "is files_findings: it yields what was checked as well",
     "shardtree.strategies.index.whole_damage": "is whole_file_findings, likewise",
     "shardtree.strategies.safetensors.verify_files": "is shardtree.maintenance's: the table has it as a row",
@@ -52,6 +57,8 @@ NOT_UNPICKLED = {
     },
     "shardtree.checkpoint.loading._load.load_plain_tensors": "moved before rooms did; nothing stores it",
     "shardtree.testing.conformance._value_cases.check_rows": "moved to conformance._row_cases; nothing stores it",
+    "shardtree.strategies.index._columns.stored_columns": "stands beside the loads now, which formats of others do",
+    "shardtree.strategies.index._save.write_file": "has a module of its own, which our own format needn't load",
     "shardtree.traces._recording.trace": "moved to traces._tracing before this list was kept; nothing stores `trace`",
 }
 """Addresses in pickles that can't be imported any more, each with the reason."""

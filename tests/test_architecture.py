@@ -23,11 +23,12 @@ PURE = {"core", "errors", "lenses", "meshes", "optim", "pictures", "quantised", 
 PURE |= {"live/resharding", "series/policies"}
 # Modules of pure rooms that have an effect: they run a caller's code, which may load in several threads, so that one
 # holds a lock; or draw to a notebook, a terminal or a file.
-EFFECTS_IN_PURE = {"traces/_recording", "traces/_threads", "pictures/_display"}
+EFFECTS_IN_PURE = {"traces/_cells", "traces/_recording", "traces/_threads", "pictures/_display"}
 EFFECT = {"shell", "formats", "maintenance", "stores", "live", "conversion", "series", "inspection", "interop", "cli"}
+EFFECT |= {"kit"}  # with which formats, stores and worlds are written: a layer, though it holds no code
 FACES = {
     *("buffers", "checkpoint", "display", "fingerprints", "layouts", "mapping", "objects", "plans", "retention"),
-    *("storage", "strategies/__init__", "strategies/base", "trees", "world"),
+    *("kit", "storage", "strategies/__init__", "strategies/base", "trees", "world"),
 }
 IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
 NAMES_ONLY = {"core/codec": {"io", "pathlib"}}  # buffers in memory, and paths as values
@@ -64,6 +65,7 @@ MAY_IMPORT = {
 
 LONGEST = 400
 LONGER_BECAUSE: dict[str, str] = {  # "package/_module": why it's one piece
+    "kit": "the names of the kit in their groups, and where each is: a list, without code",
     "cli/_app": "all commands on one page: what each is asked, and what it imports",
 }
 

@@ -122,7 +122,7 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
     """
     if isinstance(metadata, IndexMetadata):
         index = metadata.index
-        items = map(ShardedObject.empty_from_unique_key, texts(index.object_text, index.object_start))
+        items = map(ShardedObject.empty_from_unique_key, index.object_names())
         objects = tuple(map(_object, items, index.object_length.tolist()))
         return Contents(_indexed_tensors(index), objects, untaken_of(metadata))
     tensors = tuple(
@@ -224,7 +224,7 @@ def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
     names = texts(index.dtype_text, index.dtype_start)
     sizes = item_sizes(index).tolist()
     lengths = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size).tolist()
-    keys, width = texts(index.key_text, index.key_start), index.key_shape.shape[1]
+    keys, width = index.keys(), index.key_shape.shape[1]
     shapes, axes, dtypes = index.key_shape.tolist(), index.key_axes.tolist(), index.key_dtype.tolist()
     return tuple(
         TensorRow(key, names[dtype], tuple(shape[width - count :]), _length(shape, sizes[dtype], nbytes), grid)

@@ -14,7 +14,7 @@ from ..core.trees import near_patterns
 from ..errors import KeyMismatch, error_text
 from ..inspection import OpenCheckpoint
 from ..meshes import Mesh, PartitionSpec, abstract_at
-from ..shell.table.index import Index, texts
+from ..shell.table.index import Index
 from ._contents import matcher, note_shell_patterns, stored_index
 from ._names import did_you_mean
 
@@ -175,7 +175,7 @@ def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> Sequen
     index = stored_index(tree, wholes)
     if index is None:
         return [wholes]
-    keys = texts(index.key_text, index.key_start)
+    keys = index.keys()
     order = np.lexsort((index.chunk_start, *index.chunk_offset.T[::-1], index.chunk_key))
     is_whole = np.array([key in wholes for key in keys], dtype=np.bool_)
     row = order[is_whole[index.chunk_key[order]]]

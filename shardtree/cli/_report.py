@@ -278,7 +278,7 @@ def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
     index = stored_index(tree)
     if index is None or not index.chunk_key.size:
         return {}
-    files, dtypes = texts(index.file_text, index.file_start), texts(index.dtype_text, index.dtype_start)
+    files, dtypes = index.file_names(), texts(index.dtype_text, index.dtype_start)
     places = index.chunk_file, index.key_dtype[index.chunk_key]
     nbytes = group_sums(places, index.chunk_length, (len(files), len(dtypes)))
     files_used = np.flatnonzero(nbytes.any(axis=1)).tolist()

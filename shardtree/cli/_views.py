@@ -23,7 +23,6 @@ from ..inspection import OpenCheckpoint, open_checkpoint
 from ..pictures import COLOURS, Picture, draw, picture_lines
 from ..shell.storage import Directory
 from ..shell.table import LoadOptions
-from ..shell.table.index import find_texts, texts
 from ._contents import TensorRow, brief, cut_text, entries_of, fields_of, kind_of, plain, shape_text, stored_index
 from ._layouts import chunk_shard
 from ._output import Heading, Output, json_text, printable, show_table, size
@@ -234,8 +233,8 @@ def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | N
     whole, index = _tensor(tree, key), stored_index(tree, [key])
     if index is None:
         raise StrategyError(error_text(f"inspect: the format doesn't say where the pieces of {key!r} lie"))
-    (number,) = find_texts(index.key_text, index.key_start, [key])
-    files = texts(index.file_text, index.file_start)
+    (number,) = index.find_keys([key])
+    files = index.file_names()
     rows = (index.chunk_key == number).nonzero()[0].tolist()
     shards = [chunk_shard(index, row, whole) for row in rows]
     places = [(files[index.chunk_file[row]], int(index.chunk_byte[row]), int(index.chunk_length[row])) for row in rows]

@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.codec import parse_json
 from ..errors import CheckpointingException, CorruptCheckpoint, error_text
-from ..shell.storage import Storage, in_threads
-from ..shell.table import Checked, Checkpoint, Damage, Finding, Unchecked
+from ..kit import Checked, Checkpoint, Damage, Finding, Storage, Unchecked, in_threads, parse_json
 
 MANIFEST_FILE = "integrity.json"
 

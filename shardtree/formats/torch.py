@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..core.ambient import collector_paused
-from ..core.trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
 from ..errors import (
     CheckpointingException,
     CorruptCheckpoint,
@@ -17,9 +15,24 @@ from ..errors import (
     error_text,
     render_path,
 )
-from ..maintenance import span_findings
-from ..shell.storage import Buffer, opened
-from ..shell.table import Checkpoint, Damage, Fields, Finding, LoadOptions, PendingSave, refuse_replaced
+from ..kit import (
+    HOLE,
+    Buffer,
+    Checkpoint,
+    Damage,
+    Field,
+    Fields,
+    Finding,
+    LoadOptions,
+    PendingSave,
+    collector_paused,
+    leaves_with_paths,
+    map_sharing,
+    opened,
+    refuse_replaced,
+    span_findings,
+    without_holes,
+)
 from .archives import add_record, archive_records, decode_archive, encode_archive, find_record
 from .manifest import check_listed
 from .pickles import read_pickle, write_pickle

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core.ambient import shielded
+from ..core.geometry import refuse
 from ..core.layouts import ShardColumns
-from ..core.trees import Transform, targets_through
+from ..core.trees import Transform, target_through
+from ..errors import MetadataError
 from ..shell.checkpoint import Choice, open_at
 from ..shell.checkpoint.loading import LoadRequest, StrictHandling
 from ..shell.storage import Directory
@@ -43,20 +46,20 @@ def explain(
     rank of several, pass ``validate_access_integrity=False``; `explain_ranks` takes the targets of all.
 
     Args:
-        sharded_state_dict: the target. The data of its shards may be None or on any device.
-        checkpoint_dir: where the checkpoint is.
-        sharded_strategy: as in `load`. What a function makes of the shards isn't known before it runs.
-        common_strategy: as in `load`. A function runs, since the target must fit what it returns.
-        validate_access_integrity: whether every element must be asked for by exactly one main replica.
-        strict: what would be done about keys that only the target or only the checkpoint has.
-        donate: whether the target's tensors would be given away.
-        device: where tensors would be put whose target has none.
-        cast: whether dtypes would be converted.
-        plain: patterns of keys of values that need no scales, as in `load`.
-        layout: the tensor shards that all ranks ask for, as in `load`.
-        transform: a trace of what makes the target's tensors of those that are stored, as in `load`.
-        strategies: the dispatch table; None for the process's.
-        options: how the checkpoint would be read, as in `load`.
+        sharded_state_dict: The target. The data of its shards may be None or on any device.
+        checkpoint_dir: Directory or URL of the checkpoint.
+        sharded_strategy: The same as in `load`. What a function makes of the shards isn't known before it runs.
+        common_strategy: The same as in `load`. A function runs, since the target must fit what it returns.
+        validate_access_integrity: Whether every element must be asked for by exactly one main replica.
+        strict: Mode for keys that only the target or only the checkpoint has.
+        donate: Whether the target's tensors would be given away.
+        device: Device of tensors that have no memory in the target.
+        cast: Whether dtypes would be converted.
+        plain: Patterns of keys of values that need no scales, as in `load`.
+        layout: The tensor shards that all ranks ask for, as in `load`.
+        transform: A trace that makes the target's tensors of those that are stored, as in `load`.
+        strategies: The dispatch table; None for the process's.
+        options: Options of the read, as in `load`.
 
     Returns:
         The explanation; its text is a table.
@@ -124,11 +127,11 @@ def explain_ranks(
     and factories that can merge what was loaded. It is None where only values can tell, which `undecided` lists.
 
     Args:
-        sharded_state_dicts: each rank's target, by rank. They are asked for one at a time, more than once, and not
+        sharded_state_dicts: The targets of all ranks, by rank. They are asked for one at a time, repeatedly, and not
             kept: a sequence that makes them when it is asked takes the memory of one.
-        checkpoint_dir: where the checkpoint is.
-        sharded_strategy: this and all that follow are as in `explain`, and the same for all ranks.
-        transform: one trace for all ranks, or each rank's.
+        checkpoint_dir: Directory or URL of the checkpoint.
+        sharded_strategy: This and all that follow are as in `explain`, and the same for all ranks.
+        transform: One trace for all ranks, or each rank's.
 
     Returns:
         The explanation, with what each rank would read from storage.
@@ -152,7 +155,7 @@ def explain_ranks(
     choices = (sharded_strategy, common_strategy, strategies)
     validate = validate_access_integrity and transform is None
     if transform is not None:
-        sharded_state_dicts = targets_through(sharded_state_dicts, transform, cast=cast, plain=plain)
+        sharded_state_dicts = _targets_through(sharded_state_dicts, transform, cast=cast, plain=plain)
     request = LoadRequest(
         None,
         choices,
@@ -167,3 +170,34 @@ def explain_ranks(
     )
     with unless_replaced(checkpoint):
         return explanation(checkpoint, request, sharded_state_dicts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets(Sequence[Any]):
+    """Ranks' targets, each seen through its transform when it is asked for: those of all may fill the memory."""
+
+    trees: Sequence[Any]
+    transforms: Sequence[Transform]
+    cast: bool
+    plain: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return target_through(self.trees[rank], self.transforms[rank], cast=self.cast, plain=self.plain)
+
+
+def _targets_through(
+    trees: Sequence[Any], transforms: Transform | Sequence[Transform], *, cast: bool = False, plain: Sequence[str] = ()
+) -> Sequence[Any]:
+    """Return the targets of all ranks, each through its own transform, or through one for all.
+
+    Raises:
+        MetadataError: There aren't as many transforms as targets.
+    """
+    rank_transforms = transforms if isinstance(transforms, Sequence) else [transforms] * len(trees)
+    if len(rank_transforms) != len(trees):
+        expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or each rank's."
+        refuse("transform", "traces", len(rank_transforms), expected, fix, error=MetadataError)
+    return _Targets(trees, rank_transforms, cast, plain)

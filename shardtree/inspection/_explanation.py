@@ -1,98 +1,91 @@
-"""What a load of several ranks would do: its steps run in one process, with errors recorded instead of raised."""
+"""The explanation of a load of several ranks: its checks run in one process, with errors recorded instead of raised."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from ..core import plans
-from ..core.layouts import ShardColumns, shard_columns
+from ..core.geometry import Column
+from ..core.layouts import ShardColumns, join_checked, shard_columns, sharding_problems
 from ..live import cuts_shards, foretold_exchange, foretold_groups
-from ..shell.checkpoint import AlikeColumns, Description, KnownLayout, Metadata, check_columns, describe, unions_of
+from ..shell.checkpoint import AlikeColumns, Description, KnownLayout, check_together, describe
 from ..shell.checkpoint.loading import (
     RAISING,
     RANK_VALUES,
-    CommonOf,
     ExchangeChoice,
-    Keys,
     Kinds,
     LoadRequest,
     ObjectsFit,
-    Run,
+    Omissions,
     Shards,
+    Stored,
     StrictHandling,
     Target,
     asking_whole,
-    check_rank,
     check_tensors,
     fit_objects,
     groups_of,
     in_common_state,
-    listing,
+    join_common,
+    leave_out,
     matched_target,
     mismatched_keys,
-    objects_metadata,
     parse_strict,
     prospect,
+    refuse_keys,
     refuse_omissions,
-    stored_common,
     take_apart,
     unexpected_keys,
     usable_device,
 )
 from ..shell.table import Checkpoint
-from ..shell.table.index import stored_keys, stored_kinds, untaken_of
+from ..shell.table.index import stored_keys
 from ._explained import Explanation, FailedCheck, RankReads
 from ._findings import Findings
 from ._undecided import find_undecided
 
 _ONE_OF_SEVERAL = "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`."
+_UNCHECKED = plans.Prospect()
+"""Stands for the fit of tensors whose check has failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Load:
-    """A load that is explained: what is the same for all ranks.
+    """A load that is explained: all that is the same for all ranks.
 
     Attributes:
-        checkpoint: what would be loaded.
-        request: how, with no rank's target.
-        trees: the targets, by rank.
-        mode: what is done about keys that don't match.
-        ranks: those whose targets can be taken apart.
-        target_keys: of all that they ask for.
-        checkpoint_keys: of all that is stored.
-        kinds: what is stored of the tensors that they ask for.
-        objects: what is in the format that holds objects, as far as it lists that.
-        common_of: returns the stored common tree for a target's namedtuple classes.
-        exchange: whether ranks would read for each other.
+        stored: The checkpoint's contents.
+        request: The request, with no rank's target.
+        trees: The targets, by rank.
+        mode: The strict mode.
+        ranks: The ranks whose targets can be taken apart.
+        target_keys: The keys of all that they ask for.
+        kinds: The stored kinds of the tensors that they ask for.
+        exchange: Whether ranks would read for each other.
     """
 
-    checkpoint: Checkpoint
+    stored: Stored
     request: LoadRequest
     trees: Sequence[Any]
     mode: StrictHandling
     ranks: Sequence[int]
     target_keys: set[str]
-    checkpoint_keys: set[str]
     kinds: Kinds
-    objects: Metadata | None
-    common_of: CommonOf
     exchange: ExchangeChoice
 
     def prospect(self, shards: Shards) -> plans.Prospect:
-        """Return why loading shards would fail, and what it would read; of a function of the caller's nothing."""
-        sharded, _, strategies = self.request.choices
+        """Return the problems and the cost of loading shards; neither for a function of the caller's."""
         # It may load what the format doesn't hold, so missing keys are no problems then.
-        if callable(sharded):
+        if callable(self.request.choices[0]):
             return plans.Prospect()
-        return prospect(self.checkpoint, shards, sharded, strategies, cast=self.request.cast, plain=self.request.plain)
+        return prospect(self.stored, shards, cast=self.request.cast, plain=self.request.plain)
 
     def cost(self, groups: Sequence[Shards]) -> plans.ReadCost:
-        """Return what reading groups of shards takes, one after the other."""
+        """Return the cost of reading groups of shards, one after the other."""
         costs = (self.prospect(group).cost for group in groups if group)
         return sum((cost() for cost in costs if cost is not None), plans.ReadCost())
 
@@ -103,7 +96,7 @@ class _Load:
 
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
-    """Return what a load of these targets would do: the checks of every rank run in this process, one after the other.
+    """Return the outcome of a load of these targets: the checks of every rank run in this process, one after the other.
 
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
@@ -122,7 +115,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
             findings.reads = _reads_together(load, findings)
     reads = {one.rank: one for one in findings.reads}
     return Explanation(
-        missing=tuple(sorted(load.checkpoint_keys - load.target_keys)),
+        missing=tuple(sorted(load.stored.keys - load.target_keys)),
         problems=(
             *sorted(findings.problems.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)),
             *(FailedCheck(tuple(sorted(on)), *error) for error, on in findings.failures.items()),
@@ -144,8 +137,8 @@ def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any],
     foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
     with findings.record(range(len(trees))):
         usable_device(request.device)
-    metadata = listing(checkpoint, choices)
-    checkpoint_keys, ranks, descriptions = stored_keys(metadata), list[int](), list[Description]()
+    stored = Stored(checkpoint, choices)
+    checkpoint_keys, ranks, descriptions = stored_keys(stored.listing), list[int](), list[Description]()
     target_keys, tensors, layouts, columns = set[str](), set[str](), list[KnownLayout | None](), AlikeColumns()
     for rank in range(len(trees)):
         with findings.record([rank]):
@@ -160,77 +153,107 @@ def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any],
     wanted_columns: list[ShardColumns] | None = None
     if descriptions and len(descriptions) == len(trees):
         with findings.record(range(len(trees)), note=_ONE_OF_SEVERAL if len(trees) == 1 else ""):
-            check_columns("load", columns, descriptions, layouts[0], tiling=request.validate)
+            check_alike(columns, descriptions, layouts[0], tiling=request.validate)
             wanted_columns = None if callable(choices[0]) else [part for part, alike in columns for _ in alike]
-    return _Load(
-        checkpoint,
-        request,
-        trees,
-        mode,
-        ranks,
-        target_keys,
-        checkpoint_keys,
-        stored_kinds(metadata, sorted(tensors)),
-        objects_metadata(checkpoint, metadata, choices[0], choices[2]),
-        cache(partial(stored_common, checkpoint, choices)),
-        foretold_exchange(checkpoint, len(trees), wanted_columns),
-    )
+    exchange = foretold_exchange(checkpoint, len(trees), wanted_columns)
+    return _Load(stored, request, trees, mode, ranks, target_keys, stored.kinds(tensors), exchange)
 
 
-def _untaken(load: _Load) -> Mapping[str, str]:
-    return untaken_of(listing(load.checkpoint, load.request.choices))
+def check_alike(
+    alike: AlikeColumns, descriptions: Sequence[Description], layout: KnownLayout | None = None, *, tiling: bool = True
+) -> None:
+    """Raise the errors of `check_together`, without all ranks' shards at once: many ranks may hold the same.
+
+    Args:
+        alike: All ranks' tensor shards.
+        descriptions: The ranks' descriptions, by rank, without tensor shards.
+        layout: The layout of all ranks that they were given.
+        tiling: Whether each element and object must have one main replica.
+
+    Raises:
+        IntegrityError: The targets don't fit together.
+    """
+    if layout is not None or not tiling:
+        check_together("load", descriptions, layout, tiling=tiling)
+        return
+    objects = [part.objects for part in descriptions]
+    # Main replicas alone decide whether all is well. What is wrong is said with the other replicas of its tensors.
+    problems = sharding_problems(alike.select(lambda columns: np.flatnonzero(columns.main)), objects)
+    if problems:
+        wrong = {problem.key for problem in problems}
+
+        def main_or_wrong(columns: ShardColumns) -> Column:
+            of_wrong = np.array([key in wrong for key in columns.keys], dtype=np.bool_)
+            return np.flatnonzero(columns.main | of_wrong[columns.key])
+
+        join_checked(alike.select(main_or_wrong), objects)
 
 
 def _check(load: _Load, findings: Findings, rank: int) -> None:
-    """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself."""
-    request, kinds, tree = load.request, load.kinds, load.trees[rank]
-    target, otherwise = take_apart(tree, donate=request.donate), (plans.Prospect(), ObjectsFit())
-    # If any rank's target failed, a missing key may be one that it asks for: none is reported.
-    everywhere = load.target_keys if len(load.ranks) == len(load.trees) else load.checkpoint_keys
-    differing = mismatched_keys(load.mode, target.keys_among(load.checkpoint_keys), load.checkpoint_keys, everywhere)
-    keys = Keys(
-        load.mode,
-        *differing,
-        checkpoint_keys=lambda: load.checkpoint_keys,
-        kinds=lambda _: kinds,
-        unions=unions_of(load.checkpoint.fields),
-        untaken=partial(_untaken, load),
-    )
-    run: Run = partial(findings.record, [rank])
+    """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself.
 
-    def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
-        prospects, objects = otherwise
-        with run("load: check the target"):
-            prospects = load.prospect(target.tensors)
-        with run("load: check the target"):
-            objects = fit_objects(target.objects, load.objects, request.options.object_rules, keys.unexpected)
-        return prospects, objects
-
-    rest, (whole, objects), _, omissions = check_rank(run, tree, target, keys, fit, load.common_of, otherwise)
-    with run("load: make memory"):
+    The checks are those of the load's `check`, in its order; a check that fails leaves what the next ones look at as it
+    was.
+    """
+    stored, request, mode, tree = load.stored, load.request, load.mode, load.trees[rank]
+    target = rest = take_apart(tree, donate=request.donate)
+    missing, unexpected = _differing_keys(load, target)
+    named = unexpected_keys(stored, target, unexpected)
+    if mode in RAISING:
+        with findings.record([rank]):
+            refuse_keys(missing, named)
+    with findings.record([rank]):
+        rest = leave_out(target, tree, unexpected, mode)
+    fit, objects, omissions = _UNCHECKED, ObjectsFit(), Omissions()
+    with findings.record([rank]):
+        rest = asking_whole(rest, load.kinds)
+        with findings.record([rank]):
+            fit = load.prospect(rest.tensors)
+        with findings.record([rank]):
+            objects = fit_objects(rest.objects, stored.objects, request.options.object_rules, unexpected)
+    with findings.record([rank]):
+        _, omissions = join_common(stored, target, rest, mode)
+    with findings.record([rank]):
         check_tensors(rest.tensors, donate=request.donate)
-    findings.add_problems(in_common_state((*whole.problems, *objects.problems), rest, load.common_of))
-    findings.unexpected |= {one.key: one for one in unexpected_keys(keys, target, load.common_of)}
-    findings.omissions = findings.omissions.with_those_of(omissions)
-    findings.uncompared |= set(whole.uncompared)
+    findings.add_problems(in_common_state(stored, (*fit.problems, *objects.problems), rest))
+    findings.unexpected |= {one.key: one for one in named}
+    findings.add_omissions(omissions)
+    _foretell_reads(load, findings, rank, rest, fit, objects)
+
+
+def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
+    """Return the missing and the unexpected keys of a rank's target, as far as the mode needs them."""
+    all_stored = load.stored.keys
+    # If any rank's target failed, a missing key may be one that it asks for: none is reported.
+    everywhere = load.target_keys if len(load.ranks) == len(load.trees) else all_stored
+    return mismatched_keys(load.mode, target.keys_among(all_stored), all_stored, everywhere)
+
+
+def _foretell_reads(
+    load: _Load, findings: Findings, rank: int, target: Target, fit: plans.Prospect, objects: ObjectsFit
+) -> None:
+    """Add to the findings what only reading decides of a rank's target, and what the rank reads by itself."""
+    findings.uncompared |= set(fit.uncompared)
     # Where the check has failed, that is said already.
-    is_known = whole is otherwise[0] or whole.cost is not None
-    findings.undecided |= dict.fromkeys(find_undecided(request, rest, objects, kinds, is_known=is_known))
+    is_known = fit is _UNCHECKED or fit.cost is not None
+    findings.undecided |= dict.fromkeys(find_undecided(load.request, target, objects, load.kinds, is_known=is_known))
     # Where ranks read for each other, what a rank reads is known once all are checked.
-    groups = [] if load.exchange.together else groups_of(load.fitting(rest.tensors, whole.problems), kinds)
-    cost = None if whole.cost is None else load.cost(groups) if len(groups) > 1 else whole.cost()
-    findings.reads.append(RankReads(rank, len(rest.tensors), len(rest.objects), cost))
+    fitting = [] if load.exchange.together else load.fitting(target.tensors, fit.problems)
+    groups = groups_of(fitting, load.kinds)
+    cost = None if fit.cost is None else load.cost(groups) if len(groups) > 1 else fit.cost()
+    findings.reads.append(RankReads(rank, len(target.tensors), len(target.objects), cost))
 
 
 def _reads_together(load: _Load, findings: Findings) -> list[RankReads]:
-    """Return what each rank that has a target reads, sends and receives where ranks read for each other."""
+    """Return the reads, sent and received bytes of each rank that has a target, where ranks read for each other."""
 
     def targets() -> Iterator[Shards]:
         for rank in load.ranks:
             shards = asking_whole(take_apart(load.trees[rank]), load.kinds).tensors
             yield load.fitting(shards, findings.problems.values())
 
-    groups, read_plans = foretold_groups(targets, load.kinds, is_cut=cuts_shards(load.checkpoint, load.request.choices))
+    is_cut = cuts_shards(load.stored.checkpoint, load.request.choices)
+    groups, read_plans = foretold_groups(targets, load.kinds, is_cut=is_cut)
     sent_bytes = np.sum([plan.bytes_sent for plan in read_plans], axis=0).tolist()
     received_bytes = np.sum([plan.bytes_received for plan in read_plans], axis=0).tolist()
     rows = zip(findings.reads, sent_bytes, received_bytes, strict=True)

@@ -1,4 +1,4 @@
-"""What an explanation finds out of one rank after the other."""
+"""The findings of an explanation, collected from one rank after the other."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Findings:
     """Findings about all ranks, each once: ranks mostly have the same problems.
 
     Attributes:
-        failures: on which ranks checks fail, by class and text of the error.
-        problems: why what they ask for can't be loaded.
-        unexpected: what isn't stored, where a strict mode looks for that beforehand.
-        omissions: what isn't returned of what is stored, and not filled of the targets.
-        uncompared: keys of states that aren't compared with weights.
-        undecided: what may fail when values are read.
-        reads: what each rank that has a target would read.
+        failures: The ranks on which checks fail, by class and text of the error.
+        problems: The reasons why their shards and objects can't be loaded.
+        unexpected: The keys that aren't stored, where a strict mode looks for them beforehand.
+        omissions: The stored values that aren't returned, and the tensors that aren't filled.
+        uncompared: Keys of states that aren't compared with weights.
+        undecided: The checks that take the values.
+        reads: The reads of each rank that has a target.
     """
 
     failures: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class Findings:
     reads: list[RankReads] = field(default_factory=list)
 
     @contextmanager
-    def record(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:
-        """Record an error of the check inside instead of raising it; with the ranks bound, this is a `Run`."""
+    def record(self, ranks: Sequence[int], note: str = "") -> Iterator[None]:
+        """Record an error of the check inside for these ranks, instead of raising it."""
         try:
             yield
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
@@ -48,3 +48,14 @@ class Findings:
     def add_problems(self, problems: Iterable[plans.Misfit]) -> None:
         for problem in problems:
             self.problems.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
+
+    def add_omissions(self, other: Omissions) -> None:
+        """Add the omissions of another rank, each path once."""
+        own = self.omissions
+        self.omissions = Omissions(
+            tuple(dict.fromkeys((*own.left_out, *other.left_out))),
+            tuple(dict.fromkeys((*own.unfilled, *other.unfilled))),
+            tuple(dict.fromkeys((*own.kept, *other.kept))),
+            own.union_paths or other.union_paths,
+            (*own.unasked_bits, *other.unasked_bits),
+        )

@@ -45,10 +45,7 @@ from ..shell.table.index import (
     Index,
     IndexMetadata,
     chunks_of,
-    find_texts,
-    kind_at,
     stored_columns,
-    texts,
     untaken_of,
 )
 from ..shell.world import one_process
@@ -266,25 +263,25 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
         backend = ":".join(map(str, sharded_backend(checkpoint.fields)))
         raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=backend))
     index, sorted_keys = metadata.shown, sorted(keys)
-    numbers = find_texts(index.key_text, index.key_start, sorted_keys)
+    numbers = index.find_keys(sorted_keys)
     absent = [key for key, number in zip(sorted_keys, numbers, strict=True) if number < 0]
     if absent:
-        near = near_names(absent, texts(index.key_text, index.key_start))
+        near = near_names(absent, index.keys())
         fix = "list(tree) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
         check_taken(untaken_of(metadata), absent, "stored layout")
         lines = map(repr, absent)
         raise KeyMismatch(error_text("stored layout: no such tensor in the checkpoint", offenders=lines, fix=fix))
     chunks = chunks_of(index, np.array(numbers, dtype=np.int64))
-    kinds = {key: kind_at(index, number) for key, number in zip(sorted_keys, numbers, strict=True)}
+    kinds = {key: index.kind(number) for key, number in zip(sorted_keys, numbers, strict=True)}
     columns = stored_columns(kinds, chunks.key, chunks.offset, chunks.shape, chunks.start, chunks.stop)
-    return StoredLayout(replace(columns, rank=chunks.file), tuple(texts(index.file_text, index.file_start)))
+    return StoredLayout(replace(columns, rank=chunks.file), tuple(index.file_names()))
 
 
 def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
     """Return the keys of the largest tensors, by their stored bytes."""
     nbytes = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size)
     numbers = np.argsort(-nbytes, kind="stable")[:count].tolist()
-    keys = texts(index.key_text, index.key_start)
+    keys = index.keys()
     return tuple(keys[number] for number in numbers)
 
 

@@ -1,4 +1,4 @@
-"""What only values decide: why a load may fail when it reads, though all is stored as it should be."""
+"""Open questions of a load: failures that only values decide, though all is stored as it should be."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ._explained import Undecided
 def find_undecided(
     request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds, *, is_known: bool
 ) -> Iterator[Undecided]:
-    """Yield what may fail when a rank's values are read, though all is stored as it should be.
+    """Yield the open questions of a rank's load, which only its values decide.
 
     Args:
-        request: how it is loaded.
-        target: what the rank loads.
-        objects: how its objects fit.
-        kinds: what is stored of its tensors.
-        is_known: whether the format says if tensors are stored whole.
+        request: The request.
+        target: The rank's target, without what isn't stored.
+        objects: The fit of its objects.
+        kinds: The stored kinds of its tensors, by key.
+        is_known: Whether the format says if tensors are stored whole.
     """
     # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
     if callable(request.choices[0]):
@@ -48,7 +48,7 @@ def find_undecided(
 
 
 def _elements_to_load(shard: ShardedTensor, stored_shape: tuple[int, ...]) -> int:
-    """Return how many elements of a shard are loaded."""
+    """Return the number of elements of a shard that are loaded."""
     if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored_shape):
         return stored_elements(shard, stored_shape)
     return prod(shard.data_shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import logging
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ..core.ambient import shielded
+from ..errors import error_text
 from ..shell.checkpoint import open_together, sharded_metadata, tensors_of
 from ..shell.checkpoint.loading import (
     Destination,
@@ -18,7 +20,6 @@ from ..shell.checkpoint.loading import (
     deliver,
     destination_of,
     exchange_choice,
-    log_untaken,
     place_of,
     read_into,
     resolve,
@@ -27,6 +28,8 @@ from ..shell.storage import Directory
 from ..shell.table import Checkpoint, LoadOptions, Strategies
 from ..shell.table.index import untaken_of
 from ..shell.world import agree, current_world, share
+
+logger = logging.getLogger("shardtree")
 
 
 @shielded
@@ -58,7 +61,7 @@ def load_plain_tensors(
     twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
 
     def with_memory() -> tuple[Reading, Destination]:
-        exchange = exchange_choice(how.exchange, places, lambda: twice)
+        exchange = exchange_choice(how.exchange, places, twice)
         reading = Reading(checkpoint, None, strategies, exchange=exchange)
         return reading, destination_of(reading, list(target.values()))
 
@@ -66,9 +69,9 @@ def load_plain_tensors(
     objects, amount = read_into(reading, destination)
     tensors = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
     reasons = untaken_of(sharded_metadata(checkpoint, None, None, strategies))
-    log_untaken(reasons)
+    _log_untaken(reasons)
     if how.report is not None:
-        how.report(replace(amount, left_out=tuple(reasons), exchange=destination.exchange.why))
+        how.report(replace(amount, left_out=tuple(reasons), exchange=reading.exchange.why))
     return dict(zip(target, tensors, strict=True))
 
 
@@ -76,3 +79,10 @@ def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Se
     """Return the names of all that is stored, as far as the metadata has them."""
     metadata = sharded_metadata(checkpoint, None, None, strategies)
     return {*getattr(metadata, "stored", metadata)}, True
+
+
+def _log_untaken(reasons: Mapping[str, str]) -> None:
+    """Log the stored tensors that can't be loaded, with the reason of each, if there are any."""
+    if reasons:
+        lines = [error_text(f"{name!r}: {why}") for name, why in sorted(reasons.items())]
+        logger.warning("\n  ".join(["load: stored tensors are left out, as they can't be read", *lines]))

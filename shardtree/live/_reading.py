@@ -237,7 +237,7 @@ def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[Shar
     """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
     remote = crosses_network(checkpoint.storage)
     places = [Place(str(rank), remote) for rank in range(ranks)]
-    saved_bytes = None if columns is None else partial(bytes_wanted_twice, columns)
+    saved_bytes = None if columns is None else bytes_wanted_twice(columns)
     choice = exchange_choice(checkpoint.options.exchange, places, saved_bytes)
     others = " On one machine, each would read by itself."
     return replace(choice, why=choice.why + others) if choice.together and choice.why else choice

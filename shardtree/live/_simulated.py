@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ..errors import WorldError, error_text
-from ..shell.world import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
+from ..kit import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.geometry import Column
 from ..shell.storage import Storage, can, locked, remove_files, sync_folder
 from ..shell.table import Checkpoint, is_save_file, noted, read_metadata, replace_metadata, write_checked
-from ..shell.table.index import Index, encode_index, read_index, text_columns, texts
+from ..shell.table.index import Index, encode_index, read_index, text_columns
 
 _INDEX_FILE = re.compile(r"index-(\d{1,9})\.safetensors")
 _TEXTS = {"key_text", "key_start", "object_text", "object_start"}
@@ -54,13 +54,13 @@ def _next_name(storage: Storage, name: str) -> str:
 
 def unused_files(old: Index, new: Index) -> set[str]:
     """Return the files that only the old of two indexes refers to."""
-    return set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
+    return set(old.file_names()) - set(new.file_names())
 
 
 def without_prefix(index: Index, key_prefix: str) -> Index:
     """Return the index without the tensors and objects of a key prefix, and their files; itself if there are none."""
-    keys = texts(index.key_text, index.key_start)
-    objects = texts(index.object_text, index.object_start)
+    keys = index.keys()
+    objects = index.object_names()
     keep_key = np.array([not key.startswith(key_prefix) for key in keys], dtype=np.bool_)
     keep_object = np.array([not key.startswith(key_prefix) for key in objects], dtype=np.bool_)
     if keep_key.all() and keep_object.all():
@@ -94,7 +94,7 @@ def _without_unused_files(index: Index) -> Index:
     used = np.zeros(index.file_length.size, dtype=np.bool_)
     used[index.chunk_file] = True
     used[index.object_file] = True
-    names = texts(index.file_text, index.file_start)
+    names = index.file_names()
     text, start = text_columns([name for name, keep in zip(names, used, strict=True) if keep])
     blocks = np.diff(index.file_block)
     number = _new_numbers(used)

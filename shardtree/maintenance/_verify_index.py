@@ -12,7 +12,7 @@ from ..core.geometry import Column
 from ..errors import CheckpointingException, CorruptCheckpoint
 from ..shell.storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
 from ..shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecked, checked_name, read_checked
-from ..shell.table.index import Index, ReadIndex, file_at, item_sizes, text_at
+from ..shell.table.index import Index, ReadIndex, item_sizes, text_at
 
 # The tensors, objects and elements in a byte range of a file
 
@@ -178,7 +178,7 @@ class _Describer:
         contents = self.contents[number]
         keys = keys_between(self.index, contents, begin, end)
         regions = regions_between(self.index, contents, begin, end)
-        name = file_at(self.index, number).name
+        name = self.index.file(number).name
         return Damage(name, what, begin, end, keys, regions)
 
     def block_damage(self, number: int, begin: int, end: int) -> Damage:
@@ -228,7 +228,7 @@ def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
     describer = _Describer(index)
     pieces: list[_Piece] = []
     numbers: dict[str, int] = {}
-    files = [file_at(index, number) for number in range(index.file_length.size)]
+    files = [index.file(number) for number in range(index.file_length.size)]
     storage = checkpoint.storage
     threads = threads_of(storage, checkpoint.options.threads)
     lengths = in_threads(storage.length, [file.name for file in files], threads)

@@ -7,7 +7,7 @@ from ._object_url import in_larger_requests, object_storage
 if typing.TYPE_CHECKING:
     from ._memory import BytesReader, MemoryStorage
 else:
-    from ..core.deferred import later
+    from ..kit import later
 
     __getattr__ = later(
         __name__,

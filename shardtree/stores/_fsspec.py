@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointingException, OutcomeUnknown, StorageError, error_text
-from ..shell.storage import AnyBuffer, Buffer, Capabilities, LocalStorage, Storage, byte_view, inside
+from ..kit import AnyBuffer, Buffer, Capabilities, LocalStorage, Storage, byte_view, inside
 from ._object_errors import plain_url, without_secrets
 
 MARKER = ".shardtree-folder"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import StorageError, error_text, plural
-from ..shell.storage import AnyBuffer, Buffer, Capabilities, Sibling, byte_view, inside, parts_in_file
+from ..kit import AnyBuffer, Buffer, Capabilities, Sibling, byte_view, inside, parts_in_file
 
 T = TypeVar("T")
 

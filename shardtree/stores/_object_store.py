@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, StorageError, error_text
-from ..shell.storage import AnyBuffer, Buffer, Capabilities, Entry, RequestReader, byte_view, inside
+from ..kit import AnyBuffer, Buffer, Capabilities, Entry, RequestReader, byte_view, inside
 from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
 from ._object_streams import abort_uploads, noting, parts_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from ..shell.storage import Buffer, copy_bytes
+from ..kit import Buffer, copy_bytes
 from ._object_errors import without_secrets
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import StorageError, error_text
-from ..shell.storage import Storage
+from ..kit import Storage
 from ._object_errors import plain_url, without_secrets
 from ._object_store import ObjectStorage
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from ..errors import StorageError, error_text
-from ..shell.storage import Storage
+from ..kit import Storage
 from ._fsspec import fsspec_storage
 from ._object_errors import without_secrets
 from ._object_url import SCHEMES, object_storage

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from typer.testing import CliRunner
 
 import shardtree as st
 from shardtree.cli._app import app
+from shardtree.interop.dcp import CheckpointReader
 
 Calls = Iterator[tuple[str, Callable[[], Any]]]
 
@@ -51,6 +56,18 @@ def ways_to_read(place: Path | st.storage.Storage) -> Calls:
         tensors = [shard.data for shard in shards if isinstance(shard, st.ShardedTensor)]
         return [data[tuple(slice(0, 1) for _ in data.shape)].read() for data in tensors[:8]]
 
+    def dcp_load() -> None:
+        """Load by DCP all plain values and objects, and some tensors."""
+        with warnings.catch_warnings(action="ignore"):  # of one process; of values that aren't read
+            entries = CheckpointReader(place).read_metadata().state_dict_metadata
+            sizes = {name: getattr(entry, "size", None) for name, entry in entries.items()}
+            small = [(name, size) for name, size in sizes.items() if size is None or size.numel() < 10**6][:100]
+            state = {name: None if size is None else torch.zeros(size) for name, size in small}
+            try:
+                dcp.load(state, storage_reader=CheckpointReader(place))
+            except CheckpointException as error:
+                raise next(iter(error.failures.values()))[0] from None
+
     yield "is_checkpoint", partial(st.is_checkpoint, place)
     yield "load", load
     yield "load of nothing", partial(st.load, {}, place)
@@ -65,6 +82,7 @@ def ways_to_read(place: Path | st.storage.Storage) -> Calls:
     yield "compare", partial(st.compare, place, place)
     yield "fingerprint", partial(st.fingerprint, place)
     yield "explain", lambda: repr(st.explain(dict(st.load_sharded_metadata(place)), place))
+    yield "dcp.load", dcp_load
     yield "draw", lambda: repr(st.draw(st.open_checkpoint(place)))
 
 

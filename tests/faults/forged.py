@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import shardtree as st
-from shardtree.core.codec import Entry, encode_header
+from shardtree.core.codec import HeaderEntry, encode_header
 from shardtree.shell.storage import BLOCK_BYTES, digest
 from shardtree.shell.table import encode_metadata
 from shardtree.shell.table.index import Index, decode_index, encode_index, text_columns
@@ -57,7 +57,7 @@ def common_of(structure: Any, *blobs: tuple[str, list[int], bytes]) -> bytes:
     named = [*((str(n), *blob) for n, blob in enumerate(blobs)), ("structure", "U8", [len(text)], text)]
     entries, at = [], 0
     for name, tag, shape, data in named:
-        entries.append(Entry(name, tag, tuple(shape), at, at + len(data)))
+        entries.append(HeaderEntry(name, tag, tuple(shape), at, at + len(data)))
         at += len(data)
     return encode_header(entries) + b"".join(data for *_, data in named)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.core.codec import Entry, encode_header
+from shardtree.core.codec import HeaderEntry, encode_header
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, UnsupportedValue
 from shardtree.storage import MemoryStorage, ReadReport
 from tests.formats.test_torch_dist_read import Writer
@@ -37,7 +37,7 @@ def old_zarr(dtype: str) -> Files:
 
 
 def huggingface() -> Files:
-    entries = [Entry("w", "F32", (4,), 0, 16), Entry("x", "F6_E2M3", (4,), 16, 19)]
+    entries = [HeaderEntry("w", "F32", (4,), 0, 16), HeaderEntry("x", "F6_E2M3", (4,), 16, 19)]
     return {"model.safetensors": encode_header(entries, {}) + bytes(19)}
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import shardtree as st
-from shardtree.core.codec import Entry, encode_header
+from shardtree.core.codec import HeaderEntry, encode_header
 from shardtree.formats.zarr._cells import encode_shard_index
 
 Files = dict[str, bytes]
@@ -216,12 +216,12 @@ _RAW = {
 def huggingface() -> list[Files]:
     """Return a model in one file, one in two files with an index, and one of 4-bit floats, which torch has in pairs."""
     one = saved(("huggingface", 1))
-    entries = [Entry("a", "F32", (2, 3), 0, 24)]
+    entries = [HeaderEntry("a", "F32", (2, 3), 0, 24)]
     part = encode_header(entries, {"format": "pt"}) + bytes(24)
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = {"metadata": {"total_size": 48}, "weight_map": names}
     other = part.replace(b'"a"', b'"b"')
     two = {"model.safetensors.index.json": json.dumps(index).encode(), names["a"]: part, names["b"]: other}
-    entries = [Entry("b", "F32", (1,), 0, 4), Entry("a", "F4", (2, 6), 4, 10)]
+    entries = [HeaderEntry("b", "F32", (1,), 0, 4), HeaderEntry("a", "F4", (2, 6), 4, 10)]
     pairs = encode_header(entries, {"format": "pt"}) + bytes(10)
     return [one, two, {"model.safetensors": pairs}]

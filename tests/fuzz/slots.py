@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from shardtree.core.codec import Entry, decode_header, encode_header, parse_json
+from shardtree.core.codec import HeaderEntry, decode_header, encode_header, parse_json
 from shardtree.errors import CheckpointingException
 from shardtree.formats.archives._zip import append, directory
 from shardtree.shell.storage import BLOCK_BYTES, digest
@@ -169,16 +169,16 @@ def _with_data_file(base: Files, index: str, columns: Index, number: int, name: 
     return sealed(base | {name: whole, index: encode_index(replace(columns, block_hash=hashes))})
 
 
-def _structure(data: bytes) -> tuple[bytes, list[tuple[Entry, bytes]]]:
+def _structure(data: bytes) -> tuple[bytes, list[tuple[HeaderEntry, bytes]]]:
     entries, start = decode_header(data, len(data))
     parts = [(entry, data[start + entry.start : start + entry.stop]) for entry in entries]
     (structure,) = (part for entry, part in parts if entry.name == "structure")
     return structure, [(entry, part) for entry, part in parts if entry.name != "structure"]
 
 
-def _with_structure(rest: list[tuple[Entry, bytes]], structure: bytes) -> bytes:
+def _with_structure(rest: list[tuple[HeaderEntry, bytes]], structure: bytes) -> bytes:
     """Return the file of a common state with another structure."""
-    parts = [*rest, (Entry("structure", "U8", (len(structure),), 0, 0), structure)]
+    parts = [*rest, (HeaderEntry("structure", "U8", (len(structure),), 0, 0), structure)]
     entries, at = [], 0
     for entry, part in parts:
         entries.append(entry._replace(start=at, stop=at + len(part)))

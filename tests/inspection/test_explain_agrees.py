@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.inspection import _explanation
 from shardtree.plans import Unexpected
-from shardtree.shell.checkpoint.loading import _checks, _strict
+from shardtree.shell.checkpoint.loading import ObjectsFit, Omissions, _check, prospect
 from shardtree.storage import MemoryStorage
 from shardtree.trees import flatten_with_paths
 from tests.inspection.test_explain import payload
@@ -272,11 +274,15 @@ def test_the_verdict_is_what_becomes_of_the_load(case: Case) -> None:
     assert not disagreement(case, st.explain_ranks)
 
 
-def unjoined(*args: Any, **options: Any) -> st.plans.Explanation:
-    """A planted fault: nothing is joined, so that everything fits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_checks, "check_join", lambda *_: _strict.Omissions())
-        return st.explain_ranks(*args, **load_keywords(**options))
+def skipping(name: str, piece: Callable[..., Any]) -> Explain:
+    """A planted fault: explain has something else in the place of one of its checks."""
+
+    def explain(*args: Any, **options: Any) -> st.plans.Explanation:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_explanation, name, piece)
+            return st.explain_ranks(*args, **load_keywords(**options))
+
+    return explain
 
 
 def reads_all(*args: Any, **options: Any) -> st.plans.Explanation:
@@ -293,7 +299,38 @@ def case(*trees: Any, **options: Any) -> Case:
 
 
 FAULTS: dict[str, tuple[Explain, Case]] = {
-    "the join is skipped": (unjoined, case({"step": whole("c")})),
+    "targets aren't compared": (
+        skipping("check_alike", lambda *_, **options: None),
+        case({"a": whole("a")}, {"a": whole("a")}),
+    ),
+    "keys aren't compared": (
+        skipping("refuse_keys", lambda *_: None),
+        case({"a": whole("a")}, strict="raise_all"),
+    ),
+    "what isn't stored stays": (
+        skipping("leave_out", lambda target, *_: target),
+        case({"a": whole("a"), "x": with_key("z")(whole("b"))}, strict="ignore_all"),
+    ),
+    "plain tensors ask for nothing": (
+        skipping("asking_whole", lambda target, _: target),
+        case({"a": torch.zeros(SHAPES["a"])}),
+    ),
+    "tensors aren't looked at": (
+        skipping("prospect", lambda *args, **options: replace(prospect(*args, **options), problems=())),
+        case({"a": longer(whole("a"))}),
+    ),
+    "objects aren't looked at": (
+        skipping("fit_objects", lambda *_: ObjectsFit()),
+        case({"a": whole("a")}, object_rules={"gone": st.objects.drop_objects}),
+    ),
+    "the join is skipped": (
+        skipping("join_common", lambda *_: (None, Omissions())),
+        case({"step": whole("c")}),
+    ),
+    "memory isn't looked at": (
+        skipping("check_tensors", lambda *_, **options: None),
+        case({"a": CHANGES["expanded"](whole("a"))}, donate=True),
+    ),
     "targets are looked at one by one": (
         lambda trees, *args, **options: st.explain(trees[0], *args, **load_keywords(**options)),
         case({"a": whole("a")}, {"a": with_key("z")(whole("a"))}),
@@ -308,6 +345,40 @@ def test_the_law_catches(fault: str) -> None:
     explain, caught = FAULTS[fault]
     assert not disagreement(caught, st.explain_ranks)
     assert disagreement(caught, explain)
+
+
+INSTEAD = {
+    "check_together": {"check_alike"},  # which doesn't hold all ranks' shards at once
+    "settle_keys": {"refuse_keys"},  # nothing is logged
+    "fit_target": {"prospect", "fit_objects"},  # with costs
+    "destination_of": {"check_tensors"},  # without memory
+    "exchange_choice": {"foretold_exchange"},  # ranks' places aren't known
+    "bytes_wanted_twice": set(),  # foretold_exchange calls it
+}
+"""What explain calls in the place of a piece of the load's check."""
+
+
+def called(*functions: Callable[..., Any]) -> set[str]:
+    """The functions of shardtree, by name, that some of a module's functions name."""
+    pairs = [(name, function.__globals__.get(name)) for function in functions for name in function.__code__.co_names]
+    things = {name: thing for name, thing in pairs if isinstance(thing, FunctionType)}
+    return {name for name, thing in things.items() if thing.__module__.startswith("shardtree.")}
+
+
+def forgotten(*functions: Callable[..., Any]) -> set[str]:
+    """The pieces of a load's check that explain doesn't call."""
+    own = _explanation
+    explains = called(own.explanation, own._prepare, own._check, own._Load.prospect, own._differing_keys)
+    pieces = called(*functions) - {"fetch_checked", "unless_replaced", "log_omissions"}
+    return {piece for name in pieces for piece in INSTEAD.get(name, {name})} - explains
+
+
+def test_explain_calls_every_piece_of_a_loads_check() -> None:
+    assert forgotten(_check.check) == set()
+
+
+def test_a_piece_that_explain_lacks_is_found() -> None:
+    assert forgotten(_check.check_ranks) >= {"log_of_ranks"}
 
 
 # What is said.

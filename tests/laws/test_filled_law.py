@@ -13,7 +13,7 @@ from hypothesis import strategies as hy
 import shardtree as st
 from shardtree.core.trees import path_key
 from shardtree.errors import KeyMismatch, TreeError, render_path
-from shardtree.shell.checkpoint.loading import _checks
+from shardtree.shell.checkpoint.loading import _check, _omissions
 from shardtree.storage import MemoryStorage
 from shardtree.trees import leaves_with_paths
 from tests.core.trees.samples import assert_caught
@@ -99,8 +99,8 @@ def test_a_plain_tensor_is_filled_or_named(backend: tuple[str, int], kinds: list
 def test_the_law_catches_tensors_that_go_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     def ignoring(targets: list[Any], folder: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_checks, "asking_whole", lambda target, kinds: target)
-            patch.setattr(_checks, "unfilled_paths", lambda target, tree: [])
+            patch.setattr(_check, "asking_whole", lambda target, kinds: target)
+            patch.setattr(_omissions, "unfilled_paths", lambda target, tree: [])
             return load_all(targets, folder)
 
     assert_caught(filled_or_named, ignoring, MANY, ASKED, hy.just(FORMATS[0]))

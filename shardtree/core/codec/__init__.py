@@ -24,7 +24,7 @@ from ._dtypes import (
 )
 from ._header import (
     MAX_INT,
-    Entry,
+    HeaderEntry,
     canonical_json,
     decode_header,
     decode_header_and_metadata,

@@ -36,6 +36,13 @@ _HOMES = {
     "shardtree.display": {"display": "Drawing"},
     "shardtree.fingerprints": {"fingerprints._tensors": "PartialFingerprint"},
     "shardtree.interop.dtensor": {"interop.dtensor._module": "ModuleKeys"},
+    "shardtree.kit": {
+        "core.codec._header": "HeaderEntry",
+        "core.plans._load": "LoadPlan Runs StoredChunks",
+        "shell.table._actions": "Copies Resolution",
+        "shell.table._checks": "Comparison",
+        "shell.table.index._metadata": "DeferredMetadata IndexMetadata",
+    },
     "shardtree.layouts": {
         "layouts._columns": "ShardColumns TensorKind",
         "layouts._coverage": "Coverage",

@@ -43,7 +43,9 @@ _NUMPY_TAGS = {
 }
 _NUMPY_BY_TAG = {tag: name for name, tag in _NUMPY_TAGS.items()}
 NUMPY_NAME = re.compile(r"\|[biuS][0-9]{1,9}|[<>][iufcU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+"""Names of the dtypes of NumPy whose arrays are stored."""
 NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
+"""Classes of the scalars of NumPy that are stored."""
 
 
 def _encode_tensor(value: torch.Tensor, child: Child) -> Node:

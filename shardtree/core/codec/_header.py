@@ -101,7 +101,7 @@ _TAGS_BY_BITS = {
 _BITS = {tag: bits for bits, tags in _TAGS_BY_BITS.items() for tag in tags}
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """One tensor of a safetensors file.
 
     Attributes:
@@ -161,7 +161,9 @@ _MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses more
 _METADATA = "__metadata__"
 
 
-def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None, *, alignment: int = 64) -> bytes:
+def encode_header(
+    entries: Iterable[HeaderEntry], metadata: Mapping[str, str] | None = None, *, alignment: int = 64
+) -> bytes:
     """Return the bytes before the data of a safetensors file.
 
     Args:
@@ -176,7 +178,7 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None =
         MetadataError: the entries don't tile the data, names occur twice, or the header would be larger than 100 MB.
 
     Examples:
-        >>> header = encode_header([Entry("w", "F32", (2, 3), 0, 24)])
+        >>> header = encode_header([HeaderEntry("w", "F32", (2, 3), 0, 24)])
         >>> len(header), header[8:65]
         (128, b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}')
     """
@@ -200,7 +202,7 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None =
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _entry_texts(entries: list[Entry]) -> list[str]:
+def _entry_texts(entries: list[HeaderEntry]) -> list[str]:
     """Return each entry as a member of the JSON object; raises unless names differ and the entries tile their bytes."""
     if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
         what = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
@@ -219,7 +221,7 @@ def _entry_texts(entries: list[Entry]) -> list[str]:
     return texts
 
 
-def _kind(entry: Entry) -> tuple[int, str]:
+def _kind(entry: HeaderEntry) -> tuple[int, str]:
     try:
         length = byte_length(entry.tag, entry.shape)
     except ValueError as error:
@@ -228,7 +230,7 @@ def _kind(entry: Entry) -> tuple[int, str]:
     return length, f'{{"dtype":"{entry.tag}","shape":[{shape}],'
 
 
-def _tiling_problem(entry: Entry, end: int, length: int) -> str:
+def _tiling_problem(entry: HeaderEntry, end: int, length: int) -> str:
     problem = "leaves a gap, overlaps, or doesn't have the bytes of its shape"
     what = f"safetensors header: entry {_short(entry.name)} {problem}"
     return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
@@ -264,7 +266,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
     return length
 
 
-def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[tuple[Entry, ...], int]:
+def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[tuple[HeaderEntry, ...], int]:
     """Return a safetensors file's entries and where its data starts.
 
     Args:
@@ -278,7 +280,7 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
         CorruptCheckpoint: the header isn't valid, or its entries don't tile the rest of the file exactly.
 
     Examples:
-        >>> entries = (Entry("w", "F32", (2, 3), 0, 24),)
+        >>> entries = (HeaderEntry("w", "F32", (2, 3), 0, 24),)
         >>> decode_header(encode_header(entries), 128 + 24) == (entries, 128)
         True
     """
@@ -288,7 +290,7 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
 
 def decode_header_and_metadata(
     data: bytes | bytearray | memoryview, file_length: int
-) -> tuple[tuple[Entry, ...], int, dict[str, str]]:
+) -> tuple[tuple[HeaderEntry, ...], int, dict[str, str]]:
     """Return what `decode_header` does, and the metadata of the file: strings beside its tensors.
 
     Args:
@@ -327,7 +329,7 @@ def decode_header_and_metadata(
     return tuple(entries), data_start, metadata
 
 
-def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]) -> Entry:
+def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]) -> HeaderEntry:
     """Return the entry that a member of the JSON object describes.
 
     Args:
@@ -352,4 +354,4 @@ def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]
             raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
     except (TypeError, ValueError, KeyError) as error:
         raise CorruptCheckpoint(error_text(f"safetensors header: entry {_short(name)}: {error}")) from None
-    return Entry(name, tag, sizes, start, stop)
+    return HeaderEntry(name, tag, sizes, start, stop)

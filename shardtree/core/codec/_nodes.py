@@ -18,7 +18,8 @@ from ._addresses import stored_name
 
 T = TypeVar("T")
 
-MAX_DEPTH = 100  # of nested containers; each takes up to three levels of JSON and four Python frames
+MAX_DEPTH = 100
+"""Most nested containers of a stored value; each takes up to three levels of JSON and four Python frames."""
 
 Node = Any
 Take = Callable[[Any], tuple[str, tuple[int, ...], memoryview]]

@@ -24,7 +24,7 @@ from ..trees import HOLE, Record
 from . import _arrays, _values
 from ._addresses import stored_name
 from ._dtypes import check_storable
-from ._header import Entry, decode_header, encode_header, parse_json
+from ._header import HeaderEntry, decode_header, encode_header, parse_json
 from ._nodes import (
     MAX_DEPTH,
     Blob,
@@ -85,7 +85,7 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
     entries, start = [], 0
     for name, blob in pairs:
         stop = start + len(blob.data)
-        entries.append(Entry(name, blob.tag, blob.shape, start, stop))
+        entries.append(HeaderEntry(name, blob.tag, blob.shape, start, stop))
         start = stop
     return b"".join([encode_header(entries), *(blob.data for _, blob in pairs)])
 

@@ -22,6 +22,7 @@ _BOUNDS = ("start", "stop", "step")
 PATHS: dict[str, type[PurePath]] = {
     kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
 }
+"""Classes of paths by name."""
 
 
 def _itself(value: Any, child: Child) -> Node:

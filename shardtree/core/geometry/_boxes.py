@@ -120,6 +120,7 @@ def flat_range(subject: str, value: Any) -> slice | None:
 # Boxes in columns.
 
 Column = NDArray[np.int64]
+"""A column of numbers, int64: a row for each shard, or several numbers for each."""
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Record = TypeVar("Record")
 

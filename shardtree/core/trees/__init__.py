@@ -84,7 +84,7 @@ if typing.TYPE_CHECKING:
     from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
     from ._register import node_data, register_dataclass
     from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
-    from ._transform import Transform, target_through, targets_through
+    from ._transform import Transform, target_through
 else:
     from ..deferred import later
 
@@ -94,7 +94,7 @@ else:
             "._places": "Place Places kept_place moved_place named_paths places planted",
             "._register": "node_data register_dataclass",
             "._scaled": "BY_SCALES SCALED_DTYPES plain_matcher refuse_scaled scaled_line scaled_values those_of",
-            "._transform": "Transform target_through targets_through",
+            "._transform": "Transform target_through",
         },
     )
 

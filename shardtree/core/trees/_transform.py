@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...errors import MetadataError
@@ -50,34 +49,3 @@ def target_through(target: Any, transform: Transform, *, cast: bool = False, pla
         fix = "Pass what shardtree.trace gives."
         refuse("transform", "trace", type(transform).__name__, "a Trace", fix, error=MetadataError)
     return stored_target(target, cast=cast, plain=plain)
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets(Sequence[Any]):
-    """Ranks' targets, each seen through its transform when it is asked for: those of all may fill the memory."""
-
-    trees: Sequence[Any]
-    transforms: Sequence[Transform]
-    cast: bool
-    plain: Sequence[str]
-
-    def __len__(self) -> int:
-        return len(self.trees)
-
-    def __getitem__(self, rank: Any) -> Any:
-        return target_through(self.trees[rank], self.transforms[rank], cast=self.cast, plain=self.plain)
-
-
-def targets_through(
-    trees: Sequence[Any], transforms: Transform | Sequence[Transform], *, cast: bool = False, plain: Sequence[str] = ()
-) -> Sequence[Any]:
-    """Return the targets of all ranks, each through its own transform, or through one for all.
-
-    Raises:
-        MetadataError: There aren't as many transforms as targets.
-    """
-    each = transforms if isinstance(transforms, Sequence) else [transforms] * len(trees)
-    if len(each) != len(trees):
-        expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or each rank's."
-        refuse("transform", "traces", len(each), expected, fix, error=MetadataError)
-    return _Targets(trees, each, cast, plain)

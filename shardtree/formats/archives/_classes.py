@@ -12,9 +12,8 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 
-from ...core.codec import Child, addresses_of, exactly, named_types, type_name
-from ...core.trees import Record
 from ...errors import UnsupportedValue, error_text
+from ...kit import Child, Record, addresses_of, exactly, named_types, type_name
 from ..pickles import Constructor, Global
 
 # Classes that the caller allows.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...core.codec import MAX_INT, PATHS, device_of, exactly, path_of
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
+from ...kit import PATHS, device_of, exactly, path_of
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
@@ -25,6 +25,7 @@ from ._zip import open_archive, slices
 FACTORIES: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 """Allowed factories of a defaultdict."""
 
+_MOST = 2**63 - 1  # positions and lengths have 64 bits
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
@@ -61,7 +62,7 @@ def _ignore_state(value: Any, state: Any) -> None:
 
 
 def _deque(items: Any = (), limit: Any = None) -> deque[Any]:
-    if limit is not None and not len(_items(items)) <= exactly(int, limit) <= MAX_INT:
+    if limit is not None and not len(_items(items)) <= exactly(int, limit) <= _MOST:
         raise ValueError(f"{len(items)} items in a deque of at most {limit}")
     return deque(_items(items), limit)
 
@@ -93,7 +94,7 @@ def _fill_namespace(value: Any, state: Any) -> None:
 
 def _fill_buffer(value: BytesIO, state: Any) -> None:
     data, position, attributes = state
-    if not 0 <= exactly(int, position) <= MAX_INT or attributes:
+    if not 0 <= exactly(int, position) <= _MOST or attributes:
         raise ValueError("a buffer with attributes, or with a position outside of any file")
     value.write(exactly(bytes, data))
     value.seek(position)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from ...core.codec import element_count, exactly
 from ...errors import UnsupportedValue, error_text
+from ...kit import element_count, exactly
 from ..pickles import Constructor, Stub, inert, read_pickle
 from ._classes import NAMED, constructors
 from ._decode import VALUES

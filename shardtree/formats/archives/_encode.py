@@ -19,17 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.codec import (
+from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
+from ...kit import (
+    HOLE,
     MAX_DEPTH,
     NUMPY_NAME,
     NUMPY_SCALARS,
     PATHS,
     Child,
+    Record,
     byte_buffer,
     check_storable,
     crc32,
     is_dense,
-    is_quantised,
     path_to,
     plainer,
     record_of,
@@ -37,8 +39,6 @@ from ...core.codec import (
     step_of,
     type_name,
 )
-from ...core.trees import Hole, Record
-from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
 from ._payload import begin_archive, finish_archive
@@ -60,8 +60,6 @@ LEAVES: frozenset[type] = frozenset(
 def _is_supported(dtype: torch.dtype) -> bool:
     """Return whether torch.save can write tensors of a dtype."""
     # Tried rather than listed: dtypes of fewer than 8 bits fail today, and torch adds dtypes with each release.
-    if is_quantised(dtype):
-        return False
     try:
         torch.save(torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype), BytesIO())
     except Exception:
@@ -213,7 +211,7 @@ def _record(value: Any, child: Any, classes: set[type]) -> Any:
         classes.add(Record)
         return record
     record = record_of(value)
-    if record is None or isinstance(value, Record | Hole) or "." in type(value).__qualname__:
+    if record is None or value is HOLE or isinstance(value, Record) or "." in type(value).__qualname__:
         return NotImplemented
     for name, field in record.fields.items():
         child(field, name)

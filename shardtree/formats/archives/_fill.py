@@ -9,8 +9,8 @@ from operator import mul
 
 import torch
 
-from ...core.lazy import as_integers
 from ...errors import CorruptCheckpoint, error_text
+from ...kit import as_integers
 from ._payload import StoredTensor
 from ._tensors import MOST_EXPANDED_BYTES
 from ._zip import Read

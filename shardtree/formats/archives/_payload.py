@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...core.codec import check_storable, dtype_name
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
+from ...kit import check_storable, dtype_name
 from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
 from ._tensors import (
     DTYPES,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ...core.codec import exactly, has_wrong_characters, is_quantised
+from ...kit import exactly, has_wrong_characters, is_quantised
 from ..pickles import Constructor
 
 # Tensors: a storage, an offset, a shape and strides.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Storage, in_threads, is_folder, threads_of
-from ...shell.table import Checkpoint, Comparison
+from ...kit import Checkpoint, Comparison, Storage, in_threads, is_folder, threads_of
 from ..archives import StoredTensor
 from ..rank_archives import (
     ArchiveFile,

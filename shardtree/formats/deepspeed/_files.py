@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...core.trees import map_shards
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.table import Checkpoint
+from ...kit import Checkpoint, map_shards
 from ..archives import StoredTensor
 from ..pickles import Constructor, Stub, inert
 from ..rank_archives import ArchiveFile, Piece, Tensors, ValueAt, piece_of, state_key

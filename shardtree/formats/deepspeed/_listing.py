@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text, missing_numbers
-from ...shell.storage import Storage, is_folder
-from ...shell.table import Fields, fields_of_backend
+from ...kit import Fields, Storage, fields_of_backend, is_folder
 
 ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
 

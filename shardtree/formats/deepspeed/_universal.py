@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Storage
-from ...shell.table import Checkpoint, Comparison
+from ...kit import Checkpoint, Comparison, Storage
 from ..archives import StoredTensor
 from ..rank_archives import (
     ArchiveFile,

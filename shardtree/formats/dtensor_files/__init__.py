@@ -2,13 +2,13 @@
 
 import typing
 
-from ...core.deferred import later
+from ...kit import later
 from ._listing import PATTERNS, RankFiles, rank_files, recognize
 
 if typing.TYPE_CHECKING:
     from ._contents import Entries, read_contents
 else:
-    from ...core.deferred import later
+    from ...kit import later
 
     __getattr__ = later(
         __name__,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...core.mapping import ShardedObject
 from ...errors import TreeError, error_text
-from ...shell.table import Checkpoint
+from ...kit import Checkpoint, ShardedObject
 from ..archives import StoredDTensor, StoredTensor
 from ..rank_archives import (
     ArchiveFile,

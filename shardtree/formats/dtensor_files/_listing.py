@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import CorruptCheckpoint, error_text, missing_numbers
-from ...shell.storage import Storage
-from ...shell.table import Fields, fields_of_backend
+from ...kit import Fields, Storage, fields_of_backend
 
 BACKEND, VERSION = "dtensor_files", 1
 

@@ -2,14 +2,14 @@
 
 import typing
 
-from ...core.deferred import later
+from ...kit import later
 from ._listing import recognize
 
 if typing.TYPE_CHECKING:
     from ._save import MAX_FILE_BYTES, save_sharded_up_to
     from ._texts import without_framework
 else:
-    from ...core.deferred import later
+    from ...kit import later
 
     __getattr__ = later(
         __name__,

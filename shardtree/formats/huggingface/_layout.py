@@ -8,13 +8,22 @@ from math import prod
 
 import numpy as np
 
-from ...core.codec import Entry, encode_header, kind_in_file
-from ...core.geometry import Column, box_column, flat_boxes, row_major_strides, volumes
-from ...core.layouts import TensorKind
-from ...core.mapping import ShardedTensor
 from ...errors import MetadataError, UnsupportedValue, error_text
-from ...shell.storage import Buffer, tensor_buffers
-from ...shell.table import checked_data
+from ...kit import (
+    Buffer,
+    Column,
+    HeaderEntry,
+    ShardedTensor,
+    TensorKind,
+    box_column,
+    checked_data,
+    encode_header,
+    flat_boxes,
+    kind_in_file,
+    row_major_strides,
+    tensor_buffers,
+    volumes,
+)
 from ._texts import TEXTS, header_texts
 
 HEADER_BYTES = 64 * 1024 * 1024
@@ -120,12 +129,12 @@ def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mappi
 
 
 def _file(names: Sequence[str], kinds: Kinds, texts: Mapping[str, str]) -> ModelFile:
-    entries, end = list[Entry](), 0
+    entries, end = list[HeaderEntry](), 0
     in_file = {name: kind_in_file(kinds[name].dtype, kinds[name].global_shape) for name in names}
     tagged = [(name, *kind) for name, kind in in_file.items() if kind is not None]
     for name, tag, shape in sorted(tagged, key=lambda row: (_ORDER[row[1]], row[0])):
         start, end = end, end + tensor_bytes(kinds[name])
-        entries.append(Entry(name, tag, shape, start, end))
+        entries.append(HeaderEntry(name, tag, shape, start, end))
     header = encode_header(entries, texts, alignment=8)
     return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})
 

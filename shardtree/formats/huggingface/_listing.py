@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from ...core.codec import decode_header, header_length, parse_json
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Storage, listed
-from ...shell.table import Checkpoint, Fields, fields_of_backend
+from ...kit import (
+    Checkpoint,
+    Fields,
+    Storage,
+    decode_header_and_metadata,
+    fields_of_backend,
+    header_length,
+    listed,
+    parse_json,
+)
 
 # The names of a Hugging Face model's files, and the choice of the one by which a folder is read
 
@@ -50,7 +57,7 @@ def is_whole(storage: Storage, name: str) -> bool:
             parse_json(reader.read(), name)
         else:
             length = header_length(reader.read(0, 8), reader.length)
-            decode_header(reader.read(0, 8 + length), reader.length)
+            decode_header_and_metadata(reader.read(0, 8 + length), reader.length)
         return reader.length > 0
 
 

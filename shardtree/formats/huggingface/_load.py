@@ -9,16 +9,38 @@ from typing import Any
 
 import numpy as np
 
-from ...core.ambient import collector_paused
-from ...core.codec import Entry, decode_header_and_metadata, header_length, kind_from_file
-from ...core.geometry import box_column
-from ...core.layouts import ShardColumns, TensorKind
-from ...core.mapping import ShardedObject, ShardedTensor
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from ...maintenance import untaken_findings
-from ...shell.storage import Reader, ReadReport, Storage, StoredFile, in_threads, opened, threads_of
-from ...shell.table import METADATA_FILE, Checkpoint, Damage, Finding, Unchecked, check_taken
-from ...shell.table.index import Index, IndexMetadata, build_index, load_from_index, stored_columns
+from ...kit import (
+    METADATA_FILE,
+    Checkpoint,
+    Damage,
+    Finding,
+    HeaderEntry,
+    Index,
+    IndexMetadata,
+    Reader,
+    ReadReport,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
+    Storage,
+    StoredFile,
+    TensorKind,
+    Unchecked,
+    box_column,
+    build_index,
+    check_taken,
+    collector_paused,
+    decode_header_and_metadata,
+    header_length,
+    in_threads,
+    kind_from_file,
+    load_from_index,
+    opened,
+    stored_columns,
+    threads_of,
+    untaken_findings,
+)
 from ._listing import INDEX_FILE, Listing, are_tied, find_weights, read_index_json, read_listing
 from ._texts import TEXTS, joined_texts
 
@@ -36,7 +58,7 @@ class WeightFile:
     Attributes:
         name: in the checkpoint's storage.
         length: in bytes.
-        data_start: the byte from which `Entry.start` counts.
+        data_start: the byte from which `HeaderEntry.start` counts.
         entries: in the order of their bytes.
         texts: the strings beside the tensors.
     """
@@ -44,7 +66,7 @@ class WeightFile:
     name: str
     length: int
     data_start: int
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     texts: dict[str, str]
 
 
@@ -172,9 +194,9 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
     return Contents(index, refusals, joined_texts((file.name, file.texts) for file in files), needed)
 
 
-def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
+def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, HeaderEntry]]:
     """Return the entries that belong to the model, each with the number of its file."""
-    rows: dict[str, tuple[int, Entry]] = {}
+    rows: dict[str, tuple[int, HeaderEntry]] = {}
     for number, file in enumerate(files):
         for entry in file.entries:
             if listing.weight_map is not None and listing.weight_map.get(entry.name) != file.name:
@@ -205,7 +227,7 @@ def absent(listing: Listing, files: Sequence[WeightFile]) -> dict[str, str]:
     }
 
 
-def _refusal(entry: Entry) -> str:
+def _refusal(entry: HeaderEntry) -> str:
     """Return why a tensor can't be loaded; an empty text if it can."""
     # An error of this tensor alone: the others of the model still load.
     if not entry.name:
@@ -219,7 +241,7 @@ def _refusal(entry: Entry) -> str:
     return ""
 
 
-def _columns(entries: Sequence[Entry]) -> ShardColumns:
+def _columns(entries: Sequence[HeaderEntry]) -> ShardColumns:
     # A model repeats few kinds in many layers; each is one object.
     unique_kinds = {kind: TensorKind(*kind_from_file(*kind), 0) for kind in {entry[1:3] for entry in entries}}
     kinds = {entry.name: unique_kinds[entry[1:3]] for entry in entries}

@@ -10,15 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from ...core.codec import canonical_json
-from ...core.geometry import as_int
-from ...core.layouts import ShardColumns, check_access
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import level_writes
 from ...errors import (
     AlreadyACheckpoint,
     IntegrityError,
@@ -28,26 +24,30 @@ from ...errors import (
     error_text,
     render_path,
 )
-from ...shell.storage import (
+from ...kit import (
+    METADATA_FILE,
+    AsyncRequest,
     Buffer,
+    Fields,
+    PendingSave,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
+    Strategy,
+    abandoning,
     can,
+    canonical_json,
+    check_access,
+    check_seen,
     digest,
+    level_writes,
     make_folder,
     move,
     remove_folder,
+    replace_metadata,
     reported_parts,
     sync_folder,
     write_parts,
-)
-from ...shell.table import (
-    METADATA_FILE,
-    AsyncRequest,
-    Fields,
-    PendingSave,
-    SaveSharded,
-    abandoning,
-    check_seen,
-    replace_metadata,
 )
 from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name
@@ -157,7 +157,7 @@ MAX_FILE_BYTES = 5 * 10**9
 _NATIVE_COMMON = "name common_strategy=('safetensors', 1), which keeps them in files of their own beside the model"
 
 
-def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
+def save_sharded_up_to(max_file_bytes: int) -> Strategy:
     """Return the function that saves shards as a model with files of at most that many bytes of tensors.
 
     Args:
@@ -172,11 +172,10 @@ def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
         >>> row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
         >>> table = default_strategies | {row: save_sharded_up_to(2 * 10**9)}
     """
-    most_bytes = as_int(max_file_bytes)
-    if most_bytes is None or most_bytes < 1:
+    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, Integral) or max_file_bytes < 1:
         found = f"{max_file_bytes!r}"[:200]
         raise MetadataError(error_text("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
-    return partial(_prepare, most_bytes)
+    return partial(_prepare, int(max_file_bytes))
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...core.trees import HOLE, leaves_with_paths
 from ...errors import TreePath
+from ...kit import HOLE, leaves_with_paths
 
 TEXTS = "__metadata__"
 """The key of the strings, in a file's header and in the common state."""

@@ -10,12 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.geometry import box_column, shared_groups, volumes
-from ...core.layouts import ShardColumns, TensorKind
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import ByteRanges, StoredFile
-from ...shell.table import Checkpoint, Comparison
-from ...shell.table.index import Index, build_index, int64, stored_columns
+from ...kit import (
+    ByteRanges,
+    Checkpoint,
+    Comparison,
+    Index,
+    ShardColumns,
+    StoredFile,
+    TensorKind,
+    box_column,
+    build_index,
+    shared_groups,
+    stored_columns,
+    volumes,
+)
 from ..archives import StoredTensor
 from ._copies import Copy, Stored, same_by_checksum
 from ._files import ArchiveFile
@@ -252,7 +261,10 @@ def _index(
     files: Sequence[StoredFile],
     objects: Sequence[tuple[str, int, int, int]],
 ) -> Index:
-    file, byte = int64([piece.file for piece in pieces]), int64([piece.byte for piece in pieces])
+    file, byte = (
+        np.array([piece.file for piece in pieces], dtype=np.int64),
+        np.array([piece.byte for piece in pieces], dtype=np.int64),
+    )
     return build_index(piece_columns(kinds, pieces), file, byte, files=files, objects=objects)
 
 
@@ -262,11 +274,11 @@ def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> S
     axes = max((len(kind.global_shape) for kind in kinds.values()), default=0)
     return stored_columns(
         {key: kinds[key] for key in number},
-        int64([number[piece.key] for piece in pieces]),
+        np.array([number[piece.key] for piece in pieces], dtype=np.int64),
         box_column([piece.offset for piece in pieces], fill=0, axes=axes),
         box_column([piece.shape for piece in pieces], fill=1, axes=axes),
-        int64([piece.start for piece in pieces]),
-        int64([piece.stop for piece in pieces]),
+        np.array([piece.start for piece in pieces], dtype=np.int64),
+        np.array([piece.stop for piece in pieces], dtype=np.int64),
     )
 
 
@@ -300,6 +312,6 @@ def _doubled(pieces: Sequence[Piece]) -> list[str]:
     boxes = [piece for piece in pieces if piece.start < 0]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(piece.key for piece in boxes))}
     offset, shape = ([getattr(piece, name) for piece in boxes] for name in ("offset", "shape"))
-    group = int64([numbers[piece.key] for piece in boxes])
+    group = np.array([numbers[piece.key] for piece in boxes], dtype=np.int64)
     shared = set(shared_groups(group, box_column(offset, fill=0), box_column(shape, fill=1)).tolist())
     return [key for key, number in numbers.items() if number in shared]

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.codec import row_major_bits
-from ...shell.storage import Buffer, Reader
-from ...shell.table import Checkpoint, Copies, Resolution
+from ...kit import Buffer, Checkpoint, Copies, Reader, Resolution, row_major_bits
 from ..archives import Box, StoredTensor, box_of, strips
 from ._files import filled, opened_at
 

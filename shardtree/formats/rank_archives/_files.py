@@ -9,12 +9,19 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from ...core.ambient import collector_paused
-from ...core.codec import element_count
-from ...core.trees import map_sharing
 from ...errors import CorruptCheckpoint, TreePath, error_text, render_path
-from ...shell.storage import Reader, Storage, fetch_ahead, in_threads, opened, threads_of
-from ...shell.table import Checkpoint
+from ...kit import (
+    Checkpoint,
+    Reader,
+    Storage,
+    collector_paused,
+    element_count,
+    fetch_ahead,
+    in_threads,
+    map_sharing,
+    opened,
+    threads_of,
+)
 from ..archives import Record, StoredTensor, archive_records, describe_archive, filled_tensor
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.table import Checkpoint
+from ...kit import Checkpoint
 from ..archives import DTensorParts, StoredDTensor, StoredTensor
 from ._contents import Tensors, piece_of
 from ._files import ArchiveFile

@@ -13,27 +13,42 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.layouts import TensorKind, shard_columns
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from ...maintenance import file_contents, regions_between, span_findings
-from ...shell.storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
-from ...shell.table import (
+from ...kit import (
     Checkpoint,
     Comparison,
     Damage,
     Finding,
+    IndexMetadata,
+    LoadPlan,
+    ReadCost,
+    ReadReport,
     Resolution,
+    ShardedObject,
+    ShardedTensor,
     Strategy,
+    TensorKind,
     check_fit,
     check_lengths,
     check_objects_known,
+    chunks_of,
+    fetch,
+    fetch_cost,
+    file_contents,
+    find_unexpected,
     first_difference,
+    in_threads,
     memory_of,
+    opened,
     pieces_of,
+    plan_load,
+    plan_shards,
+    read_crc32,
+    regions_between,
+    shard_columns,
+    span_findings,
+    threads_of,
 )
-from ...shell.table.index import IndexMetadata, chunks_of, file_at, find_texts, kind_at, plan_shards, texts
 from ..archives import Record
 from ..torch import HEADERS
 from ._contents import Contents
@@ -51,9 +66,7 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
         UnsupportedValue: a tensor can't be read.
         CorruptCheckpoint: stored bytes aren't what was saved, or aren't those of their parameter.
     """
-    check_fit(
-        find_unexpected({shard.key for shard in shards}, texts(contents.shown.key_text, contents.shown.key_start))
-    )
+    check_fit(find_unexpected({shard.key for shard in shards}, contents.shown.keys()))
     _check_loadable(checkpoint, contents, shards)
     computed = [shard for shard in shards if shard.key in contents.derived or shard.key in contents.numbers]
     if computed:  # the plan is only made for what it checks: shapes and dtypes
@@ -157,19 +170,19 @@ def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
 
 
 def _stored_kind(contents: Contents, key: str) -> TensorKind:
-    (number,) = find_texts(contents.stored.key_text, contents.stored.key_start, [key])
-    return kind_at(contents.stored, number)
+    (number,) = contents.stored.find_keys([key])
+    return contents.stored.kind(number)
 
 
 def _not_its_own(
     checkpoint: Checkpoint, contents: Contents, pair: Comparison, shape: tuple[int, ...], place: tuple[int, ...]
 ) -> CorruptCheckpoint:
     index = contents.stored
-    (number,) = find_texts(index.key_text, index.key_start, [pair.master])
+    (number,) = index.find_keys([pair.master])
     flat = int(np.ravel_multi_index(place, shape)) if place else 0
     rows = np.flatnonzero((index.chunk_key == number) & (index.chunk_start <= flat) & (flat < index.chunk_stop))
     rows = rows if rows.size else np.flatnonzero(index.chunk_key == number)
-    name = file_at(index, int(index.chunk_file[rows[0]])).name
+    name = index.file(int(index.chunk_file[rows[0]])).name
     return CorruptCheckpoint(
         error_text(
             f"load: {checkpoint.storage.where(name)!r} isn't the file that was saved with these weights",
@@ -211,7 +224,7 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
     # What is shown has the masters' places in derived tensors' rows, so that it is planned anew.
     sources = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
     columns = shard_columns(sources)
-    numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
+    numbers = contents.stored.find_keys(columns.keys)
     plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
     plan = in_order(plan, [file.length for file in contents.files])
     files = {number: contents.checked[number] for number in plan.files}

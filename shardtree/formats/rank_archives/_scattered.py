@@ -13,12 +13,19 @@ from operator import add, mul, sub
 
 import numpy as np
 
-from ...core.layouts import shard_boxes, shard_columns
-from ...core.mapping import ShardedTensor
-from ...core.plans import LoadPlan, ReadCost
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Reader, ReadReport, Verify, read_crc32
-from ...shell.table import Checkpoint
+from ...kit import (
+    Checkpoint,
+    LoadPlan,
+    ReadCost,
+    Reader,
+    ReadReport,
+    ShardedTensor,
+    Verify,
+    read_crc32,
+    shard_boxes,
+    shard_columns,
+)
 from ..archives import StoredTensor, box_of, fill_tensor, reach
 from ._files import opened_at
 

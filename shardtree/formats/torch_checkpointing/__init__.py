@@ -2,13 +2,13 @@
 
 import typing
 
-from ...core.deferred import later
+from ...kit import later
 from ._listing import by_item, recognize
 
 if typing.TYPE_CHECKING:
     from ._contents import Listing, listed, read_contents
 else:
-    from ...core.deferred import later
+    from ...kit import later
 
     __getattr__ = later(
         __name__,

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.mapping import ShardedObject
-from ...core.trees import HOLE, diff
 from ...errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text, missing_numbers, rank_text
-from ...shell.storage import Storage
-from ...shell.table import Checkpoint
+from ...kit import HOLE, Checkpoint, ShardedObject, Storage, diff
 from ..archives import StoredDTensor, StoredTensor, box_of
 from ..pickles import contents, read_pickle
 from ..rank_archives import (

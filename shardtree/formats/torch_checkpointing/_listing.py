@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ...shell.storage import Storage
-from ...shell.table import Fields, fields_of_backend
+from ...kit import Fields, Storage, fields_of_backend
 
 BACKEND, VERSION = "torch_checkpointing", 1
 METADATA = "metadata.pkl"

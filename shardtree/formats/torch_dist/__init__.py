@@ -2,8 +2,7 @@
 
 import pickle
 
-from ...shell.storage import Storage
-from ...shell.table import Fields, fields_of_backend
+from ...kit import Fields, Storage, fields_of_backend
 
 
 def recognize(storage: Storage) -> Fields | None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
-from ...core.trees import HOLE, is_hollow, is_subclass, leaves_with_paths, path_key, without_holes
 from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
-from ...shell.table import Checkpoint, is_object
+from ...kit import HOLE, Checkpoint, is_hollow, is_object, is_subclass, leaves_with_paths, path_key, without_holes
 from ..torch import load_archive
 from ._dict_kinds import at_paths, decode_value
 from ._listing import COMMON_OBJECT, META_FILE, has_meta, read_listing

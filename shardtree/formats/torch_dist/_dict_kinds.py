@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import CorruptCheckpoint, TreePath, error_text
-from ...shell.storage import Buffer
-from ...shell.table import LoadOptions
+from ...kit import Buffer, LoadOptions
 from ..archives import add_record, decode_archive, encode_archive, find_record
 from ..torch import decode_with_holes
 

@@ -10,14 +10,23 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from ...core.ambient import collector_paused
-from ...core.codec import check_storable
-from ...core.geometry import Column
-from ...core.layouts import ShardColumns, TensorKind
 from ...errors import CheckpointingException
-from ...shell.storage import StoredFile
-from ...shell.table import Checkpoint, is_object
-from ...shell.table.index import Index, build_index, index_problem, int64, stored_columns, text_columns
+from ...kit import (
+    Checkpoint,
+    Column,
+    Index,
+    ShardColumns,
+    StoredFile,
+    TensorKind,
+    build_index,
+    check_storable,
+    collector_paused,
+    index_problem,
+    int64,
+    is_object,
+    stored_columns,
+    text_columns,
+)
 from ..manifest import MANIFEST_FILE
 from ._metadata_content import MetadataFile, Places, TensorEntry
 from ._metadata_file import INDEX_FILE, read_metadata_file, unsound

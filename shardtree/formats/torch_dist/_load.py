@@ -11,15 +11,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.codec import bit_view
-from ...core.geometry import Column
-from ...core.layouts import shard_columns
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import LoadPlan, ReadCost, runs_plan
 from ...errors import UnsupportedValue, error_text
-from ...shell.storage import ByteRanges, ReadReport, StoredFile, Verify, fetch, fetch_cost
-from ...shell.table import Checkpoint, Copies, Damage, Resolution, check_objects_known, check_taken, is_object
-from ...shell.table.index import DeferredMetadata, Index, IndexMetadata, plan_shards
+from ...kit import (
+    ByteRanges,
+    Checkpoint,
+    Column,
+    Copies,
+    Damage,
+    DeferredMetadata,
+    Index,
+    IndexMetadata,
+    LoadPlan,
+    ReadCost,
+    ReadReport,
+    Resolution,
+    ShardedObject,
+    ShardedTensor,
+    StoredFile,
+    Verify,
+    check_objects_known,
+    check_taken,
+    fetch,
+    fetch_cost,
+    is_object,
+    plan_shards,
+    row_major_bits,
+    runs_plan,
+    shard_columns,
+)
 from ...stores import MemoryStorage
 from ..archives import StoredTensor, box_of, filled_tensor
 from ..rank_archives import check_record
@@ -157,7 +176,7 @@ def _read_scattered(
             tensor, start = filled_tensor(reader.read, rows, what), start + first
     memory = MemoryStorage()
     # From here on like a file of row-major bytes, so that the plan's rows apply unchanged.
-    bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    bits = row_major_bits(tensor)
     memory.write("tensor", [memoryview(bits.numpy())], durable=False)
     one = np.zeros_like
     runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)

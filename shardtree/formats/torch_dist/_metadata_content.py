@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...core.geometry import Column
 from ...errors import CorruptCheckpoint, error_text
+from ...kit import Column
 from ..pickles import Constructor, Stub, inert
 from ._pickled_columns import Ints
 

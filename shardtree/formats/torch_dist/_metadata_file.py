@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.geometry import Column
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
-from ...shell.storage import read_if_there
-from ...shell.table import METADATA_FILE, Checkpoint
+from ...kit import METADATA_FILE, Checkpoint, Column, read_if_there
 from ..manifest import check_listed
 from ..pickles import Irregular, Run, Stub, read_pickle
 from ._metadata_content import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.geometry import Column
+from ...kit import Column
 from ..pickles import Constructor, Irregular, Machine, Run, Stub
 from ._pickled_columns import (
     REFERENCE,

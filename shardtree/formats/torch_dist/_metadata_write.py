@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...core.codec import dtype_name
-from ...core.geometry import Column
-from ...core.layouts import ShardColumns, TensorKind
 from ...errors import TreePath
+from ...kit import Column, ShardColumns, TensorKind, dtype_name
 from ..pickles import Global, New, Pairs, PickleWriter, Reduced, reference, write_pickle
 
 Archive = tuple[str, int, int]

@@ -7,19 +7,14 @@ with padding: the elements of all later buckets stand under other parameters' na
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
 import torch
 
-from ...core.codec import dtype_name
-from ...core.geometry import Column
-from ...core.mapping import ShardedTensor
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.table import Checkpoint, Comparison, Read, first_difference
-from ...shell.table.index import Index, find_texts, kind_at, text_at, texts, whole_shard
+from ...kit import Checkpoint, Column, Comparison, Index, ReadReport, ShardedTensor, dtype_name, first_difference
 from ._listing import TORCH_DIST, Listing, read_listing
 
 
@@ -38,6 +33,9 @@ _IN_OBJECTS = (
     "the optimizer was saved as dp_zero_gather_scatter, in one object for each model-parallel rank, without names: "
     "load it with Megatron-Core, and save it as dp_reshardable"
 )
+Read = Callable[[Sequence[ShardedTensor]], ReadReport]
+"""Fills the data of shards in place, and returns what was read."""
+
 _ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
@@ -64,20 +62,26 @@ def _pairs(checkpoint: Checkpoint) -> Mapping[str, Comparison]:
 
 
 def _comparable(index: Index) -> Iterator[tuple[str, Comparison]]:
-    names = texts(index.key_text, index.key_start)
+    names = index.keys()
     number = {name: position for position, name in enumerate(names)}
     for name in names:
         match = _STATE.fullmatch(name)
         weight = match["weight"] if match and match["master"] else None
         if weight not in number:
             continue  # no state of a master, or the weights are in another checkpoint
-        master, kind = kind_at(index, number[name]), kind_at(index, number[weight])
+        master, kind = index.kind(number[name]), index.kind(number[weight])
         # Scaled dtypes, such as float8, aren't the rounded master.
         if master.global_shape == kind.global_shape and master.dtype is torch.float32 and kind.dtype in _ROUNDED:
             yield name, Comparison(name, weight)
 
 
-def differing(checkpoint: Checkpoint, listing: Listing, read: Read, share: int = 0, shares: int = 1) -> dict[str, str]:
+def differing(
+    checkpoint: Checkpoint,
+    listing: Listing,
+    read: Read,
+    share: int = 0,
+    shares: int = 1,
+) -> dict[str, str]:
     """Return the masters that, rounded, aren't their weights, with where each begins to differ.
 
     A stored chunk at a time, in bounded memory; chunks are shared out by their elements.
@@ -90,14 +94,14 @@ def differing(checkpoint: Checkpoint, listing: Listing, read: Read, share: int =
         shares: how many there are.
     """
     pairs, index = checkpoint.once(_pairs), listing.index
-    reasons: dict[str, str] = {}
+    keys, reasons = index.keys(), dict[str, str]()
     for row in _rows(index, list(pairs), share, shares).tolist():
-        box = _box(index, row)
+        box = _box(index, keys, row)
         if box.key in reasons or not prod(box.data_shape):
             continue
         pair = pairs[box.key]
-        (number,) = find_texts(index.key_text, index.key_start, [pair.weight])
-        dtype = kind_at(index, number).dtype
+        (number,) = index.find_keys([pair.weight])
+        dtype = index.kind(number).dtype
         place, _ = first_difference(read, pair, box, dtype)
         if place is not None:
             reasons[box.key] = f"in {dtype_name(dtype)} it isn't {pair.weight!r}, first at {place}"
@@ -106,7 +110,7 @@ def differing(checkpoint: Checkpoint, listing: Listing, read: Read, share: int =
 
 def _rows(index: Index, masters: Sequence[str], share: int, shares: int) -> Column:
     """Return the chunks of masters that are one rank's share: each goes where its middle element lies."""
-    numbers = find_texts(index.key_text, index.key_start, masters)
+    numbers = index.find_keys(masters)
     rows = np.flatnonzero(np.isin(index.chunk_key, numbers))
     volume = np.where(
         index.chunk_start[rows] >= 0,
@@ -119,18 +123,20 @@ def _rows(index: Index, masters: Sequence[str], share: int, shares: int) -> Colu
     return np.asarray(rows[owner == share], dtype=np.int64)
 
 
-def _box(index: Index, row: int) -> ShardedTensor:
+def _box(index: Index, keys: Sequence[str], row: int) -> ShardedTensor:
     """Return a stored chunk as a shard without data."""
     number = int(index.chunk_key[row])
-    whole = whole_shard(index, number, text_at(index.key_text, index.key_start, number))
-    first = index.chunk_shape.shape[1] - len(whole.global_shape)
+    kind = index.kind(number)
+    first = index.chunk_shape.shape[1] - len(kind.global_shape)
     start, stop = int(index.chunk_start[row]), int(index.chunk_stop[row])
-    return replace(
-        whole,
+    return ShardedTensor(
+        keys[number],
+        None,
+        kind.dtype,
         local_shape=tuple(index.chunk_shape[row, first:].tolist()),
+        global_shape=kind.global_shape,
         global_offset=tuple(index.chunk_offset[row, first:].tolist()),
         axis_fragmentations=None,
-        prepend_axis_num=0,
         flattened_range=slice(start, stop) if start >= 0 else None,
     )
 

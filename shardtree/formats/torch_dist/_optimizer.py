@@ -16,23 +16,25 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from ...core.codec import byte_buffer, dtype_from_name
-from ...core.geometry import Column
-from ...core.layouts import ShardColumns, TensorKind, join_columns
-from ...core.mapping import ShardedTensor, box_of
-from ...core.plans import grouped
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Buffer, digest, digest_of, in_threads
-from ...shell.table import Checkpoint, Copies
-from ...shell.table.index import (
+from ...kit import (
+    Buffer,
+    Checkpoint,
+    Column,
+    Copies,
     Index,
-    ObjectRow,
+    ShardColumns,
+    ShardedTensor,
+    TensorKind,
+    box_of,
     build_index,
-    find_texts,
-    int64,
-    kinds_at,
+    byte_buffer,
+    digest,
+    dtype_from_name,
+    grouped,
+    in_threads,
+    join_columns,
     stored_columns,
-    texts,
 )
 from ..rank_archives import Piece as Range
 from ..rank_archives import piece_columns
@@ -169,7 +171,7 @@ def _hashes_of(fill: Fill, pieces: Sequence[Piece], memory: torch.Tensor) -> lis
 
 def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
     """Return the hash of a 1-D tensor's elements as another dtype has them."""
-    return digest(byte_buffer(values)) if values.dtype == dtype else digest_of(_rounded_bytes(values, dtype))
+    return digest([byte_buffer(values)] if values.dtype == dtype else _rounded_bytes(values, dtype))
 
 
 def _rounded_bytes(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
@@ -266,23 +268,23 @@ def _index(listing: Listing, matches: Sequence[Match]) -> Index:
             error_text("open: ranks' optimizer states have other dtypes", offenders=differing, fix=fix)
         )
     columns = join_columns([own, piece_columns(kinds, [span for _, span in ranges])])
-    byte = np.concatenate([own_byte, int64([span.byte for _, span in ranges])])
+    byte = np.concatenate([own_byte, np.array([span.byte for _, span in ranges])], dtype=np.int64)
     return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
 
 
 def _step_byte(listing: Listing) -> int:
     """Return where the first object with groups begins in the virtual file: that is the place to show of a step."""
-    names, begins = texts(listing.index.object_text, listing.index.object_start), listing.index.object_byte.tolist()
+    names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 
 
-def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow]]:
+def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str, int, int, int]]]:
     """Return a checkpoint's other tensors, where they begin in the virtual file, and its objects."""
-    names = texts(index.key_text, index.key_start)
+    names = index.keys()
     numbers = [number for number, key in enumerate(names) if not is_bucket(key)]
     chunks = np.flatnonzero(np.isin(index.chunk_key, numbers))
     columns = stored_columns(
-        dict(zip((names[number] for number in numbers), kinds_at(index, numbers), strict=True)),
+        dict(zip((names[number] for number in numbers), index.kinds(numbers), strict=True)),
         np.searchsorted(numbers, index.chunk_key[chunks]),
         index.chunk_offset[chunks],
         index.chunk_shape[chunks],
@@ -290,7 +292,7 @@ def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow
         index.chunk_stop[chunks],
     )
     objects = zip(
-        texts(index.object_text, index.object_start),
+        index.object_names(),
         index.object_file.tolist(),
         index.object_byte.tolist(),
         index.object_length.tolist(),
@@ -319,6 +321,6 @@ def _ranges(listing: Listing, match: Match, state: str, dtype: torch.dtype) -> I
 
 def _chunks(index: Index, key: str) -> tuple[list[int], list[int]]:
     """Return where the stored chunks of a 1-D tensor begin, and their bytes in the virtual file, in order."""
-    (number,) = find_texts(index.key_text, index.key_start, [key])
+    (number,) = index.find_keys([key])
     rows = slice(*index.chunk_key.searchsorted((number, number + 1)).tolist())
     return index.chunk_offset[rows, -1].tolist(), index.chunk_byte[rows].tolist()

@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.codec import dtype_name
-from ...core.geometry import Column
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
-from ...shell.storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
-from ...shell.table import Checkpoint, LoadOptions
+from ...kit import (
+    Buffer,
+    Checkpoint,
+    Column,
+    LoadOptions,
+    Reader,
+    can,
+    dtype_name,
+    fetch_ahead,
+    in_threads,
+    opened,
+    threads_of,
+)
 from ..archives import StoredTensor, archive_ends, tensor_place
 from ..manifest import check_listed
 from ..torch import decode_with_holes

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.geometry import Column
+from ...kit import Column
 from ..pickles import Irregular
 
 # The records. Opcodes that are one byte stand for themselves: ) \x81 makes an object, } ( ... u its state, b fills it.

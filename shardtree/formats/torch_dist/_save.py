@@ -10,19 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from ...core.geometry import Column
-from ...core.layouts import ShardColumns, check_stored_shards, join_columns, select_rows
-from ...core.mapping import ShardedObject, ShardedTensor
 from ...errors import CheckpointingException, StrategyError, TreePath, error_text, render_path
-from ...shell.storage import Buffer, Storage, remove_folder
-from ...shell.table import (
+from ...kit import (
     METADATA_FILE,
     AsyncRequest,
+    Buffer,
+    Column,
     Fields,
     PendingSave,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
+    Storage,
     abandoning,
     check_objects_written,
     check_seen,
+    check_stored_shards,
+    join_columns,
+    remove_folder,
+    select_rows,
 )
 from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common

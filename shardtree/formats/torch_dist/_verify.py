@@ -9,11 +9,28 @@ from functools import partial
 
 import numpy as np
 
-from ...core.codec import dtype_name
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
-from ...maintenance import file_contents, refused_findings, regions_between, span_findings, untaken_findings
-from ...shell.storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
-from ...shell.table import Checkpoint, Damage, Finding, Region, Unchecked, is_damaged
+from ...kit import (
+    Checkpoint,
+    Damage,
+    Finding,
+    Reader,
+    Region,
+    Unchecked,
+    dtype_name,
+    fetch_ahead,
+    file_contents,
+    in_threads,
+    is_damaged,
+    joined_crc32,
+    opened,
+    read_crc32,
+    refused_findings,
+    regions_between,
+    span_findings,
+    threads_of,
+    untaken_findings,
+)
 from ..archives import archive_records, tensor_place
 from ..torch import HEADERS, verify_archive
 from ._common import load_dcp_common
@@ -165,7 +182,9 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     findings += (damage for one in results for damage in one.damage)
     for wrong in _wrong_large(checkpoint, listing, results):
         findings.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
-    if not is_damaged(findings):  # damaged masters differ from their weights in any case
+    if not any(
+        isinstance(finding, Damage) for finding in findings
+    ):  # damaged masters differ from their weights in any case
         findings += master_damage(checkpoint)
     return (
         *findings,

@@ -10,15 +10,30 @@ from math import prod
 import numpy as np
 import torch
 
-from ...core.codec import check_storable, crc32, crc32_thread_bytes
-from ...core.geometry import Column, box_column, volumes, widen
-from ...core.layouts import ShardColumns, select_rows, shard_boxes, shard_columns
-from ...core.lazy import LazyTensor
-from ...core.mapping import ShardedObject, ShardedTensor
 from ...errors import CheckpointingException, error_text
-from ...shell.storage import Buffer, SizedBuffers, Task, make_folder, reported, sync_folder, tensor_buffers
-from ...shell.table import PendingSave, checked_data
-from ...shell.table.index import naming_data_of
+from ...kit import (
+    Buffer,
+    Column,
+    LazyTensor,
+    PendingSave,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
+    box_column,
+    check_storable,
+    checked_data,
+    crc32_behind,
+    make_folder,
+    naming_data_of,
+    select_rows,
+    shard_boxes,
+    shard_columns,
+    sync_folder,
+    tensor_buffers,
+    volumes,
+    widen,
+    write_hashed,
+)
 from ..archives import archive_head, archive_length, archive_tail, encode_archive
 
 # The layout of one rank's data file, known before a byte is written
@@ -171,11 +186,13 @@ def write_file(pending: PendingSave, layout: FileLayout) -> RankFile:
 def _write(pending: PendingSave, layout: FileLayout) -> int:
     name, durable = data_file(pending.world.rank), pending.options.durable
     nbytes = int(layout.byte[-1] + layout.length[-1])
-    buffers = SizedBuffers(nbytes, reported(_buffers(layout), pending.options.progress))
-    length = pending.storage.write(name, buffers, durable=durable)
+    buffers, progress = _buffers(layout), pending.options.progress
+    file = write_hashed(
+        pending.storage, name, buffers, length=nbytes, durable=durable, checksums=False, progress=progress
+    )
     if durable:
         sync_folder(pending.storage)
-    return length
+    return file.length
 
 
 def _buffers(layout: FileLayout) -> Iterator[Buffer]:
@@ -198,7 +215,7 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
     nbytes = len(head)
     checksum: Callable[[], int] = partial(int, 0)
     for buffer in tensor_buffers(piece.data):
-        checksum = _checksum(buffer, checksum())
+        checksum = crc32_behind(buffer, checksum())
         yield buffer
         nbytes += buffer.nbytes
     tail = archive_tail(piece.shard.dtype, piece.shape, checksum())
@@ -207,9 +224,3 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
         found, expected = f"an archive of {nbytes + len(tail)} bytes", f"{length} bytes"
         what = f"save: {piece.shard.key!r} changed its size"
         raise CheckpointingException(error_text(what, found=found, expected=expected))
-
-
-def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
-    """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it."""
-    compute = partial(crc32, buffer, before)
-    return partial(int, compute()) if buffer.nbytes < crc32_thread_bytes() else Task(compute).result

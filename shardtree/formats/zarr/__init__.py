@@ -1,8 +1,6 @@
 """Zarr: Megatron-Core's old checkpoints (version 1, read only), and zarr v3 arrays, ours and others' (version 3)."""
 
-from ...core.codec import parse_json
-from ...shell.storage import Storage
-from ...shell.table import Fields, fields_of_backend
+from ...kit import Fields, Storage, fields_of_backend, parse_json
 
 
 def recognize(storage: Storage) -> Fields | None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...core.codec import dtype_from_name, dtype_name, row_major_bits
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
+from ...kit import dtype_from_name, dtype_name, row_major_bits
 
 _MOST_AXES = 64  # more than NumPy's arrays can have
 _MOST_BYTES = 2**58  # so that sums of offsets and sizes stay within int64

@@ -9,9 +9,8 @@ from math import prod
 
 import numpy as np
 
-from ...core.geometry import Column, row_major_strides, span_numbers
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ...shell.storage import Storage
+from ...kit import Column, Storage, row_major_strides
 from ._array import Shape, StoredArray
 
 _MOST_FILLED = 2**40
@@ -58,7 +57,8 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
     before = _before_last_cut(shape < whole)
     rows = np.where(before, shape, 1)
     count = rows.prod(axis=1)
-    row, number = span_numbers(np.zeros_like(count), count)
+    row = np.repeat(np.arange(count.size), count)
+    number = np.arange(row.size) - (np.cumsum(count) - count)[row]
     at = number[:, None] // row_major_strides(rows)[row] % rows[row]
     element = (at * row_major_strides(whole[None])).sum(axis=1)
     return Pieces(row, offset[row] + at, np.where(before, 1, shape)[row], element)
@@ -250,3 +250,17 @@ def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptC
     return CorruptCheckpoint(
         error_text(f"open: {storage.where(name)!r} is not sound", found=found, expected=expected, fix=fix)
     )
+
+
+def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
+    """Return the places, in the grid of inner chunks, of some of one file's chunks, int64 (chunks, axes).
+
+    Args:
+        array: that they are of.
+        cell: the file's place in the grid of files, int64 (axes,).
+        numbers: of the chunks in the file, int64 (chunks,).
+    """
+    counts = np.array(inner_counts(array), dtype=np.int64)
+    strides = np.append(np.cumprod(counts[:0:-1])[::-1], 1).astype(np.int64)
+    places: Column = cell * counts + numbers[:, None] // strides % counts
+    return places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -13,19 +13,40 @@ from typing import Any
 
 import numpy as np
 
-from ...core.codec import is_unicode, parse_json
-from ...core.geometry import Column, volumes, widen
-from ...core.layouts import ShardColumns, TensorKind
-from ...core.mapping import ShardedObject
 from ...errors import CorruptCheckpoint, error_text
-from ...shell.storage import Storage, StoredFile, files_in, is_folder
-from ...shell.table import Checkpoint, is_object
-from ...shell.table.index import Index, build_index, int64, stored_columns, texts
+from ...kit import (
+    Checkpoint,
+    Column,
+    Index,
+    ShardColumns,
+    Storage,
+    StoredFile,
+    TensorKind,
+    build_index,
+    files_in,
+    int64,
+    is_folder,
+    is_object,
+    is_unicode,
+    parse_json,
+    stored_columns,
+    volumes,
+    widen,
+)
 from ..manifest import MANIFEST_FILE
 from ._array import Shape, StoredArray
-from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
+from ._cells import (
+    MOST_CELLS,
+    count_pieces,
+    inner_cells,
+    inner_counts,
+    missing_cells,
+    pieces,
+    read_shard_index,
+    stored_cells,
+)
 from ._extensions import check_group
-from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3
+from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3, whole_keys
 
 Object = tuple[str, str, int]
 """An object's unique key, the name of its file, and its length in bytes."""
@@ -160,20 +181,6 @@ def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, beg
     boxes = pieces(cells * np.array(step, dtype=np.int64), step, array.box)
     byte = boxes.element * array.dtype.itemsize
     return Rows(boxes.offset, boxes.shape, file[boxes.row], byte if begin is None else byte + begin[boxes.row])
-
-
-def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
-    """Return the places, in the grid of inner chunks, of some of one file's chunks, int64 (chunks, axes).
-
-    Args:
-        array: that they are of.
-        cell: the file's place in the grid of files, int64 (axes,).
-        numbers: of the chunks in the file, int64 (chunks,).
-    """
-    counts = np.array(inner_counts(array), dtype=np.int64)
-    strides = np.append(np.cumprod(counts[:0:-1])[::-1], 1).astype(np.int64)
-    places: Column = cell * counts + numbers[:, None] // strides % counts
-    return places
 
 
 def _sharded_rows(storage: Storage, array: StoredArray, cells: Column, files: _Files) -> list[Rows]:
@@ -332,29 +339,6 @@ def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[lis
     return [(whole[unique_key], name, length) for unique_key, (name, length) in files.items()], others
 
 
-def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
-    """Return the full unique key of each: old releases left out the grid's last size.
-
-    It follows from the cells, if all of them are there.
-
-    Args:
-        unique_keys: of all cells of one object.
-
-    Examples:
-        >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])
-        {'rng/shard_0.0_1': 'rng/shard_0.0_1.2', 'rng/shard_0.1_1': 'rng/shard_0.1_1.2'}
-        >>> whole_keys(["rng/shard_0.1_1"])
-        {'rng/shard_0.1_1': 'rng/shard_0.1_1'}
-    """
-    items = {unique_key: ShardedObject.empty_from_unique_key(unique_key) for unique_key in unique_keys}
-    shapes = {item.global_shape for item in items.values()}
-    shape = min(shapes, default=())
-    whole = (*shape[:-1], 1 + max((item.global_offset[-1] for item in items.values() if item.global_offset), default=0))
-    if len(shapes) != 1 or shape[-1:] != (-1,) or prod(whole) != len(items):
-        return {unique_key: unique_key for unique_key in unique_keys}
-    return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}
-
-
 # The files of a folder of zarr arrays: which there must be, and which there are
 
 _MOST_MISSING = 1000  # names of one array's missing chunks
@@ -366,7 +350,7 @@ def needed_files(storage: Storage, group: Group) -> dict[str, int]:
     A chunk that isn't there has the fill value, unless the array has none, as Megatron-Core's.
     """
     needed: dict[str, int] = {}
-    names = texts(group.index.file_text, group.index.file_start)
+    names = group.index.file_names()
     for number, (name, length) in enumerate(zip(names, group.index.file_length.tolist(), strict=True)):
         if number not in group.sources:
             needed[name] = length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -11,30 +10,32 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...core.codec import check_storable, row_major_bits
-from ...core.geometry import Column, row_major_strides, volumes
-from ...core.layouts import ShardColumns, TensorKind, select_rows
-from ...core.lazy import LazyTensor
-from ...core.mapping import ShardedTensor
-from ...core.plans import Runs, StoredChunks, plan_load
 from ...errors import IntegrityError, error_text
-from ...shell.storage import (
-    BlockHasher,
+from ...kit import (
     Buffer,
-    Hashes,
-    SizedBuffers,
+    Column,
+    LazyTensor,
+    Runs,
+    ShardColumns,
+    ShardedTensor,
     Storage,
+    StoredChunks,
+    TensorKind,
+    check_storable,
+    checked_data,
     digest,
-    hash_column,
-    hashed,
-    in_parts,
-    reported,
+    plan_load,
     reported_parts,
+    row_major_bits,
+    row_major_strides,
+    select_rows,
     tensor_buffers,
+    volumes,
+    write_hashed,
     write_parts,
 )
-from ...shell.table import checked_data
 from ._array import Shape, StoredArray
 from ._cells import encode_shard_index, inner_counts
 from ._group import inner_cells
@@ -318,7 +319,7 @@ def write_chunk_file(
     durable: bool,
     checksums: bool,
     progress: Callable[[int], None],
-) -> Hashes | None:
+) -> NDArray[np.uint64] | None:
     """Write a file, or a rank's part of it, and return its block hashes; None where other ranks write it too.
 
     Raises:
@@ -331,11 +332,11 @@ def write_chunk_file(
     if file.is_shared:
         write_parts(storage, file.name, file.length, reported_parts(_parts(file, shards), progress), durable=durable)
         return None
-    hasher = BlockHasher() if checksums else None
-    buffers = _buffers(file, shards)
-    with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
-        storage.write(file.name, SizedBuffers(file.length, reported(stream, progress)), durable=durable)
-    return None if hasher is None else hash_column(hasher)
+    buffers, length = _buffers(file, shards), file.length
+    written = write_hashed(
+        storage, file.name, buffers, length=length, durable=durable, checksums=checksums, progress=progress
+    )
+    return written.hashes
 
 
 def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffer]:

@@ -13,28 +13,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.codec import dtype_name
-from ...core.layouts import shard_columns
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import LoadPlan, ReadCost
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
-from ...shell.storage import Buffer, ReadReport, Storage, fetch
-from ...shell.table import (
+from ...kit import (
+    Buffer,
     Checkpoint,
+    IndexMetadata,
+    LoadPlan,
+    ReadCost,
+    ReadReport,
+    ShardedObject,
+    ShardedTensor,
+    Storage,
     check_lengths,
     check_objects_known,
     check_taken,
-    old_unique_key,
-    read_checked,
-)
-from ...shell.table.index import (
-    IndexMetadata,
-    file_at,
-    find_texts,
+    dtype_name,
+    fetch,
     objects_from_index,
+    old_unique_key,
     plan_shards,
     planned_cost,
+    read_checked,
     read_planned,
+    shard_columns,
 )
 from ...stores import MemoryStorage
 from ..archives import decode_archive
@@ -171,7 +172,7 @@ def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor],
     """Return what a plan reads, where a chunk that has to be decoded counts with its whole file."""
     plain, virtual_plan = _split(group, plan)
     numbers = [number for number in virtual_plan.files if group.sources[number][1] is not None]
-    lengths = [checkpoint.storage.length(file_at(group.index, number).name) or 0 for number in numbers]
+    lengths = [checkpoint.storage.length(group.index.file(number).name) or 0 for number in numbers]
     pieces = len(virtual_plan.runs.file) + len(virtual_plan.strided.file)
     decoded_cost = ReadCost(virtual_plan.bytes_read, sum(lengths), pieces, len(numbers))
     return planned_cost(checkpoint, group.index, plain) + decoded_cost
@@ -189,7 +190,7 @@ def _read_virtual(
 ) -> ReadReport:
     """Decode or make one chunk, and copy the plan's part of it; its memory is freed with this call."""
     array, cell = group.sources[number]
-    file = file_at(group.index, number)
+    file = group.index.file(number)
     if cell is not None and checkpoint.storage.length(file.name) is None:
         check_lengths(checkpoint, [file])
     chunk = filled(array, file.length) if cell is None else decoded(checkpoint.storage, array, cell)
@@ -264,10 +265,10 @@ def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]
     index = read_arrays(checkpoint).index
     keys, old_keys = [item.unique_key for item in objects], [old_unique_key(item) for item in objects]
     # By both names: old releases of Megatron-Core left out the last number.
-    exact, old = (find_texts(index.object_text, index.object_start, names) for names in (keys, old_keys))
+    exact, old = (index.find_objects(names) for names in (keys, old_keys))
     numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
     check_objects_known(keys, [number >= 0 for number in numbers])
-    names = [file_at(index, int(index.object_file[number])).name for number in numbers]
+    names = [index.file(int(index.object_file[number])).name for number in numbers]
     return [decoded_object(checkpoint, name, object_bytes(checkpoint, name)) for name in names]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, TypeGuard
 
 import torch
 
-from ...core.codec import dtype_from_name, dtype_name, parse_json
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
+from ...kit import ShardedObject, dtype_from_name, dtype_name, parse_json
 from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, unsound_array, zarr_name
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain
 from ._extensions import understood
@@ -224,3 +226,26 @@ def _configuration(fields: Mapping[str, Any], field: str, expected: str, what: s
     if name != expected:
         raise unsound_array(what, f"{field} {name!r}"[:200], repr(expected))
     return configuration
+
+
+def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
+    """Return the full unique key of each: old releases left out the grid's last size.
+
+    It follows from the cells, if all of them are there.
+
+    Args:
+        unique_keys: of all cells of one object.
+
+    Examples:
+        >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])
+        {'rng/shard_0.0_1': 'rng/shard_0.0_1.2', 'rng/shard_0.1_1': 'rng/shard_0.1_1.2'}
+        >>> whole_keys(["rng/shard_0.1_1"])
+        {'rng/shard_0.1_1': 'rng/shard_0.1_1'}
+    """
+    items = {unique_key: ShardedObject.empty_from_unique_key(unique_key) for unique_key in unique_keys}
+    shapes = {item.global_shape for item in items.values()}
+    shape = min(shapes, default=())
+    whole = (*shape[:-1], 1 + max((item.global_offset[-1] for item in items.values() if item.global_offset), default=0))
+    if len(shapes) != 1 or shape[-1:] != (-1,) or prod(whole) != len(items):
+        return {unique_key: unique_key for unique_key in unique_keys}
+    return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}

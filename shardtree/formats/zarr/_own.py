@@ -7,43 +7,44 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...core.codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CorruptCheckpoint, StrategyError, error_text
-from ...maintenance import unused_files, without_prefix
-from ...shell.storage import (
+from ...kit import (
+    COLUMNS,
     Buffer,
-    Storage,
-    can,
-    locked,
-    make_folder,
-    remove_files,
-    remove_folder,
-    sync_folder,
-)
-from ...shell.table import (
     Checkpoint,
     Fields,
+    Index,
     PendingSave,
     ReadCache,
+    Storage,
+    StoredFile,
+    can,
+    canonical_json,
     checked_entry,
+    decode_tree,
+    encode_tree,
+    load_common,
+    locked,
+    make_folder,
+    parse_json,
     read_checked,
     read_metadata,
+    remove_files,
+    remove_folder,
     replace_metadata,
-)
-from ...shell.table.index import (
-    COLUMNS,
-    Index,
-    load_common,
     sound_index,
-    texts,
+    sync_folder,
     unsound_index,
+    unused_files,
+    without_prefix,
+    write_hashed,
 )
 from ._array import StoredArray
 from ._layout import array_name
@@ -95,14 +96,23 @@ def write_document(storage: Storage, folder: str, document: Document, *, durable
     storage.write(name, [memoryview(canonical_json(document))], durable=durable)
 
 
-def write_blob(storage: Storage, name: str, buffers: Iterable[Buffer], document: Document, *, durable: bool) -> None:
-    """Write an array of bytes: its file, then its zarr.json."""
+def write_blob(
+    storage: Storage,
+    name: str,
+    buffers: Iterable[Buffer],
+    document: Document,
+    *,
+    durable: bool,
+    progress: Callable[[int], None] = lambda _: None,
+) -> StoredFile:
+    """Write an array of bytes, its file and then its zarr.json, and return the file."""
     folder = name.rpartition("/")[0]
     make_folder(storage, folder, durable=durable)
-    storage.write(name, buffers, durable=durable)
+    file = write_hashed(storage, name, buffers, durable=durable, progress=progress)
     write_document(storage, folder, document, durable=durable)
     if durable:
         sync_folder(storage, folder)
+    return file
 
 
 def encode_columns(index: Index) -> bytes:
@@ -164,7 +174,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     if new is old:
         return
     members, unused_names = group_members(current), unused_files(old, new)
-    removed_keys = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
+    removed_keys = set(old.keys()) - set(new.keys())
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
     removed_folders = {
         old_index,

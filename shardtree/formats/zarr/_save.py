@@ -8,38 +8,37 @@ from functools import partial
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...core.codec import canonical_json
-from ...core.geometry import Column
-from ...core.layouts import ShardColumns, check_stored_shards, select_rows, shard_columns
-from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import level_writes
 from ...errors import IntegrityError, StrategyError, error_text
-from ...shell.storage import (
-    BlockHasher,
-    Hashes,
-    StoredFile,
-    hash_column,
-    hashed,
-    make_folder,
-    remove_folder,
-    reported,
-    sync_folder,
-)
-from ...shell.table import (
+from ...kit import (
     METADATA_FILE,
     AsyncRequest,
+    Column,
     Fields,
     PendingSave,
+    ShardColumns,
+    ShardedObject,
+    ShardedTensor,
+    StoredFile,
     abandoning,
+    build_index,
+    canonical_json,
     check_objects_written,
     check_seen,
+    check_stored_shards,
     checked_entry,
+    item_buffers,
+    level_writes,
+    make_folder,
+    remove_folder,
     replace_metadata,
+    select_rows,
+    shard_columns,
+    sync_folder,
 )
-from ...shell.table.index import build_index, encoded_object
-from ._cells import inner_counts
-from ._group import Rows, array_columns, chunk_rows, inner_cells
+from ._cells import inner_cells, inner_counts
+from ._group import Rows, array_columns, chunk_rows
 from ._layout import ArrayLayout, ChunkFile, array_layouts, chunk_files, write_chunk_file
 from ._metadata import NODE_FILE, OURS, encode_v3
 from ._own import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document
@@ -70,7 +69,7 @@ class RankFiles:
         objects: unique key of each object, where it begins in that file, and its length in bytes.
     """
 
-    files: tuple[tuple[str, int, Hashes | None], ...]
+    files: tuple[tuple[str, int, NDArray[np.uint64] | None], ...]
     objects: tuple[tuple[str, int, int], ...]
 
 
@@ -226,9 +225,7 @@ def _work(pending: PendingSave, writes: ShardColumns, own: Column, objects: Sequ
         numbers = own[part.rows]
         if (numbers >= 0).any():
             files += chunk_files(part, rank, numbers)
-    object_data = tuple(
-        (item.unique_key, encoded_object(item, allow_pickle=pending.options.allow_pickle)) for item in objects
-    )
+    object_data = tuple((item.unique_key, b"".join(item_buffers(pending, item))) for item in objects)
     return Work(tuple(files), tuple(documents), object_data)
 
 
@@ -258,18 +255,16 @@ def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -
 
 def _write_objects(
     pending: PendingSave, work: Work
-) -> tuple[tuple[str, int, Hashes], tuple[tuple[str, int, int], ...]]:
+) -> tuple[tuple[str, int, NDArray[np.uint64] | None], tuple[tuple[str, int, int], ...]]:
     """Write a rank's objects as one array of bytes, and return its file, and where in it each object lies."""
     places, begin = [], 0
     for unique_key, data in work.objects:
         places.append((unique_key, begin, len(data)))
         begin += len(data)
     name, document = object_blob(pending.world.rank, begin, places)
-    hasher = BlockHasher()
-    buffers = hashed((memoryview(data) for _, data in work.objects), hasher)
-    options = pending.options
-    write_blob(pending.storage, name, reported(buffers, options.progress), document, durable=options.durable)
-    return (name, begin, hash_column(hasher)), tuple(places)
+    options, buffers = pending.options, [memoryview(data) for _, data in work.objects]
+    file = write_blob(pending.storage, name, buffers, document, durable=options.durable, progress=options.progress)
+    return (name, begin, file.hashes), tuple(places)
 
 
 def _names(work: Work) -> list[str]:

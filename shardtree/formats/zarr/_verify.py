@@ -6,13 +6,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ...core.codec import canonical_json
-from ...core.geometry import Column
 from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
-from ...maintenance import files_findings, refused_findings, span_findings, untaken_findings, whole_file_findings
-from ...shell.storage import Storage, in_threads, read_if_there, threads_of
-from ...shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecked, checked_name, is_damaged
-from ...shell.table.index import file_at
+from ...kit import (
+    Checked,
+    Checkpoint,
+    Column,
+    Damage,
+    Finding,
+    Region,
+    Storage,
+    Unchecked,
+    canonical_json,
+    checked_name,
+    files_findings,
+    in_threads,
+    is_damaged,
+    read_if_there,
+    refused_findings,
+    span_findings,
+    threads_of,
+    untaken_findings,
+    whole_file_findings,
+)
 from ..torch import archive_findings
 from ._array import Shape, StoredArray
 from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells
@@ -142,7 +157,7 @@ def _metadata(storage: Storage) -> Iterator[Unchecked]:
 def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
     """Yield what the files of Megatron-Core's old objects show: a record with another CRC, or without one."""
     for number in group.index.object_file.tolist():
-        name = file_at(group.index, number).name
+        name = group.index.file(number).name
         try:
             data = object_bytes(checkpoint, name)
             try:

@@ -19,7 +19,7 @@ from ...core.trees import United
 from ...errors import CorruptCheckpoint, IntegrityError, MetadataError, error_text, rank_text
 from ..storage import digest
 from ..world import World
-from ._packed import AlikeColumns, PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
+from ._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 
 # Layouts of all ranks that the caller passed: only their hash is exchanged
 
@@ -225,39 +225,6 @@ def _different_layouts(doing: str, digests: Sequence[str | None]) -> IntegrityEr
     lines = [f"{rank_text(own)}: {'none' if each is None else f'layout {each[:12]}'}" for each, own in ranks.items()]
     fix = "Compute it from the same mesh and specs, or from the same DTensors, on every rank."
     return IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=lines, fix=fix))
-
-
-def check_columns(
-    doing: str,
-    alike: AlikeColumns,
-    descriptions: Sequence[Description],
-    layout: KnownLayout | None = None,
-    *,
-    tiling: bool = True,
-) -> None:
-    """Raise what `check_together` does, without all ranks' shards at once: many ranks may hold the same.
-
-    Args:
-        doing: "save" or "load".
-        alike: all ranks' tensor shards.
-        descriptions: by rank, without tensor shards.
-        layout: the one of all ranks that they were given.
-        tiling: as for `check_together`.
-    """
-    if layout is not None or not tiling:
-        check_together(doing, descriptions, layout, tiling=tiling)
-        return
-    objects = [part.objects for part in descriptions]
-    # Main replicas alone decide whether all is well. What is wrong is said with the other replicas of its tensors.
-    problems = layouts.sharding_problems(alike.select(lambda columns: np.flatnonzero(columns.main)), objects)
-    if problems:
-        wrong = {problem.key for problem in problems}
-
-        def main_or_wrong(columns: ShardColumns) -> Column:
-            of_wrong = np.array([key in wrong for key in columns.keys], dtype=np.bool_)
-            return np.flatnonzero(columns.main | of_wrong[columns.key])
-
-        layouts.join_checked(alike.select(main_or_wrong), objects)
 
 
 def check_common(commons: Sequence[Any]) -> None:

@@ -308,18 +308,23 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
     return checkpoint if metadata is None else replace(checkpoint, cache=checkpoint.cache.adding(parse, metadata))
 
 
-def open_alone(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
+def open_alone(
+    directory: Directory | Checkpoint, world: World, options: LoadOptions, strategies: Strategies | None
+) -> Checkpoint:
     """Return a checkpoint as this rank sees it before ranks exchange anything; its steps are `OPEN_STEPS`.
 
-    Only rank 0 reads the fields, for all ranks: on network storage, others may see the latest change later.
+    Only rank 0 reads the fields, for all ranks: on network storage, others may see the latest change later. A
+    checkpoint that is open with the same options isn't opened again: what formats have parsed of it is kept.
 
     Raises:
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata.json isn't what was written.
         StrategyError: there is no such way to verify.
     """
+    if isinstance(directory, Checkpoint) and directory.options == options:
+        return replace(directory, world=world)
     with step("load: find the folder"):
-        storage = find(directory, options)
+        storage = find(directory.storage if isinstance(directory, Checkpoint) else directory, options)
     if world.rank != 0:
         return Checkpoint(storage, {}, world, options)
     with step("load: open"):

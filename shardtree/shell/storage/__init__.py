@@ -10,7 +10,6 @@ from ._blocks import (
     block_count,
     block_hashes,
     digest,
-    digest_of,
     hash_column,
     hashed,
     in_parts,
@@ -48,7 +47,7 @@ from ._capabilities import (
     threads_of,
     write_parts,
 )
-from ._checked import ByteRanges, ReadReport, StoredFile, joined_crc32, read_crc32
+from ._checked import ByteRanges, ReadReport, StoredFile, crc32_behind, joined_crc32, read_crc32, write_hashed
 from ._folders import (
     Directory,
     NewFolder,

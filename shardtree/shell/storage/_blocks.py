@@ -18,25 +18,22 @@ Hashes = NDArray[np.uint64]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-def digest(data: bytes | Buffer) -> str:
+def digest(data: bytes | Buffer | Iterable[bytes | Buffer]) -> str:
     """Return the XXH3-64 hash of bytes as 16 hexadecimal digits.
+
+    Args:
+        data: The bytes, or buffers that are hashed as if they were one; each is used before the next one is made.
 
     Examples:
         >>> digest(b"")
         '2d06800538d394c2'
-    """
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-def digest_of(buffers: Iterable[bytes | Buffer]) -> str:
-    """Return the digest of buffers as if they were one; each is used before the next one is made.
-
-    Examples:
-        >>> digest_of([b"ab", b"c"]) == digest(b"abc")
+        >>> digest([b"ab", b"c"]) == digest(b"abc")
         True
     """
+    if isinstance(data, bytes | bytearray | memoryview):
+        return xxhash.xxh3_64_hexdigest(data)
     hasher = xxhash.xxh3_64()
-    for buffer in buffers:
+    for buffer in data:
         hasher.update(buffer)
     return hasher.hexdigest()
 

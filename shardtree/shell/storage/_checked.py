@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
 
-from ...core.codec import crc32
+from ...core.codec import crc32, crc32_thread_bytes
 from ...core.deferred import notebook_html
 from ...core.geometry import Column, rows_of
 from ...core.plans import Runs, Strided
 from ...errors import CorruptCheckpoint, error_text, plural, shorten, size_text
-from ._blocks import BLOCK_BYTES, NEARLY_WHOLE_BYTES, Hashes, covered_bytes
-from ._storage import Buffer, Reader
+from ._blocks import (
+    BLOCK_BYTES,
+    NEARLY_WHOLE_BYTES,
+    BlockHasher,
+    Hashes,
+    covered_bytes,
+    hash_column,
+    hashed,
+    in_parts,
+    reported,
+)
+from ._storage import Buffer, Reader, SizedBuffers, Storage
+from ._threads import Task
 
 Rows = TypeVar("Rows", Runs, Strided)
 
@@ -35,6 +47,43 @@ class StoredFile:
     length: int
     hashes: Hashes | None = None
     ranges: ByteRanges | None = None
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+def write_hashed(
+    storage: Storage,
+    name: str,
+    buffers: Iterable[Buffer],
+    *,
+    length: int | None = None,
+    durable: bool,
+    checksums: bool = True,
+    progress: Callable[[int], None] = _ignore,
+) -> StoredFile:
+    """Write a file and return it with the hashes of its blocks, made while the bytes go by.
+
+    Args:
+        storage: Folder of the checkpoint.
+        name: Name of the file.
+        buffers: Bytes of the file, in order.
+        length: Number of all bytes, where it is known; storages can then reserve the space.
+        durable: Whether the file is on the medium when this returns.
+        checksums: Whether blocks are hashed at all.
+        progress: Function that is called with the number of bytes written since its last call.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> write_hashed(MemoryStorage(), "a", [memoryview(b"abc")], durable=False).hashes.size
+        1
+    """
+    hasher = BlockHasher() if checksums else None
+    with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
+        content = reported(stream, progress)
+        written = storage.write(name, content if length is None else SizedBuffers(length, content), durable=durable)
+    return StoredFile(name, written, None if hasher is None else hash_column(hasher))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -226,6 +275,21 @@ def read_crc32(reader: Reader, begin: int, end: int) -> int:
         reader.read_into(byte, [part])
         checksum = crc32(part, checksum)
     return checksum
+
+
+def crc32_behind(buffer: Buffer, before: int) -> Callable[[], int]:
+    """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it.
+
+    Args:
+        buffer: Bytes that stay as they are until the function is called.
+        before: CRC32 of the bytes before them.
+
+    Examples:
+        >>> hex(crc32_behind(memoryview(b"123456789"), 0)())
+        '0xcbf43926'
+    """
+    compute = partial(crc32, buffer, before)
+    return partial(int, compute()) if buffer.nbytes < crc32_thread_bytes() else Task(compute).result
 
 
 def joined_crc32(left: int, right: int, length: int) -> int:

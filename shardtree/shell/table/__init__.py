@@ -107,8 +107,9 @@ from .index import (
     item_buffers,
     rank_file,
     rank_files,
+    save_file,
+    save_in_folder,
     save_with_index,
-    write_file,
 )
 
 if typing.TYPE_CHECKING:
@@ -122,7 +123,15 @@ if typing.TYPE_CHECKING:
         by_reason,
         is_damaged,
     )
-    from .index import read_index, rows_from_index, rows_of_saves, stored_fingerprints
+    from .index import (
+        read_index,
+        rows_from_index,
+        rows_in_folder,
+        rows_of_objects,
+        rows_of_saves,
+        stored_fingerprints,
+        write_file,
+    )
     from .index._metadata import PairsMapping
 else:
     from ...core.deferred import later
@@ -131,7 +140,9 @@ else:
         __name__,
         {
             "._findings": "Checked Damage Finding Region Unchecked VerifyReport by_reason is_damaged",
-            ".index": "read_index rows_from_index rows_of_saves stored_fingerprints",
+            ".index": (
+                "read_index rows_from_index rows_in_folder rows_of_objects rows_of_saves stored_fingerprints write_file"
+            ),
             ".index._metadata": "PairsMapping",
         },
     )

@@ -40,16 +40,16 @@ OWNER_FILE = "owner.json"
 at it, other saves do."""
 
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
-RANK_FILE = re.compile(r"\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+")
-"""A rank's data file, in any format."""
+FORMAT_FILE = re.compile(r"\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+|own-[a-z0-9][a-z0-9._-]*")
+"""A file of any format: a rank's data file, as `rank_file` names it, or another one, as `save_file` does."""
 
 _OUR_FILE = re.compile(
     r"(common|index-\d+|model-\d{5,}-of-\d{5,})\.safetensors"
-    rf"|{RANK_FILE.pattern}"
+    rf"|{FORMAT_FILE.pattern}"
     r"|owner\.json|\.owner\.json\.[0-9a-f]{16}\.new"
 )
 
-_INDEX_FILE = re.compile(r"index-\d+\.safetensors")
+_INDEX_FILE = re.compile(r"index-\d+\.safetensors|own-index\.[a-z0-9]+")
 
 _FIXED_NAME = re.compile(
     r"(model|model-\d{5,}-of-\d{5,})\.safetensors|__\d+_\d+\.distcp|common\.pt|\.metadata"

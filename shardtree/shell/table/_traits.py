@@ -10,6 +10,7 @@ from ...core.codec import parse_json
 from ..storage import Storage
 
 METADATA_FILE = "metadata.json"
+"""Name of the file that makes a folder a checkpoint, written last."""
 
 
 def seems_whole(storage: Storage, name: str) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.core.codec import (
-    Entry,
+    HeaderEntry,
     bit_view,
     decode_header,
     decode_header_and_metadata,
@@ -32,12 +32,12 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda name: na
 SPECS = st.dictionaries(NAMES, st.tuples(st.sampled_from(TAGS), st.lists(st.integers(0, 3), max_size=3)), max_size=5)
 
 
-def placed(specs: dict[str, tuple[str, list[int]]]) -> list[Entry]:
+def placed(specs: dict[str, tuple[str, list[int]]]) -> list[HeaderEntry]:
     """Entries of these names, tags and shapes, one behind the other."""
     entries, start = [], 0
     for name, (tag, shape) in specs.items():
         stop = start + byte_length(tag, shape)
-        entries.append(Entry(name, tag, tuple(shape), start, stop))
+        entries.append(HeaderEntry(name, tag, tuple(shape), start, stop))
         start = stop
     return entries
 
@@ -149,7 +149,7 @@ def test_hostile_headers_are_refused(name: str) -> None:
 
 
 def test_a_cut_header_is_refused() -> None:
-    header = encode_header([Entry("w", "U8", (4,), 0, 4)])
+    header = encode_header([HeaderEntry("w", "U8", (4,), 0, 4)])
     with pytest.raises(CorruptCheckpoint, match="cut off"):
         decode_header(header[:-1], len(header) + 4)
 
@@ -164,14 +164,14 @@ def test_any_bytes_are_a_header_or_an_error(text: bytes, file_length: int) -> No
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        ([Entry("w", "U8", (4,), 4, 8)], "gap"),
-        ([Entry("w", "F32", (4,), 0, 4)], "bytes of its shape"),
-        ([Entry("w", "U8", (1,), 0, 1), Entry("w", "U8", (1,), 1, 2)], "same name"),
-        ([Entry("__metadata__", "U8", (1,), 0, 1)], "same name"),
-        ([Entry("w\ud800", "U8", (1,), 0, 1)], "surrogates"),
-        ([Entry("w", "F31", (1,), 0, 4)], "unknown dtype"),
+        ([HeaderEntry("w", "U8", (4,), 4, 8)], "gap"),
+        ([HeaderEntry("w", "F32", (4,), 0, 4)], "bytes of its shape"),
+        ([HeaderEntry("w", "U8", (1,), 0, 1), HeaderEntry("w", "U8", (1,), 1, 2)], "same name"),
+        ([HeaderEntry("__metadata__", "U8", (1,), 0, 1)], "same name"),
+        ([HeaderEntry("w\ud800", "U8", (1,), 0, 1)], "surrogates"),
+        ([HeaderEntry("w", "F31", (1,), 0, 4)], "unknown dtype"),
     ],
 )
-def test_encode_refuses_what_decode_would(entries: list[Entry], reason: str) -> None:
+def test_encode_refuses_what_decode_would(entries: list[HeaderEntry], reason: str) -> None:
     with pytest.raises(MetadataError, match=reason):
         encode_header(entries)

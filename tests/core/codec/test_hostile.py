@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.core.codec import Entry, decode_tree, encode_header
+from shardtree.core.codec import HeaderEntry, decode_tree, encode_header
 from shardtree.core.codec._tree import _DECODERS
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 
@@ -23,7 +23,7 @@ def file_of(structure: Any, *blobs: tuple[str, list[int], bytes]) -> bytes:
     named = [("structure", "U8", [len(text)], text), *((str(n), *blob) for n, blob in enumerate(blobs))]
     entries, start = [], 0
     for name, tag, shape, data in named:
-        entries.append(Entry(name, tag, tuple(shape), start, start + len(data)))
+        entries.append(HeaderEntry(name, tag, tuple(shape), start, start + len(data)))
         start += len(data)
     return encode_header(entries) + b"".join(data for *_, data in named)
 
@@ -150,7 +150,7 @@ def test_a_file_without_structure_is_refused() -> None:
     with pytest.raises(CorruptCheckpoint, match="no entry 'structure'"):
         decode_tree(encode_header([]))
     with pytest.raises(CorruptCheckpoint, match="no entry 'structure'"):
-        decode_tree(encode_header([Entry("structure", "I8", (2,), 0, 2)]) + b"{}")
+        decode_tree(encode_header([HeaderEntry("structure", "I8", (2,), 0, 2)]) + b"{}")
 
 
 def _nodes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from shardtree.core.codec import Entry, decode_header, decode_tree, encode_header, encode_tree
+from shardtree.core.codec import HeaderEntry, decode_header, decode_tree, encode_header, encode_tree
 from shardtree.errors import CheckpointingException, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.testing import outline
 from shardtree.trees import HOLE, Record
@@ -350,7 +350,7 @@ def test_a_hundred_levels_are_the_limit(wrap: Callable[[Any], Any]) -> None:
 
 def test_a_path_of_another_platform_can_be_named() -> None:
     structure = b'[{"$":"path","type":"WindowsPath","text":"a\\\\b"}]'
-    windows = encode_header([Entry("structure", "U8", (len(structure),), 0, len(structure))]) + structure
+    windows = encode_header([HeaderEntry("structure", "U8", (len(structure),), 0, len(structure))]) + structure
     (found,) = decode_tree(windows)
     assert isinstance(found, PurePath)
     assert found.parts == ("a", "b")

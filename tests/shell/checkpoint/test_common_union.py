@@ -14,7 +14,7 @@ from hypothesis import strategies as hypothesis
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, IntegrityError, KeyMismatch, render_path
-from shardtree.shell.checkpoint.loading import _strict
+from shardtree.shell.checkpoint.loading import _omissions
 from shardtree.shell.table import encode_metadata, read_metadata
 from shardtree.storage import MemoryStorage
 from shardtree.world import World
@@ -119,7 +119,7 @@ def test_what_no_rank_names_of_a_union_is_listed(keys: Any) -> None:
 
 
 def test_the_law_of_unions_catches_ranks_that_list_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_strict.Omissions, "unasked_paths", lambda self, bits: ())
+    monkeypatch.setattr(_omissions.Omissions, "unasked_paths", lambda self, bits: ())
     assert_caught(nothing_united_vanishes, st.load, TWO_LOADS)
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import IntegrityError
+from shardtree.inspection._explanation import check_alike
 from shardtree.layouts import ShardColumns
 from shardtree.shell.checkpoint import _packed
-from shardtree.shell.checkpoint._consistency import check_columns, describe
+from shardtree.shell.checkpoint._consistency import describe
 from shardtree.shell.checkpoint._packed import (
     AlikeColumns,
     pack_columns,
@@ -90,7 +91,7 @@ def check_said_alike(check: Callable[..., None], case: tuple[GlobalState, Layout
     for rank, part in enumerate(parts):
         said.add(part, rank)
     expected = error_of(lambda: st.core.layouts.join_checked(parts))
-    assert error_of(lambda: check("load", said, descriptions)) == expected
+    assert error_of(lambda: check(said, descriptions)) == expected
 
 
 def error_of(work: Callable[[], object]) -> str:
@@ -109,11 +110,11 @@ MASKS = some.lists(some.booleans(), min_size=1, max_size=5)
 def test_what_is_wrong_is_said_alike_of_columns_that_are_kept_once(
     case: tuple[GlobalState, Layouts, int], mask: Sequence[bool]
 ) -> None:
-    check_said_alike(check_columns, case, mask)
+    check_said_alike(check_alike, case, mask)
 
 
 def test_the_law_catches_replicas_that_are_forgotten() -> None:
-    def main_alone(doing: str, said: AlikeColumns, descriptions: Any) -> None:
+    def main_alone(said: AlikeColumns, descriptions: Any) -> None:
         st.core.layouts.join_checked(said.select(lambda part: np.flatnonzero(part.main)))
 
     assert_caught(check_said_alike, main_alone, cases(), MASKS)

@@ -18,8 +18,8 @@ from shardtree.core.plans import StoredChunks
 from shardtree.errors import UnsupportedValue
 from shardtree.layouts import TensorKind, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.shell.table.index import Index, _columns, build_index, chunks_of, kind_at, text_columns, texts
-from shardtree.shell.table.index._columns import kinds_at, stored_alike
+from shardtree.shell.table.index import Index, _columns, build_index, chunks_of, text_columns, texts
+from shardtree.shell.table.index._columns import stored_alike
 from shardtree.storage import StoredFile
 from tests.core.layouts.test_shard_columns import any_shards
 from tests.core.trees.samples import assert_caught
@@ -60,7 +60,7 @@ def outcome(kinds: Kinds, index: Index, numbers: list[int]) -> Any:
 
 
 def each_by_itself(index: Index, numbers: list[int]) -> list[TensorKind]:
-    return [kind_at(index, number) for number in numbers]
+    return [index.kind(number) for number in numbers]
 
 
 def are_kinds_of_each(kinds: Kinds, case: tuple[Index, list[int]]) -> None:
@@ -71,11 +71,11 @@ def are_kinds_of_each(kinds: Kinds, case: tuple[Index, list[int]]) -> None:
 @settings(max_examples=100)
 @given(asked_of_the_future())
 def test_kinds_of_many_are_the_kinds_of_each(case: tuple[Index, list[int]]) -> None:
-    are_kinds_of_each(kinds_at, case)
+    are_kinds_of_each(Index.kinds, case)
 
 
 def in_the_indexs_order(index: Index, numbers: list[int]) -> list[TensorKind]:
-    return kinds_at(index, sorted(numbers))
+    return index.kinds(sorted(numbers))
 
 
 def test_the_law_of_kinds_catches() -> None:
@@ -92,7 +92,7 @@ def compared(draw: st.DrawFn) -> tuple[Index, list[int], list[TensorKind]]:
     kinds = []
     for place, number in enumerate(numbers):
         try:
-            kind = kind_at(index, number)
+            kind = index.kind(number)
         except UnsupportedValue:
             kind = TensorKind(torch.int8, (1,), 0)
         change = draw(st.sampled_from(["", "", "", "dtype", "size", "axis", "prepended", "number"]))

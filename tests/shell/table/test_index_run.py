@@ -73,7 +73,7 @@ def check_run_is_the_plan(single_run, case):
     file, run = single_run(index, shard) or (None, None)
     if run is not None:
         assert file.name == "f"
-        (number,) = _load.find_texts(index.key_text, index.key_start, ["w"])
+        (number,) = index.find_keys(["w"])
         plan = plan_load(shard_columns([shard], 0), chunks_of(index, np.array([number])))
         assert not plan.strided.file.size and not plan.doubled.size and plan.covered.tolist() == [np.prod(case.shape)]
         rows = [getattr(plan.runs, name).tolist() for name in ("file", "byte", "target", "target_byte", "length")]

@@ -3,33 +3,29 @@
 import typing
 
 if typing.TYPE_CHECKING:
-    from ._ask import LoadRequest, listing, matched_target, resolve, stored_common
-    from ._checks import CommonOf, Keys, Run, check_rank, in_common_state, unexpected_keys
+    from ._ask import LoadRequest, matched_target, resolve
     from ._choice import ExchangeChoice, Place, bytes_wanted_twice, exchange_choice, place_of
-    from ._groups import Shards, by_dtype, groups_of, stored_shard, traits_of_load
-    from ._objects import ObjectsFit, fit_objects, objects_metadata
+    from ._fit import in_common_state, prospect, unexpected_keys
+    from ._objects import ObjectsFit, fit_objects
+    from ._omissions import RANK_VALUES, Omissions, join_common, leave_out, refuse_omissions
     from ._plain import asking_whole
-    from ._prospect import prospect
     from ._read import (
         Destination,
         Reading,
+        Shards,
         as_stored,
+        by_dtype,
         convert_all,
         deliver,
         destination_of,
+        groups_of,
         read_into,
         read_shards,
+        stored_shard,
+        traits_of_load,
     )
-    from ._strict import (
-        RAISING,
-        RANK_VALUES,
-        Omissions,
-        StrictHandling,
-        log_untaken,
-        mismatched_keys,
-        parse_strict,
-        refuse_omissions,
-    )
+    from ._stored import Stored
+    from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict, refuse_keys
     from ._targets import CPU, Kinds, Target, check_tensors, new_memory, take_apart, usable_device
     from ._typed import load
 else:
@@ -38,18 +34,19 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "._ask": "LoadRequest listing matched_target resolve stored_common",
-            "._checks": "CommonOf Keys Run check_rank in_common_state unexpected_keys",
+            "._ask": "LoadRequest matched_target resolve",
             "._choice": "ExchangeChoice Place bytes_wanted_twice exchange_choice place_of",
-            "._groups": "Shards by_dtype groups_of stored_shard traits_of_load",
-            "._objects": "ObjectsFit fit_objects objects_metadata",
-            "._plain": "asking_whole",
-            "._prospect": "prospect",
-            "._read": "Destination Reading as_stored convert_all deliver destination_of read_into read_shards",
-            "._strict": (
-                "Omissions RAISING RANK_VALUES StrictHandling log_untaken mismatched_keys parse_strict refuse_omissions"
-            ),
-            "._targets": "CPU Kinds Target check_tensors new_memory take_apart usable_device",
+            "._fit": "in_common_state prospect unexpected_keys",
             "._load": "load",
+            "._objects": "ObjectsFit fit_objects",
+            "._omissions": "Omissions RANK_VALUES join_common leave_out refuse_omissions",
+            "._plain": "asking_whole",
+            "._read": (
+                "Destination Reading Shards as_stored by_dtype convert_all deliver destination_of groups_of read_into "
+                "read_shards stored_shard traits_of_load"
+            ),
+            "._stored": "Stored",
+            "._strict": "RAISING StrictHandling mismatched_keys parse_strict refuse_keys",
+            "._targets": "CPU Kinds Target check_tensors new_memory take_apart usable_device",
         },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ class Place(NamedTuple):
     """From where a rank reads.
 
     Attributes:
-        host: the name of its machine.
-        crosses_network: whether what it reads comes through a network.
+        host: The name of its machine.
+        crosses_network: Whether its reads cross a network.
     """
 
     host: str
@@ -44,8 +44,8 @@ class ExchangeChoice:
     """Whether ranks read for each other.
 
     Attributes:
-        together: whether they do.
-        why: what decided it, as a sentence; empty where the caller did.
+        together: Whether they do.
+        why: The reason, as a sentence; empty if the caller decided.
     """
 
     together: bool
@@ -55,23 +55,20 @@ class ExchangeChoice:
 ALONE = ExchangeChoice(together=False)
 
 
-def exchange_choice(
-    exchange: Exchange, places: Sequence[Place], saved_bytes: Callable[[], int] | None = None
-) -> ExchangeChoice:
+def exchange_choice(exchange: Exchange, places: Sequence[Place], saved_bytes: int | None = None) -> ExchangeChoice:
     """Return whether ranks send each other what they read.
 
     Args:
-        exchange: what the caller says.
-        places: of all ranks, by rank.
-        saved_bytes: returns how many bytes fewer all ranks together would read; None where ranks don't know what others
-            want.
+        exchange: The caller's choice.
+        places: The places of all ranks, by rank.
+        saved_bytes: The bytes that an exchange saves all ranks together; None where these don't know others' targets.
 
     Raises:
-        StrategyError: no such choice.
+        StrategyError: There is no such choice.
 
     Examples:
         >>> places = [Place("node-0", True), Place("node-1", True)]
-        >>> exchange_choice("auto", places, lambda: 2**30).why
+        >>> exchange_choice("auto", places, 2**30).why
         'Ranks read for each other, since they are on several machines, and storage is remote.'
     """
     if exchange not in ("auto", "always", "never"):
@@ -85,16 +82,16 @@ def exchange_choice(
     # Of what one machine reads twice, the second read comes from its cache, or at least from its own connection.
     if len({place.host for place in places}) == 1:
         return ExchangeChoice(False, f"{alone} all are on one machine.")
-    if saved_bytes is not None and saved_bytes() < len(places) * _WORTH_BYTES:
+    if saved_bytes is not None and saved_bytes < len(places) * _WORTH_BYTES:
         return ExchangeChoice(False, f"{alone} an exchange would save less than {_WORTH_BYTES >> 20} MiB a rank.")
     why = "Ranks read for each other, since they are on several machines, and storage is remote."
     return ExchangeChoice(True, why)
 
 
 def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
-    """Return how many bytes are wanted by several ranks at least, all but the main replicas.
+    """Return the number of bytes that an exchange saves all ranks at least: those of all but the main replicas.
 
     Args:
-        columns: what all ranks want, in one part or several.
+        columns: The shards of all ranks, in one part or several.
     """
     return sum(int(one.nbytes[~one.main].sum()) for one in columns)

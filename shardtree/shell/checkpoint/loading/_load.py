@@ -15,12 +15,13 @@ from ....core.layouts import ShardColumns
 from ....core.trees import refuse_too_deep, target_through
 from ....errors import TreeError
 from ...storage import Directory, ReadReport
-from ...table import LoadOptions, Strategies
+from ...table import Checkpoint, LoadOptions, Strategies
 from ...world import agree, current_world, step, tried
 from .._dispatch import Choice
 from .._open import open_alone
-from ._ask import CheckedLoad, LoadRequest, ask, check_ranks, compare_keys, with_metadata
-from ._checks import join_leaves
+from ._ask import LoadRequest, ask, compare_keys, with_metadata
+from ._check import CheckedLoad, check_ranks
+from ._omissions import join_leaves
 from ._read import deliver, read_into
 from ._strict import RETURNING, StrictHandling
 
@@ -28,7 +29,7 @@ from ._strict import RETURNING, StrictHandling
 @shielded
 def load(
     sharded_state_dict: Any,
-    checkpoint_dir: Directory,
+    checkpoint_dir: Directory | Checkpoint,
     sharded_strategy: Choice = None,
     common_strategy: Choice = None,
     validate_access_integrity: bool = True,
@@ -66,36 +67,37 @@ def load(
        made. One collective.
 
     Args:
-        sharded_state_dict: the target: shards say what to load. Their data may be tensors on any device (results go
+        sharded_state_dict: The target: shards say what to load. Their data may be tensors on any device (results go
             there), None, or meta tensors (results go to `device`). It isn't changed.
-        checkpoint_dir: where the checkpoint is.
-        sharded_strategy: replaces the function that its format's row has for loading shards: a function, or the
+        checkpoint_dir: Directory, URL or `Storage` of the checkpoint; or the `checkpoint` of an open one, which isn't
+            opened again if `options` are the same.
+        sharded_strategy: Replacement of the function by which its format loads shards: a function, or the
             name or the (backend, version) whose row is used.
-        common_strategy: replaces the one for the common state.
-        validate_access_integrity: whether ranks exchange their targets and check that every element is asked for
+        common_strategy: Replacement of the one for the common state.
+        validate_access_integrity: Whether ranks exchange their targets and check that every element is asked for
             by exactly one main replica.
-        strict: what to do about keys that only the target or only the checkpoint has. What a mode leaves out isn't in
+        strict: Mode for keys that only the target or only the checkpoint has. What a mode leaves out isn't in
             dicts; in a list, tuple or instance of a class, as in a field that it has got since, the target's own value
             stays, and the report's `kept` names it.
-        world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        donate: whether the target's tensors are given away: they are filled in place and returned, those that
+        world: The ranks that take part; torch.distributed's default group, or else this process alone.
+        donate: Whether the target's tensors are given away: they are filled in place and returned, those that
             factories hold too. Tied weights, one memory under several keys, are filled once. If the load
             fails from step 5 on, their content may be lost. A module's load hooks aren't called: `load_module` does.
-        cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
+        cast: Whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
             fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is an error.
             Quantised values, as FP8, are an error where scales are stored beside them: alone they are other numbers.
-        plain: patterns of keys of values that need no scales, though tensors are stored beside them that are named
+        plain: Patterns of keys of values that need no scales, though tensors are stored beside them that are named
             like scales: they may be cast.
-        device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
+        device: Device of a tensor whose target has no memory, since its data is None, a meta or a lazy tensor; the
             CPU by default. Ranks may pass different devices.
-        layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
+        layout: The tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
             or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
-        transform: a trace of what makes the target's tensors of those that are stored, by key: each rank reads what its
+        transform: A trace that makes the target's tensors of those that are stored, by key: each rank reads what its
             own are made of. Their integrity isn't checked: ranks may need the same elements, and leave some out.
             Other values do too whose method ``stored_target(target, /, *, cast, plain)`` returns the target to load
             in place of the given one, whose factories make the given one's tensors of those that are stored.
-        strategies: the dispatch table; None for the process's.
-        options: how the checkpoint is read: verification, exchange between ranks, classes, rules for objects, progress.
+        strategies: The dispatch table; None for the process's.
+        options: Options of the read: verification, exchange between ranks, classes, rules for objects, progress.
 
     Returns:
         The tree; with a strict mode that returns keys, ``(tree, missing, unexpected)``.
@@ -166,9 +168,9 @@ def put_together(checked_load: CheckedLoad, objects: Sequence[Any], amount: Read
     """Return the tree of the common state and what was read, once all ranks have theirs; a barrier.
 
     Args:
-        checked_load: the load, its memory filled.
-        objects: the data of the objects among the target's leaves.
-        amount: how much was read; goes to the caller's `report`.
+        checked_load: The load, its memory filled.
+        objects: The data of the objects among the target's leaves.
+        amount: The amount that was read; goes to the caller's `report`.
     """
     checkpoint = checked_load.reading.checkpoint
     finish = partial(_put_together, checked_load, objects, amount, checkpoint.options.report)
@@ -187,7 +189,7 @@ def _put_together(
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
         tree = checked_load.target.merge(join_leaves(checked_load.common, checked_load.target, leaves))
     if report is not None:
-        omitted, why = checked_load.omissions, checked_load.destination.exchange.why
+        omitted, why = checked_load.omissions, checked_load.reading.exchange.why
         amount = replace(amount, left_out=omitted.left_out, unfilled=omitted.unfilled)
         report(replace(amount, kept=omitted.kept, exchange=why))
     return tree

@@ -1,4 +1,4 @@
-"""How a target's objects fit those that are stored, and what rules make of arrays that change their shape."""
+"""The fit of a target's objects to those that are stored, and rules for arrays of objects that change their shape."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from ....core.layouts import (
 )
 from ....core.mapping import ShardedObject
 from ....core.plans import Misfit, find_unexpected
-from ...table import Checkpoint, Strategies, StrategyAction, find_strategy, old_unique_key
+from ...table import old_unique_key
 from ...table.index import IndexMetadata
-from .._dispatch import Choice, are_objects_beside, backend_of, common_backend, sharded_backend
 from .._open import Metadata
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectsFit:
-    """How the objects that are asked for fit those that are stored.
+    """The fit of a target's objects to those that are stored.
 
     Attributes:
-        problems: why some can't be loaded.
-        arrays: those that change their shape, as (key, shape that is asked for).
-        cells: all that are stored of such arrays, without data.
-        rules: by key, for them.
+        problems: The reasons why some can't be loaded.
+        arrays: The arrays that change their shape, as (key, target's shape).
+        cells: All stored cells of such arrays, without data.
+        rules: The rules for such arrays, by key.
     """
 
     problems: tuple[Misfit, ...] = ()
@@ -50,42 +49,23 @@ class ObjectsFit:
         return [item for item in self.cells if self.rules[item.key] is not drop_objects]
 
 
-def objects_metadata(
-    checkpoint: Checkpoint, metadata: Metadata, choice: Choice, strategies: Strategies | None
-) -> Metadata | None:
-    """Return what is in the format that holds a checkpoint's objects; None if it can't list that.
-
-    Args:
-        checkpoint: what is loaded.
-        metadata: what the format of the tensors holds.
-        choice: the caller's, of how shards are loaded.
-        strategies: the dispatch table; None for the process's.
-    """
-    backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
-    beside = common_backend(checkpoint.fields)
-    if not are_objects_beside(backend, beside, strategies):
-        return metadata
-    fallback = find_strategy(StrategyAction.LOAD_METADATA, *beside, strategies=strategies)
-    return None if fallback is None else fallback(checkpoint)
-
-
 def fit_objects(
     objects: Sequence[ShardedObject],
     metadata: Metadata | None,
     rules: Mapping[str, ObjectRule] | None,
     others: Iterable[str] = (),
 ) -> ObjectsFit:
-    """Return how a target's objects fit those that are stored, as far as the format can list those.
+    """Return the fit of a target's objects to those that are stored, as far as the format can list those.
 
     Args:
-        objects: what is asked for.
-        metadata: what is stored, None if that isn't known.
-        rules: by patterns of keys.
-        others: further keys that rules may name, beside those that are stored or asked for.
+        objects: The target's objects.
+        metadata: The stored contents; None if they aren't known.
+        rules: Rules by patterns of keys.
+        others: Further keys that rules may name, beside those that are stored or asked for.
 
     Raises:
-        TreeError: a rule's pattern fits no key.
-        IntegrityError: there is a rule, but it isn't clear from which shape to which.
+        TreeError: A rule's pattern fits no key.
+        IntegrityError: There is a rule, but it isn't clear from which shape to which.
     """
     if metadata is None or not (objects or rules):
         return ObjectsFit()
@@ -126,17 +106,17 @@ def _keys(metadata: Metadata) -> set[str]:
 
 
 def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], values: Sequence[Any]) -> list[Any]:
-    """Return what rules make of stored objects, a value for each of a target's objects that they concern.
+    """Return the values that rules make of stored objects, one for each of a target's objects that they concern.
 
     Args:
-        fit: how the target's objects fit.
-        objects: those of arrays that change their shape.
-        values: the data of `fit.cells_to_read`.
+        fit: The fit of the target's objects.
+        objects: The target's objects of arrays that change their shape.
+        values: The data of `fit.cells_to_read`.
 
     Raises:
-        IntegrityError: a cell isn't stored, or values that should be equal aren't.
-        ShapeError: a rule gives more or fewer values than there are cells.
-        UnsupportedValue: a rule can't handle a value.
+        IntegrityError: A cell isn't stored, or values that should be equal aren't.
+        ShapeError: A rule gives more or fewer values than there are cells.
+        UnsupportedValue: A rule can't handle a value.
     """
     cells = [replace(item, data=data) for item, data in zip(fit.cells_to_read, values, strict=True)]
     others = [item for item in fit.cells if fit.rules[item.key] is leaf("drop_objects")]

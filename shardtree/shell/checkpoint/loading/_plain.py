@@ -29,12 +29,12 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
     an optimizer's step.
 
     Args:
-        target: a rank's, taken apart.
-        kinds: what is stored of the tensors that it may ask for, by key.
+        target: A rank's target, taken apart.
+        kinds: The stored kinds of the tensors that it may ask for, by key.
 
     Raises:
-        UnsupportedValue: such a tensor is a wrapper subclass, whose memory can't be filled.
-        TreeError: such a tensor has no shape.
+        UnsupportedValue: Such a tensor is a wrapper subclass, whose memory can't be filled.
+        TreeError: Such a tensor has no shape.
     """
     tensors = {number for number in target.plain if isinstance(target.leaves[number], torch.Tensor)}
     keys = {number: key for number in tensors if (key := path_key(target.plain[number])) in kinds}
@@ -70,29 +70,26 @@ def unfilled_paths(target: Target, tree: Any) -> list[TreePath]:
     """Return the paths of a target's plain tensors that get no value, neither loaded nor from the common state.
 
     Args:
-        target: a rank's, where those that are stored are shards already.
-        tree: what its join with the common state gave.
+        target: A rank's target, in which the stored ones are shards already.
+        tree: The result of its join with the common state.
     """
     return trees.unfilled(tree, [(path, target.leaves[number]) for number, path in target.plain.items()])
 
 
-def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Callable[[], Collection[str]]) -> None:
+def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Collection[str]) -> None:
     """Raise where a plain tensor gets no value, and what seems to be meant is stored under another key.
 
     That is so where the saved tree had a shard at its path, and where a stored key is the end of its path's key.
 
     Args:
-        paths: of plain tensors that get no value.
-        common: the stored common tree, with holes where shards were.
-        checkpoint_keys: returns all stored keys.
+        paths: Paths of plain tensors that get no value.
+        common: The stored common tree, with holes where shards were.
+        checkpoint_keys: All stored keys.
 
     Raises:
-        KeyMismatch: names the path, and the stored key as far as it is known.
+        KeyMismatch: Names the path, and the stored key as far as it is known.
     """
-    if not paths:
-        return
-    keys = checkpoint_keys()
-    pairs = [(path, text) for path in paths if (text := _hint(path, common, keys))]
+    pairs = [(path, text) for path in paths if (text := _hint(path, common, checkpoint_keys))]
     if pairs:
         what = "load: plain tensors of the target that are stored under another key than that of their path"
         fix = (
@@ -104,7 +101,7 @@ def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: C
 
 
 def _hint(path: TreePath, common: Any, keys: Collection[str]) -> str:
-    """Return what is stored in place of the tensor at a path, as text; empty where nothing hints at anything."""
+    """Return a text about the value stored in place of the tensor at a path; empty if nothing hints at one."""
     key = path_key(path)
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(1, len(parts)))

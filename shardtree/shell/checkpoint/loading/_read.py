@@ -2,33 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from ....core.ambient import collector_paused
 from ....core.deferred import leaf
+from ....core.geometry import Column
+from ....core.layouts import shard_columns
 from ....core.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ....core.plans import convert, overlaps
+from ....core.plans import convert, overlaps, read_rounds
 from ....core.trees import HOLE
 from ....errors import StrategyError, error_text
 from ...storage import ReadReport
-from ...table import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy, unless_replaced
+from ...table import (
+    Checkpoint,
+    FormatTraits,
+    Strategies,
+    StrategyAction,
+    check_unreplaced,
+    default_strategies,
+    find_strategy,
+    traits_of,
+    unless_replaced,
+)
 from ...world import agree, step
 from .._consistency import KnownLayout
 from .._dispatch import DEFAULT_BACKEND, Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._choice import ALONE, ExchangeChoice
-from ._groups import groups_of, stored_shard, traits_of_load
 from ._objects import ObjectsFit, reshaped_values
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 # Imported now: a load of our own format imports nothing, since it may run where an import is half done.
 find_strategy(StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND)
 
-# Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
+Shards = Sequence[ShardedTensor]
+
+# Groups that are read at once: shards stored in their own dtype, then, round by round, those that are converted. These
+# are read into staging memory, a bounded round at a time, and copied to the target.
+
+
+def by_dtype(shards: Shards, kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
+    """Return the shards that are stored in their own dtype, as far as is known, and the others."""
+    # By identity: shards of one key in a target may ask for different dtypes.
+    others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
+    ids = set(map(id, others))
+    return [shard for shard in shards if id(shard) not in ids], others
+
+
+def stored_shard(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
+    """Return a shard without data, in the dtype that it is stored in."""
+    return replace(shard, data=None, dtype=kinds[shard.key].dtype)
+
+
+def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count: int = 0) -> list[list[ShardedTensor]]:
+    """Return the groups that a rank reads at once: shards stored in their own dtype, then those converted each round.
+
+    Args:
+        shards: The rank's shards.
+        kinds: The stored kinds, by key.
+        rounds: The round of each converted shard, int64; None where the rank reads by itself.
+        count: The least number of rounds.
+    """
+    alike, others = by_dtype(shards, kinds)
+    if rounds is None and others:
+        rounds = read_rounds(shard_columns([stored_shard(shard, kinds) for shard in others]))
+        count = int(rounds.max()) + 1
+    parts: list[list[ShardedTensor]] = [[] for _ in range(count)]
+    for shard, number in zip(others, [] if rounds is None else rounds.tolist(), strict=True):
+        parts[number].append(shard)
+    return [alike, *parts]
 
 
 def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTensor]:
@@ -38,35 +84,35 @@ def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTens
 
 
 def convert_all(shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], kinds: Kinds) -> None:
-    """Copy what was read into shards' memory, converted to their dtype; unstored parts of a padded one stay.
+    """Convert what was read to the dtype of its shard, in the shard's memory; unstored parts of a padded one stay.
 
     Args:
-        shards: with contiguous memory, written in place.
-        sources: the same shards as they are stored.
-        kinds: what is stored.
+        shards: Shards with contiguous memory, written in place.
+        sources: The same shards as they are stored, filled.
+        kinds: The stored kinds, by key.
 
     Raises:
-        ShapeError: an integer doesn't fit the target's dtype.
+        ShapeError: An integer doesn't fit the target's dtype.
     """
     for shard, source in zip(shards, sources, strict=True):
         for overlap in overlaps(shard, kinds[shard.key].global_shape):
             convert(shard.key, overlap.of(source.data), overlap.of(shard.data))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Reading:
-    """How a target is read.
+    """The way in which a target is read.
 
     Attributes:
-        checkpoint: what is read.
-        sharded_strategy: the caller's choice.
-        strategies: the dispatch table; None for the process's.
-        donate: whether the target's tensors are filled in place.
-        exchange: whether ranks send each other what several of them want, and why.
-        kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
-        objects: how the target's objects fit those that are stored.
-        layout: what all ranks ask for, if the caller passed it.
-        device: where tensors are put whose target has none.
+        checkpoint: The opened checkpoint.
+        sharded_strategy: The caller's choice.
+        strategies: The dispatch table; None for the process's.
+        donate: Whether the target's tensors are filled in place.
+        exchange: Whether ranks send each other what several of them want, and why.
+        kinds: The stored kinds of tensors, by key; a tensor of another dtype than a target's is converted.
+        objects: The fit of the target's objects.
+        layout: The target of all ranks, if the caller passed it.
+        device: The device of tensors that have no memory in the target.
     """
 
     checkpoint: Checkpoint
@@ -79,32 +125,42 @@ class Reading:
     layout: KnownLayout | None = None
     device: torch.device = CPU
 
+    @cached_property
+    def fills_devices(self) -> bool:
+        """Whether memory on devices is filled part by part, without the host's memory for all of it."""
+        if self.exchange.together:
+            return False
+        return traits_of_load(self.checkpoint, self.sharded_strategy, self.strategies).fills_devices
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Destination:
     """The memory that a load fills.
 
     Attributes:
-        leaves: what is asked for.
-        shards: the tensors among them.
-        memories: the same shards with memory to be filled.
-        exchange: whether ranks send each other what several of them want, and why.
+        leaves: The leaves of the target.
+        shards: The tensor shards among them.
+        memories: The same shards with memory to be filled.
     """
 
     leaves: Sequence[Any]
     shards: Sequence[ShardedTensor]
     memories: Sequence[ShardedTensor]
-    exchange: ExchangeChoice
 
 
 def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
-    """Return memory for what a target's leaves ask for."""
+    """Return memory for the tensor shards among a target's leaves."""
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
-    choices = (reading.sharded_strategy, reading.strategies)
-    is_staged = reads_to_device(reading.checkpoint, *choices, reading.kinds, together=reading.exchange.together)
+    is_staged = partial(_is_read_to_device, reading)
     with collector_paused():
         memories = with_memories(shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
-    return Destination(leaves, shards, memories, reading.exchange)
+    return Destination(leaves, shards, memories)
+
+
+def _is_read_to_device(reading: Reading, shard: ShardedTensor) -> bool:
+    """Return whether a shard whose target is on a device is read there part by part: a converted one can't be."""
+    is_alike = shard.key not in reading.kinds or reading.kinds[shard.key].dtype == shard.dtype
+    return is_alike and reading.fills_devices
 
 
 def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], ReadReport]:
@@ -112,7 +168,7 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
     world = reading.checkpoint.world
     others = (leaf for leaf in destination.leaves if type(leaf) is not ShardedTensor)
     objects = [leaf for leaf in others if isinstance(leaf, ShardedObject)]
-    if destination.exchange.together:
+    if reading.exchange.together:
         together: ReadReport = leaf("read_together")(reading, destination.memories)
         return agree(world, "load: read objects", partial(_read_objects, reading, objects)), together
 
@@ -124,7 +180,7 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
     return agree(world, "load: read objects", read, steps=("load: read",))
 
 
-def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+def _read_alone(reading: Reading, shards: Shards) -> ReadReport:
     alike, *rounds = groups_of(shards, reading.kinds)
     report = read_shards(reading, alike)
     for part in rounds:
@@ -138,7 +194,7 @@ def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
     """Fill shards by the format's function, or the caller's, and return how much was read; not collective.
 
     Raises:
-        StrategyError: the function returned something else.
+        StrategyError: The function returned something else.
     """
     backend = sharded_backend(reading.checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
@@ -176,12 +232,12 @@ def _read_items(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]
 
 
 def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) -> list[Any]:
-    """Return what was loaded for each leaf: a tensor, a boxed object, a local box unchanged, or a hole.
+    """Return the loaded value of each leaf: a tensor, a boxed object, a local box unchanged, or a hole.
 
     Args:
-        reading: how the target was read.
-        destination: the filled memory.
-        objects: the data of the objects among the leaves.
+        reading: The way in which the target was read.
+        destination: The filled memory.
+        objects: The data of the objects among the leaves.
     """
     rest = iter(objects)
     # Only now, when all ranks have read: a save that replaced the files earlier would have mixed two checkpoints.
@@ -199,20 +255,11 @@ def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) 
     return leaves
 
 
-def reads_to_device(
-    checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None, kinds: Kinds, *, together: bool
-) -> Callable[[ShardedTensor], bool]:
-    """Return a predicate: whether a shard whose target is on a device is read there part by part.
-
-    It isn't if something needs the host's memory: a conversion, an exchange between ranks, or a load by a function that
-    isn't known to do without.
-    """
-
-    @cache  # looked up only once a shard is on a device, and then once for all
-    def is_possible() -> bool:
-        return not together and traits_of_load(checkpoint, choice, strategies).fills_devices
-
-    def is_direct(shard: ShardedTensor) -> bool:
-        return is_possible() and (shard.key not in kinds or kinds[shard.key].dtype == shard.dtype)
-
-    return is_direct
+def traits_of_load(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> FormatTraits:
+    """Return the traits of the function that loads shards, the defaults if it isn't the format's own."""
+    backend = sharded_backend(checkpoint.fields)
+    load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
+    # The traits are those of the format's own function, not of one that was put into its place for this call.
+    own = find_strategy(StrategyAction.LOAD_SHARDED, *backend, strategies=strategies)
+    default = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), own)
+    return traits_of(*backend, strategies) if load_sharded is own is default else FormatTraits()

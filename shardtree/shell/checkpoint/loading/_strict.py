@@ -1,16 +1,13 @@
-"""What a load does about keys that only the target or only the checkpoint has."""
+"""The strict modes: actions on keys that only the target or only the checkpoint has."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
-import numpy as np
-
 from ....core.plans import Unexpected, prefix_difference
-from ....errors import KeyMismatch, TreePath, error_text, render_path
+from ....errors import KeyMismatch, error_text
 from ...table import IN_COMMON
 
 logger = logging.getLogger("shardtree")
@@ -67,7 +64,7 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
     """Return the mode of a name.
 
     Raises:
-        KeyMismatch: there is no such mode.
+        KeyMismatch: There is no such mode.
 
     Examples:
         >>> parse_strict("raise_all")
@@ -88,10 +85,10 @@ def mismatched_keys(
     """Return the missing and the unexpected keys, as far as a mode needs them.
 
     Args:
-        strict: the mode.
-        own: what this rank asks for.
-        checkpoint_keys: what is stored.
-        everywhere: what all ranks ask for; unused if the mode doesn't need it.
+        strict: The mode.
+        own: The keys of this rank's target.
+        checkpoint_keys: The stored keys.
+        everywhere: The keys of all ranks' targets; unused if the mode doesn't need it.
 
     Examples:
         >>> mismatched_keys(StrictHandling.RETURN_ALL, {"a", "x"}, {"a", "b"}, {"a", "x"})
@@ -102,7 +99,19 @@ def mismatched_keys(
     return checkpoint_keys - everywhere if strict in WITH_MISSING else set(), own - checkpoint_keys
 
 
-def log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
+def settle_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
+    """Log the keys that differ, or raise for them, if the mode is one that does.
+
+    Raises:
+        KeyMismatch: There is such a key, and the mode raises.
+    """
+    if strict in LOGGING:
+        _log_keys(missing, unexpected)
+    elif strict in RAISING:
+        refuse_keys(missing, unexpected)
+
+
+def _log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
     """Log keys that differ, if there are any, each on a line of one message."""
     absent = sorted(missing)
     # Each line is an error's text of its own: one text for all would be cut to its first ten.
@@ -116,7 +125,7 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
     """Raise if keys differ. The error shows some of each kind, and has all of them as attributes.
 
     Raises:
-        KeyMismatch: there is a missing or an unexpected key.
+        KeyMismatch: There is a missing or an unexpected key.
 
     Examples:
         >>> refuse_keys(["step"], [])
@@ -164,101 +173,3 @@ def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
         more = f"and {len(own) - most + 1} more {kind} ones, all of which are in the error's `{kind}`"
         lines += own if len(own) <= most else [*own[: most - 1], more]
     return lines
-
-
-@dataclass(frozen=True, slots=True)
-class Omissions:
-    """What a load leaves out.
-
-    Attributes:
-        left_out: paths of stored plain values that can't be returned, since containers around them lack shards.
-        unfilled: paths of plain tensors of the target for which nothing is stored.
-        kept: paths of the target's own values that are in the result, since nothing is stored for them.
-        union_paths: of all plain values of a common state that is the union of several ranks'.
-        unasked_bits: of each rank, which of them its part of the union lacks, as bits.
-    """
-
-    left_out: tuple[str, ...] = ()
-    unfilled: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    union_paths: tuple[TreePath, ...] = ()
-    unasked_bits: tuple[bytes, ...] = ()
-
-    @property
-    def shared(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
-        """What other ranks learn of it: `unfilled`, `kept` and `unasked_bits`."""
-        return self.unfilled, self.kept, self.unasked_bits
-
-    def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
-        """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
-        if len(set(map(len, all_bits))) != 1:  # nothing was united, or a function of the caller's loads other states
-            return ()
-        of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in all_bits])
-        numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.union_paths)))
-        return tuple(render_path(self.union_paths[number]) for number in numbers)
-
-    def with_those_of(self, others: Omissions) -> Omissions:
-        """Return what is left out of the targets of some ranks and of others, each path once."""
-        return Omissions(
-            tuple(dict.fromkeys((*self.left_out, *others.left_out))),
-            tuple(dict.fromkeys((*self.unfilled, *others.unfilled))),
-            tuple(dict.fromkeys((*self.kept, *others.kept))),
-            self.union_paths or others.union_paths,
-            (*self.unasked_bits, *others.unasked_bits),
-        )
-
-
-STORED_VALUES = (
-    "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for, or the target's "
-    "class hasn't these fields"
-)
-TARGET_TENSORS = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
-RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
-KEPT_VALUES = (
-    "load: no value is stored for these places; the target's own is kept, since a list, tuple or class needs one"
-)
-_FIXES = {
-    STORED_VALUES: (
-        "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
-    ),
-    TARGET_TENSORS: (
-        "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode."
-    ),
-    RANK_VALUES: "Put these keys in a rank's target, or pass another strict mode.",
-}
-"""What isn't in the result of a load, and what to do about that."""
-
-
-def refuse_omissions(strict: StrictHandling, what: str, paths: Sequence[str]) -> None:
-    """Raise if stored values aren't loaded, or plain tensors not filled, where a mode raises for all.
-
-    Args:
-        strict: the mode.
-        what: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
-        paths: of the values or tensors.
-
-    Raises:
-        KeyMismatch: there is one.
-    """
-    if strict is _S.RAISE_ALL and paths:
-        raise KeyMismatch(error_text(what, offenders=paths, fix=_FIXES[what]))
-
-
-def log_omissions(what: str, paths: Sequence[str]) -> None:
-    """Log the paths of what isn't in the result, if there are any."""
-    if paths:
-        logger.warning("\n  ".join([what, *map(error_text, paths)]))
-
-
-def log_of_ranks(mode: StrictHandling, unfilled: Iterable[str], kept: Iterable[str], unasked: Sequence[str]) -> None:
-    """Log what the ranks' results lack or keep of their targets, each path once, and what none of them asks for."""
-    log_omissions(TARGET_TENSORS, list(dict.fromkeys(unfilled)))
-    log_omissions(KEPT_VALUES, [] if mode is _S.IGNORE_ALL else list(dict.fromkeys(kept)))
-    log_omissions(RANK_VALUES, unasked if mode in LOGGING else ())
-
-
-def log_untaken(reasons: Mapping[str, str]) -> None:
-    """Log what is stored and can't be loaded, with why, by key; nothing if there is nothing."""
-    if reasons:
-        lines = [error_text(f"{name!r}: {why}") for name, why in sorted(reasons.items())]
-        logger.warning("\n  ".join(["load: stored tensors are left out, as they can't be read", *lines]))

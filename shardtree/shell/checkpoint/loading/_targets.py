@@ -23,7 +23,7 @@ from ....core.mapping.memory import (
     refuse_read_only,
     tied,
 )
-from ....errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
+from ....errors import CheckpointingException, MetadataError, TreePath, error_text
 from ...storage import copies_of, empty_tensor
 
 CPU: Final = torch.device("cpu")
@@ -36,7 +36,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     """Return where tensors are put whose target has none: the CPU by default.
 
     Raises:
-        MetadataError: there is no such device here, or its memory holds nothing, as the meta device's.
+        MetadataError: There is no such device here, or its memory holds nothing, as the meta device's.
 
     Examples:
         >>> usable_device(None), usable_device("cpu")
@@ -60,22 +60,17 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 def with_memory(
     shard: ShardedTensor, tensor: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
-    """Return a shard whose data is contiguous memory to be filled, the CPU's or that of a device.
+    """Return a checked shard whose data is contiguous memory to be filled, the CPU's or that of a device.
 
     That is the target's own tensor only if it is donated and fits. If a shape mismatch is allowed, the memory starts
     with the target's elements, or zeros, since not all of it may be filled.
 
     Args:
-        shard: the target's.
-        tensor: its `given_tensor`.
-        donate: whether that is given away.
-        on_device: the device where the memory is: that of `tensor`, if there is one. None for the CPU.
-
-    Raises:
-        ShapeError: a tensor isn't the shard's any more, or elements of a donated one are aliases.
+        shard: The target's shard.
+        tensor: The shard's `given_tensor`.
+        donate: Whether that tensor is given away.
+        on_device: The device of the memory, which is that of `tensor` if there is one; None for the CPU.
     """
-    if tensor is not None:
-        _check_tensor(shard, tensor, donate=donate)
     if donate and tensor is not None and (on_device is not None or is_plain_memory(tensor)):
         return trees.with_data(shard, tensor.detach()) if tensor.requires_grad else shard
     if on_device is not None:
@@ -100,21 +95,21 @@ def with_memories(
     """Return `with_memory` of each shard, or with memory on the device where its tensor is put.
 
     Args:
-        shards: the target's.
-        donate: whether their tensors are given away.
-        device: where tensors are put whose target has none.
-        is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
+        shards: The target's shards.
+        donate: Whether their tensors are given away.
+        device: The device of tensors that have no memory in the target.
+        is_staged: Predicate of shards on devices: whether one is read there part by part.
 
     Raises:
-        ShapeError: as `with_memory`, or donated tensors are aliases of each other or in read-only memory.
+        ShapeError: A tensor doesn't pass `check_tensors`.
     """
+    check_tensors(shards, donate=donate)
     pairs = [(shard, given_tensor(shard)) for shard in shards]
     # What is stored under several keys is compared before it goes into the one memory that they have.
     apart = {number for group in tied(pairs) for number in group} if donate else set()
     memories = []
     for number, (shard, tensor) in enumerate(pairs):
         if number in apart and tensor is not None:
-            _check_tensor(shard, tensor, donate=True)
             memories.append(with_memory(shard, tensor, donate=False))
             continue
         if tensor is not None and donate and _is_memory(shard, tensor):
@@ -127,41 +122,36 @@ def with_memories(
             staged = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         staged = staged and is_staged(shard)
         memories.append(with_memory(shard, tensor, donate=donate, on_device=place if staged else None))
-    if donate:
-        # Two shards that alias would be filled one over the other, and the second would silently win.
-        donated = [(shard, tensor) for shard, tensor in pairs if tensor is not None]
-        check_no_aliases("load", donated)
-        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in donated))
     return memories
 
 
 def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
-    """Raise what `with_memories` would, without making memory.
+    """Raise unless a load can fill memory for these shards: before any memory is made.
 
     Args:
-        shards: the target's.
-        donate: whether their tensors are given away.
+        shards: The target's shards.
+        donate: Whether their tensors are given away.
 
     Raises:
-        ShapeError: a tensor isn't the shard's any more, or elements of donated ones share memory, or it is read-only.
+        ShapeError: A tensor was changed since its shard was built; elements of donated ones share memory; or a donated
+            one is in read-only memory.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(2))
         >>> check_tensors([shard], donate=False)
     """
-    pairs = [(shard, tensor) for shard in shards if (tensor := given_tensor(shard)) is not None]
+    used = shards if donate else [shard for shard in shards if shard.allow_shape_mismatch]
+    pairs = [(shard, tensor) for shard in used if (tensor := given_tensor(shard)) is not None]
     for shard, tensor in pairs:
-        _check_tensor(shard, tensor, donate=donate)
+        if donate and _is_memory(shard, tensor):
+            continue  # it passes both checks
+        check_unchanged("load", shard, tensor)
+        if donate:
+            check_writable("load", shard, tensor)
     if donate:
+        # Two shards that alias would be filled one over the other, and the second would silently win.
         check_no_aliases("load", pairs)
         refuse_read_only("load", ((shard.key, tensor) for shard, tensor in pairs))
-
-
-def _check_tensor(shard: ShardedTensor, tensor: torch.Tensor, *, donate: bool) -> None:
-    if donate or shard.allow_shape_mismatch:
-        check_unchanged("load", shard, tensor)
-    if donate:
-        check_writable("load", shard, tensor)
 
 
 def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
@@ -174,7 +164,7 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
     """Return a new tensor to be filled.
 
     Raises:
-        CheckpointingException: there is no memory for it, say because a damaged checkpoint has an absurd shape.
+        CheckpointingException: There is no memory for it, say because a damaged checkpoint has an absurd shape.
     """
     try:
         return empty_tensor(size=shape, dtype=dtype, device=device)  # torch parses a named size faster
@@ -191,13 +181,13 @@ def deliver_all(
     """Return each shard's result: the donated tensor, or the filled one, on the target's device.
 
     Args:
-        shards: the target's.
-        memories: the same shards with the memory that was filled.
-        donate: whether the target's tensors were given away.
-        device: where tensors are put whose target has none.
+        shards: The target's shards.
+        memories: The same shards with the memory that was filled.
+        donate: Whether the target's tensors were given away.
+        device: The device of tensors that have no memory in the target.
 
     Raises:
-        ShapeError: what is stored under several keys of one donated memory differs.
+        ShapeError: What is stored under several keys of one donated memory differs.
     """
     once = {}
     if donate:
@@ -230,15 +220,15 @@ class Target:
     """A load's target, taken apart.
 
     Attributes:
-        leaves: of the tree with factories applied.
-        tensors: the tensor shards among them.
-        objects: the sharded objects among them.
-        rebuild: from new leaves to a tree of the same structure.
-        merge: from the joined tree to one with the factories merged.
-        types: the namedtuple classes that it is made of.
-        plain: the paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
-        donate: whether its tensors are given away.
-        own: the target's values, by path, that stay where nothing is stored and their container needs an entry; None
+        leaves: The leaves of the tree with factories applied.
+        tensors: The tensor shards among them.
+        objects: The sharded objects among them.
+        rebuild: Function from new leaves to a tree of the same structure.
+        merge: Function from the joined tree to one with the factories merged.
+        types: The namedtuple classes in the tree.
+        plain: The paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
+        donate: Whether its tensors are given away.
+        own: The target's values, by path, that stay where nothing is stored and their container needs an entry; None
             in modes that leave nothing out.
     """
 
@@ -272,13 +262,13 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     """Return a target taken apart.
 
     Args:
-        tree: the target.
-        donate: whether its tensors are given away, those that factories hold too.
+        tree: The target.
+        donate: Whether its tensors are given away, those that factories hold too.
 
     Raises:
-        TreeError: it isn't a tree, or too deep.
-        UnsupportedValue: a shard is hidden in a value that isn't entered.
-        ShapeError: what a donated factory holds shares memory with others, or can't be written.
+        TreeError: It isn't a tree, or too deep.
+        UnsupportedValue: A shard is hidden in a value that isn't entered.
+        ShapeError: What a donated factory holds shares memory with others, or can't be written.
     """
     trees.check_is_tree("load", tree)
     with trees.refuse_too_deep("load"):
@@ -306,42 +296,3 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
 
 def _as_it_is(tree: Any) -> Any:
     return tree
-
-
-def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Target:
-    """Return the target without the shards, and the factories of such shards alone, that aren't stored.
-
-    Raises:
-        KeyMismatch: of a factory's shards some are stored, and some aren't, so that it can't be merged.
-    """
-    lacking = ((path, leaf, keys_of(leaf) & unexpected) for path, leaf in trees.leaves_with_paths(tree))
-    partly = [
-        f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
-        for path, leaf, keys in lacking
-        if keys and keys < keys_of(leaf)
-    ]
-    if partly:
-        what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
-        raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
-    return take_apart(
-        trees.map_shards(lambda leaf: trees.HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
-        donate=target.donate,
-    )
-
-
-def keys_of(leaf: Any) -> set[str]:
-    """Return the keys that a leaf asks for: a factory's are those of the shards that it builds.
-
-    Examples:
-        >>> keys_of(ShardedTensor.from_rank_offsets("w", torch.ones(2))), keys_of(3)
-        ({'w'}, set())
-    """
-    if (factory := trees.factory_of(leaf)) is not None:
-        built, _ = trees.build_factories(factory, is_target=True)
-        return {shard.key for _, shard in trees.leaves_with_paths(built) if is_sharded(shard)}
-    return {leaf.key} if is_sharded(leaf) else set()
-
-
-def is_sharded(leaf: Any) -> bool:
-    """Return whether a leaf is loaded."""
-    return isinstance(leaf, (ShardedTensor, ShardedObject))

@@ -8,7 +8,7 @@ import torch
 from ....core.layouts import ShardColumns
 from ....core.trees import Transform
 from ...storage import Directory
-from ...table import LoadOptions, Strategies
+from ...table import Checkpoint, LoadOptions, Strategies
 from .._dispatch import Choice
 from ._strict import StrictHandling
 
@@ -48,7 +48,7 @@ class _Keywords(TypedDict, total=False):
 @overload
 def load(
     sharded_state_dict: dict[_Key, Any],
-    checkpoint_dir: Directory,
+    checkpoint_dir: Directory | Checkpoint,
     sharded_strategy: Choice = ...,
     common_strategy: Choice = ...,
     validate_access_integrity: bool = ...,
@@ -58,7 +58,7 @@ def load(
 @overload
 def load(
     sharded_state_dict: dict[_Key, Any],
-    checkpoint_dir: Directory,
+    checkpoint_dir: Directory | Checkpoint,
     sharded_strategy: Choice = ...,
     common_strategy: Choice = ...,
     validate_access_integrity: bool = ...,
@@ -68,7 +68,7 @@ def load(
 @overload
 def load(
     sharded_state_dict: Any,
-    checkpoint_dir: Directory,
+    checkpoint_dir: Directory | Checkpoint,
     sharded_strategy: Choice = ...,
     common_strategy: Choice = ...,
     validate_access_integrity: bool = ...,

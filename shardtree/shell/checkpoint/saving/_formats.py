@@ -68,7 +68,8 @@ class FormatSteps:
         fields: dict[str, Any] = {}
         for number, request in enumerate(self.requests):
             others = _checked(request.index([result[number] for result in results]), "an index")
-            if both := sorted(map(repr, fields.keys() & others.keys())):
+            # The save's name is the same in both, where both write to its folder.
+            if both := sorted(repr(name) for name in fields.keys() & others.keys() if fields[name] != others[name]):
                 what = "save: the formats of the shards and of the objects have the same fields of metadata.json"
                 fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
                 raise StrategyError(error_text(what, offenders=both, fix=fix))

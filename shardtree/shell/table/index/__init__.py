@@ -6,13 +6,8 @@ from ._columns import (
     COLUMNS,
     Index,
     chunks_of,
-    file_at,
-    find_texts,
     int64,
     item_sizes,
-    kind_at,
-    kinds_at,
-    stored_columns,
     text_at,
     text_columns,
     texts,
@@ -37,12 +32,13 @@ from ._save import (
     naming_data_of,
     rank_file,
     rank_files,
+    save_file,
+    save_in_folder,
     save_with_index,
-    write_file,
 )
 
 if typing.TYPE_CHECKING:
-    from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
+    from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned, stored_columns
     from ._metadata import (
         DeferredMetadata,
         IndexMetadata,
@@ -58,18 +54,25 @@ if typing.TYPE_CHECKING:
         load_common,
         objects_from_index,
         rows_from_index,
+        rows_in_folder,
+        rows_of_objects,
         rows_of_saves,
     )
+    from ._write_file import write_file
 else:
     from ....core.deferred import later
 
     __getattr__ = later(
         __name__,
         {
-            "._load": "explain_from_index load_from_index plan_shards planned_cost read_planned",
+            "._load": "explain_from_index load_from_index plan_shards planned_cost read_planned stored_columns",
             "._metadata": (
                 "DeferredMetadata IndexMetadata reasoned stored_fingerprints stored_keys stored_kinds untaken_of"
             ),
-            "._rows": "ReadIndex list_files load_common objects_from_index rows_from_index rows_of_saves",
+            "._rows": (
+                "ReadIndex list_files load_common objects_from_index rows_from_index rows_in_folder rows_of_objects "
+                "rows_of_saves"
+            ),
+            "._write_file": "write_file",
         },
     )

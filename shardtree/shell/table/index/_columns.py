@@ -5,7 +5,7 @@ Columns, since a checkpoint may have a million chunks: they stay in the file's b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ....core.codec import check_storable, dtype_from_name
 from ....core.geometry import Column, box_column, span_numbers
-from ....core.layouts import ShardColumns, TensorKind
+from ....core.layouts import TensorKind
 from ....core.mapping import ShardedTensor, whole_tensors
 from ....core.plans import StoredChunks
 from ....errors import UnsupportedValue
@@ -87,9 +87,67 @@ class Index:
     block_hash: Hashes
     x_fingerprint: Hashes | None = None
 
+    def keys(self) -> list[str]:
+        """Return the tensors' keys, sorted: a tensor's number is the position of its key."""
+        return texts(self.key_text, self.key_start)
+
+    def object_names(self) -> list[str]:
+        """Return the objects' unique keys, sorted: an object's number is the position of its key."""
+        return texts(self.object_text, self.object_start)
+
+    def file_names(self) -> list[str]:
+        """Return the names of the files, by number."""
+        return texts(self.file_text, self.file_start)
+
+    def find_keys(self, keys: Sequence[str]) -> list[int]:
+        """Return the number of each tensor, -1 for one that isn't there."""
+        return find_texts(self.key_text, self.key_start, keys)
+
+    def find_objects(self, unique_keys: Sequence[str]) -> list[int]:
+        """Return the number of each object, -1 for one that isn't there."""
+        return find_texts(self.object_text, self.object_start, unique_keys)
+
+    def file(self, number: int) -> StoredFile:
+        """Return a data file of the checkpoint, with its block hashes."""
+        hashes = self.block_hash[self.file_block[number] : self.file_block[number + 1]]
+        name, length = text_at(self.file_text, self.file_start, number), int(self.file_length[number])
+        return StoredFile(name, length, hashes if hashes.size else None)
+
+    def kind(self, number: int) -> TensorKind:
+        """Return the kind of a stored tensor.
+
+        Raises:
+            UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
+        """
+        axes = int(self.key_axes[number])
+        shape = self.key_shape[number, self.key_shape.shape[1] - axes :].tolist()
+        name = text_at(self.dtype_text, self.dtype_start, int(self.key_dtype[number]))
+        try:
+            return TensorKind(_readable(name), tuple(shape), int(self.key_prepended[number]))
+        except UnsupportedValue as error:
+            key = text_at(self.key_text, self.key_start, number)[:100]
+            raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
+
+    def kinds(self, numbers: Sequence[int]) -> list[TensorKind]:
+        """Return the kinds of several stored tensors.
+
+        Raises:
+            UnsupportedValue: as `kind`.
+        """
+        rows = np.array(numbers, dtype=np.int64)
+        by_number = [_readable_or_none(name) for name in texts(self.dtype_text, self.dtype_start)]
+        dtypes = [by_number[number] for number in self.key_dtype[rows].tolist()]
+        if None in dtypes:
+            return [self.kind(number) for number in numbers]
+        # A model repeats few kinds in many layers; each is one object.
+        kinds: dict[tuple[Any, ...], TensorKind] = {}
+        fields = zip(dtypes, _shapes(self, rows), self.key_prepended[rows].tolist(), strict=True)
+        return [kinds.get(kind) or kinds.setdefault(kind, TensorKind(*kind)) for kind in fields]
+
 
 OPTIONAL_COLUMNS = ("x_fingerprint",)
 COLUMNS = tuple(field.name for field in fields(Index) if field.name not in OPTIONAL_COLUMNS)
+"""Names of the columns that every index has."""
 
 
 # Texts as one utf-8 column, with where each starts
@@ -234,39 +292,6 @@ def _readable(name: str) -> torch.dtype:
     return dtype
 
 
-def kind_at(index: Index, number: int) -> TensorKind:
-    """Return the kind of a stored tensor.
-
-    Raises:
-        UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
-    """
-    axes = int(index.key_axes[number])
-    shape = index.key_shape[number, index.key_shape.shape[1] - axes :].tolist()
-    name = text_at(index.dtype_text, index.dtype_start, int(index.key_dtype[number]))
-    try:
-        return TensorKind(_readable(name), tuple(shape), int(index.key_prepended[number]))
-    except UnsupportedValue as error:
-        key = text_at(index.key_text, index.key_start, number)[:100]
-        raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
-
-
-def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
-    """Return the kinds of several stored tensors.
-
-    Raises:
-        UnsupportedValue: as `kind_at`.
-    """
-    rows = np.array(numbers, dtype=np.int64)
-    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
-    dtypes = [by_number[number] for number in index.key_dtype[rows].tolist()]
-    if None in dtypes:
-        return [kind_at(index, number) for number in numbers]
-    # A model repeats few kinds in many layers; each is one object.
-    kinds: dict[tuple[Any, ...], TensorKind] = {}
-    fields = zip(dtypes, _shapes(index, rows), index.key_prepended[rows].tolist(), strict=True)
-    return [kinds.get(each) or kinds.setdefault(each, TensorKind(*each)) for each in fields]
-
-
 def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
     """Return whether tensors are stored in the given global shapes and dtypes, by comparing columns.
 
@@ -320,16 +345,9 @@ def _rows_of(first: Column, count: Column) -> Column | slice:
     return span_numbers(first, count)[1]
 
 
-def file_at(index: Index, number: int) -> StoredFile:
-    """Return a data file of the checkpoint, with its block hashes."""
-    hashes = index.block_hash[index.file_block[number] : index.file_block[number + 1]]
-    name, length = text_at(index.file_text, index.file_start, number), int(index.file_length[number])
-    return StoredFile(name, length, hashes if hashes.size else None)
-
-
 def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
     """Return a stored tensor as one shard without data."""
-    kind = kind_at(index, number)
+    kind = index.kind(number)
     (shard,) = whole_tensors([key], [kind.dtype], [kind.global_shape])
     return shard
 
@@ -358,29 +376,6 @@ def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
     shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))
     skips = (axes - index.key_axes[rows]).tolist()
     return [shape[skip:] for shape, skip in zip(shapes, skips, strict=True)] if any(skips) else shapes
-
-
-def stored_columns(
-    kinds: Mapping[str, TensorKind],
-    key: Column,
-    offset: Column,
-    shape: Column,
-    start: Column | None = None,
-    stop: Column | None = None,
-) -> ShardColumns:
-    """Return what is stored as shards of no rank, each once: whole boxes, unless flat ranges are given."""
-    whole = np.full(len(key), -1, dtype=np.int64)
-    return ShardColumns(
-        tuple(kinds),
-        tuple(kinds.values()),
-        key,
-        offset,
-        shape,
-        start=whole if start is None else start,
-        stop=whole if stop is None else stop,
-        rank=np.zeros(len(key), dtype=np.int64),
-        main=np.ones(len(key), dtype=np.bool_),
-    )
 
 
 def int64(values: Sequence[int]) -> Column:

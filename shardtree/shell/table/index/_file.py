@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ....core.codec import Entry, decode_header, dtype_name, encode_header
+from ....core.codec import HeaderEntry, decode_header, dtype_name, encode_header
 from ....core.geometry import Column, box_column, volumes, widen
 from ....core.layouts import ShardColumns
 from ....errors import CheckpointingException, CorruptCheckpoint, error_text, plural
@@ -109,7 +109,7 @@ def encode_index(index: Index) -> bytes:
     entries, offset = [], 0
     for name, column in by_size:
         tag = _TAGS[column.dtype.name]
-        entries.append(Entry(name, tag, column.shape, offset, offset + column.nbytes))
+        entries.append(HeaderEntry(name, tag, column.shape, offset, offset + column.nbytes))
         offset += column.nbytes
     return b"".join([encode_header(entries), *(column.tobytes() for _, column in by_size)])
 
@@ -353,8 +353,7 @@ def shared_bytes_problem(index: Index) -> str | None:
     """Return what is wrong if bytes of a file belong to more than one chunk or object, or a file is listed twice."""
     # No save writes that, and it guards against a small file that becomes gigabytes of tensors. Names are compared by
     # their parts: "a//b" is the same file as "a/b".
-    names = texts(index.file_text, index.file_start)
-    if len({"/".join(PurePosixPath(name).parts) for name in names}) != len(names):
+    if len({"/".join(PurePosixPath(name).parts) for name in index.file_names()}) != index.file_length.size:
         return "a file is there twice"
     file, begin, length = index.chunk_file, index.chunk_byte, index.chunk_length
     if index.object_file.size:

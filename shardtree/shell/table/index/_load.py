@@ -23,7 +23,7 @@ from ...storage import ReadReport, StoredFile, can, fetch, fetch_cost, fetch_run
 from .._checks import check_fit
 from .._metadata import check_lengths
 from .._values import Checkpoint
-from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, texts
+from ._columns import Index, chunks_of, stored_alike
 from ._metadata import DeferredMetadata, IndexMetadata
 
 # A box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan, which
@@ -90,11 +90,11 @@ _REMEMBERED = 1024
 
 
 def _stored_tensor(index: Index, key: str) -> StoredTensor | None:
-    (number,) = find_texts(index.key_text, index.key_start, [key])
+    (number,) = index.find_keys([key])
     if number < 0:
         return None
     first, last = index.chunk_key.searchsorted((number, number + 1)).tolist()
-    kind = kind_at(index, number)
+    kind = index.kind(number)
     chunk = _chunk_at(index, first, len(kind.global_shape)) if last - first == 1 else None
     return StoredTensor(kind, first, last, chunk)
 
@@ -105,7 +105,7 @@ def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
     first = index.chunk_shape.shape[1] - axes
     offset, shape = (tuple(column[row, first:].tolist()) for column in (index.chunk_offset, index.chunk_shape))
     number = int(index.chunk_file[row])
-    return StoredChunk(offset, shape, number, file_at(index, number), int(index.chunk_byte[row]))
+    return StoredChunk(offset, shape, number, index.file(number), int(index.chunk_byte[row]))
 
 
 def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, Run] | None:
@@ -226,7 +226,7 @@ def plan_shards(
     """
     if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
         return run_plan(run[1])
-    numbers = np.array(find_texts(index.key_text, index.key_start, columns.keys), dtype=np.int64)
+    numbers = np.array(index.find_keys(columns.keys), dtype=np.int64)
     if not stored_alike(index, numbers, columns.kinds):
         check_fit(_misfits(index, shards, cast=False, refusals={})[1])
     plan = plans.plan_load(columns, chunks_of(index, numbers))
@@ -249,16 +249,12 @@ def _misfits(
 ) -> tuple[dict[str, TensorKind], list[plans.Misfit]]:
     """Return what is stored of shards' tensors, by key, and which aren't stored, or in another shape or dtype."""
     keys = sorted({shard.key for shard in shards})
-    numbers = {
-        key: number
-        for key, number in zip(keys, find_texts(index.key_text, index.key_start, keys), strict=True)
-        if number >= 0
-    }
-    kinds = dict(zip(numbers, kinds_at(index, [*numbers.values()]), strict=True))
+    numbers = {key: number for key, number in zip(keys, index.find_keys(keys), strict=True) if number >= 0}
+    kinds = dict(zip(numbers, index.kinds([*numbers.values()]), strict=True))
     rest = [key for key in keys if key not in refusals]
     misfits: list[plans.Misfit] = [plans.Refusal(key, refusals[key]) for key in keys if key in refusals]
     if not kinds.keys() >= {*rest}:
-        misfits += plans.find_unexpected(rest, [*texts(index.key_text, index.key_start)])
+        misfits += plans.find_unexpected(rest, [*index.keys()])
     stored_shards = [shard for shard in shards if shard.key in kinds]
     return kinds, [*misfits, *plans.find_mismatches(stored_shards, kinds, cast=cast)]
 
@@ -272,7 +268,7 @@ def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories:
         plan: what to read.
         memories: for each requested shard its memory, a contiguous tensor, written in place.
     """
-    files = {number: file_at(index, number) for number in plan.files}
+    files = {number: index.file(number) for number in plan.files}
     options = checkpoint.options
     read = partial(fetch, checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
     if can(checkpoint.storage).read_range is None:
@@ -311,7 +307,7 @@ def explain_from_index(
     dtypes = ((shard, kinds[shard.key].dtype) for shard in shards if shard.key in kinds and shard.key not in wrong)
     fit = [shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype) for shard, dtype in dtypes]
     columns = shard_columns(fit)
-    numbers = find_texts(index.key_text, index.key_start, columns.keys)
+    numbers = index.find_keys(columns.keys)
     plan = plans.plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
     overlaps = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
     cost = partial(planned_cost, checkpoint, index, plan) if base.cost is None else partial(base.cost, fit, plan)
@@ -330,6 +326,29 @@ def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.
     Raises:
         CorruptCheckpoint: a file isn't there, or is longer or shorter.
     """
-    files = {number: file_at(index, number) for number in plan.files}
+    files = {number: index.file(number) for number in plan.files}
     check_lengths(checkpoint, files.values())
     return fetch_cost(files, plan, verify=checkpoint.options.verify, storage=checkpoint.storage)
+
+
+def stored_columns(
+    kinds: Mapping[str, TensorKind],
+    key: Column,
+    offset: Column,
+    shape: Column,
+    start: Column | None = None,
+    stop: Column | None = None,
+) -> ShardColumns:
+    """Return what is stored as shards of no rank, each once: whole boxes, unless flat ranges are given."""
+    whole = np.full(len(key), -1, dtype=np.int64)
+    return ShardColumns(
+        tuple(kinds),
+        tuple(kinds.values()),
+        key,
+        offset,
+        shape,
+        start=whole if start is None else start,
+        stop=whole if stop is None else stop,
+        rank=np.zeros(len(key), dtype=np.int64),
+        main=np.ones(len(key), dtype=np.bool_),
+    )

@@ -12,7 +12,7 @@ from ....core.layouts import TensorKind
 from ....core.mapping import ShardedObject, ShardedTensor
 from ....core.plans import LoadPlan, ReadCost
 from ....errors import plural
-from ._columns import Index, find_texts, kinds_at, texts, whole_shard, whole_shards
+from ._columns import Index, whole_shard, whole_shards
 
 Value = TypeVar("Value")
 
@@ -88,7 +88,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         if self.files is not None:
             return self.files()
         index = self.shown
-        return dict(zip(texts(index.file_text, index.file_start), index.file_length.tolist(), strict=True))
+        return dict(zip(index.file_names(), index.file_length.tolist(), strict=True))
 
     def __repr__(self) -> str:
         tensors, objects = plural(self.index.key_axes.size, "tensor"), plural(self.index.object_length.size, "object")
@@ -97,10 +97,10 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
         """Return the tensor of a key, or the object of a unique key."""
         index = self.index
-        (number,) = find_texts(index.key_text, index.key_start, [key])
+        (number,) = index.find_keys([key])
         if number >= 0:
             return whole_shard(index, number, key)
-        (number,) = find_texts(index.object_text, index.object_start, [key])
+        (number,) = index.find_objects([key])
         if number < 0:
             raise KeyError(key)
         return ShardedObject.empty_from_unique_key(key)
@@ -109,13 +109,12 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         """Return whether a tensor has that key, or an object that unique key."""
         index = self.index
         # By bisection in the columns: making a shard to see whether it exists would take much longer.
-        tables = ((index.key_text, index.key_start), (index.object_text, index.object_start))
-        return isinstance(key, str) and any(find_texts(*table, [key])[0] >= 0 for table in tables)
+        return isinstance(key, str) and any(find([key])[0] >= 0 for find in (index.find_keys, index.find_objects))
 
     def __iter__(self) -> Iterator[str]:
         """Return the tensors' keys, sorted, then the objects' unique keys, sorted."""
-        yield from texts(self.index.key_text, self.index.key_start)
-        yield from texts(self.index.object_text, self.index.object_start)
+        yield from self.index.keys()
+        yield from self.index.object_names()
 
     def __len__(self) -> int:
         """Return how many tensors and objects there are."""
@@ -123,27 +122,27 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 
     def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
         """Yield each name with its tensor or object, in order."""
-        names = texts(self.index.object_text, self.index.object_start)
+        names = self.index.object_names()
         tensors = ((shard.key, shard) for shard in whole_shards(self.index))
         return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
 
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
         """Return the kind of each tensor, by key, of those that are stored."""
-        numbers = find_texts(self.index.key_text, self.index.key_start, keys)
+        numbers = self.index.find_keys(keys)
         number_of = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
-        return dict(zip(number_of, kinds_at(self.index, list(number_of.values())), strict=True))
+        return dict(zip(number_of, self.index.kinds(list(number_of.values())), strict=True))
 
     def shard_keys(self) -> set[str]:
         """Return the keys of all tensors and objects."""
-        return {*texts(self.index.key_text, self.index.key_start), *self.object_keys()}
+        return {*self.index.keys(), *self.object_keys()}
 
     def object_keys(self) -> set[str]:
         """Return the keys of all objects."""
-        return {_key_of(name) for name in texts(self.index.object_text, self.index.object_start)}
+        return {_key_of(name) for name in self.index.object_names()}
 
     def objects(self, keys: Collection[str]) -> list[ShardedObject]:
         """Return all cells of the arrays of objects with the given keys."""
-        names = texts(self.index.object_text, self.index.object_start)
+        names = self.index.object_names()
         return [ShardedObject.empty_from_unique_key(name) for name in names if _key_of(name) in keys]
 
 
@@ -225,4 +224,4 @@ def stored_fingerprints(metadata: object) -> dict[str, int]:
     if not isinstance(metadata, IndexMetadata) or metadata.index.x_fingerprint is None:
         return {}
     index = metadata.index
-    return dict(zip(texts(index.key_text, index.key_start), metadata.index.x_fingerprint.tolist(), strict=True))
+    return dict(zip(index.keys(), metadata.index.x_fingerprint.tolist(), strict=True))

@@ -22,7 +22,7 @@ from .._metadata import read_checked
 from .._save_folders import is_save_file
 from .._traits import FormatTraits
 from .._values import Checkpoint
-from ._columns import Index, find_texts
+from ._columns import Index
 from ._file import read_index
 from ._load import load_from_index, read_planned
 from ._metadata import IndexMetadata
@@ -35,10 +35,10 @@ ReadIndex = Callable[[Checkpoint], Index]
 
 
 def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the rows of a format that can say where its bytes are: LOAD_SHARDED, _OBJECTS, _METADATA, VERIFY.
+    """Return the rows of a format that can say where its tensors' bytes are: LOAD_SHARDED, LOAD_METADATA, VERIFY.
 
     Loads read only the bytes that are needed, straight into the targets' memory; each stored chunk has to be row-major
-    bytes at one place in one file. Objects are stored as `item_bytes` encodes them.
+    bytes at one place in one file. A format that stores objects too has `rows_of_objects` beside these.
 
     Args:
         backend: the format's name.
@@ -48,16 +48,12 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
     Examples:
         >>> rows = rows_from_index("tar", 1, read_index)
         >>> sorted(action.value for action, *_ in rows)
-        ['load_metadata', 'load_objects', 'load_sharded', 'verify']
+        ['load_metadata', 'load_sharded', 'verify']
     """
 
     def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
         """Fill each shard's data, a contiguous tensor, in place, and return what was read."""
         return load_from_index(checkpoint, checkpoint.once(read_index), shards)
-
-    def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
-        """Return the data of each sharded object, in order."""
-        return objects_from_index(checkpoint, checkpoint.once(read_index), objects) if objects else []
 
     def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
         """Return every stored tensor by key, and object by unique key, whole and without data."""
@@ -70,16 +66,50 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
 
     return {
         (StrategyAction.LOAD_SHARDED, backend, version): load_sharded,
-        (StrategyAction.LOAD_OBJECTS, backend, version): load_objects,
         (StrategyAction.LOAD_METADATA, backend, version): load_metadata,
         (StrategyAction.VERIFY, backend, version): verify,
+    }
+
+
+def rows_of_objects(backend: str, version: int, read_index: ReadIndex) -> Strategies:
+    """Return the LOAD_OBJECTS row of a format whose index lists sharded objects, stored as `item_buffers` yields them.
+
+    A format without that row is never handed an object: saves put these into the common state, or refuse them.
+
+    Args:
+        backend: Name of the format.
+        version: Version of the format.
+        read_index: Function that is called once for an open checkpoint.
+
+    Examples:
+        >>> [action.value for action, *_ in rows_of_objects("tar", 1, read_index)]
+        ['load_objects']
+    """
+
+    def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+        """Return the data of each sharded object, in order."""
+        return objects_from_index(checkpoint, checkpoint.once(read_index), objects) if objects else []
+
+    return {(StrategyAction.LOAD_OBJECTS, backend, version): load_objects}
+
+
+def rows_in_folder(backend: str, version: int) -> Strategies:
+    """Return the rows of a format whose files are all in the save's own folder: LIST_FILES and DESCRIBE.
+
+    Examples:
+        >>> sorted(action.value for action, *_ in rows_in_folder("tar", 1))
+        ['describe', 'list_files']
+    """
+    return {
+        (StrategyAction.LIST_FILES, backend, version): list_files,
+        (StrategyAction.DESCRIBE, backend, version): lambda: FormatTraits(in_save_folder=True, fills_devices=True),
     }
 
 
 def rows_of_saves(backend: str, version: int) -> Strategies:
     """Return the rows of a format that saves by `save_with_index`: all but SAVE_SHARDED, and those of a common state.
 
-    They are `rows_from_index`'s, REMOVE_SHARDED and LIST_FILES, and DESCRIBE: all files are in the save's own folder.
+    They are `rows_from_index`'s with our own index, `rows_of_objects`', `rows_in_folder`'s, and REMOVE_SHARDED.
 
     Examples:
         >>> rows = rows_of_saves("tar", 1)
@@ -88,9 +118,9 @@ def rows_of_saves(backend: str, version: int) -> Strategies:
     """
     return {
         **rows_from_index(backend, version, read_index),
+        **rows_of_objects(backend, version, read_index),
+        **rows_in_folder(backend, version),
         (StrategyAction.REMOVE_SHARDED, backend, version): lambda *arguments: leaf("remove_sharded")(*arguments),
-        (StrategyAction.LIST_FILES, backend, version): list_files,
-        (StrategyAction.DESCRIBE, backend, version): lambda: FormatTraits(in_save_folder=True, fills_devices=True),
     }
 
 
@@ -103,7 +133,7 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
         UnsafeFile: one was pickled, and `allow_pickle` isn't given.
     """
     unique_keys = [item.unique_key for item in objects]
-    numbers = find_texts(index.object_text, index.object_start, unique_keys)
+    numbers = index.find_objects(unique_keys)
     check_objects_known(unique_keys, [number >= 0 for number in numbers])
     rows = np.array(numbers, dtype=np.int64)
     memories = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in index.object_length[rows].tolist()]

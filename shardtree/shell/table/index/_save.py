@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,28 +20,23 @@ from ....core.layouts import ShardColumns, check_stored_shards, join_columns, sh
 from ....core.mapping import ShardedObject, ShardedTensor
 from ....errors import CheckpointingException, StorageError, StrategyError, UnsupportedValue, error_text
 from ...storage import (
-    AnyBuffer,
-    BlockHasher,
     Buffer,
     Hashes,
     Listed,
     Storage,
     StoredFile,
-    byte_view,
     can,
-    hash_column,
-    hashed,
-    make_folder,
-    sync_folder,
     tensor_buffers,
 )
 from .._checks import check_objects_written, check_seen, checked_data
-from .._save_folders import RANK_FILE, abandoning, remove_orphaned, remove_unless_committed
+from .._save_folders import FORMAT_FILE, abandoning, remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
 from ._file import build_index, write_index
 
 logger = logging.getLogger("shardtree")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +99,7 @@ def _from_narrow(
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
     """Return the request of a format that keeps its shards as bytes in files: what SAVE_SHARDED returns.
 
-    Rank 0 writes the index and returns its place. The files of a failed save are removed, and so are, after a
-    commit, the folders of the save that was replaced and of interrupted ones.
+    Rank 0 writes our own index once all ranks have written; a format with an index of its own calls `save_in_folder`.
 
     Args:
         pending: the checkpoint; all files go into the folder `pending.save_id`, named by `rank_file`.
@@ -120,10 +114,42 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
         ['index', 'save_id']
     """
     seen = _FolderView(pending.storage)
+    return _request(pending, write, partial(_index, pending, seen), seen)
+
+
+def save_in_folder(
+    pending: PendingSave, write: Callable[[], T], index: Callable[[Sequence[T]], Fields]
+) -> AsyncRequest[T]:
+    """Return the request of a format that writes nothing outside the save's folder, with an index of its own.
+
+    The files of a failed save are removed; so are, after a commit, the folders of the save that was replaced and of
+    interrupted ones. These removals know names that `rank_file` and `save_file` return.
+
+    Args:
+        pending: The checkpoint that is being written.
+        write: Function that writes this rank's files, without any collective, and returns a value for rank 0.
+        index: Function that rank 0 calls with the values of all ranks, by rank. It writes the index, and returns fields
+            of metadata.json for loads; "save_id" is added.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> save_in_folder(pending, lambda: "a", lambda values: {"cards": values}).execute_sync()
+        {'save_id': 'save-1', 'cards': ['a']}
+    """
+    return _request(
+        pending, write, lambda values: {"save_id": pending.save_id, **index(values)}, _FolderView(pending.storage)
+    )
+
+
+def _request(
+    pending: PendingSave, write: Callable[[], T], index: Callable[[Sequence[T]], Fields], seen: _FolderView
+) -> AsyncRequest[T]:
     return AsyncRequest(
         world=pending.world,
         async_fn=write,
-        index=partial(_index, pending, seen),
+        index=index,
         abandon=partial(_abandon, pending),
         clean_up=partial(_clean_up, pending, seen),
         removes_saves=True,
@@ -156,11 +182,31 @@ def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
     """
     part = f"-{number}" if number else ""
     name = f"{pending.save_id}/{pending.world.rank:05d}-of-{pending.world.size:05d}{part}.{suffix}"
-    return _check_rank_file(name, pending.save_id)
+    return in_save_folder(name, pending.save_id)
 
 
-def _check_rank_file(name: str, folder: str) -> str:
-    """Return the name of a rank's data file, if it is one that the clean-up of replaced and failed saves removes.
+def save_file(pending: PendingSave, name: str) -> str:
+    """Return the name of a format's own file in the save's folder, such as its index: one that the clean-up knows.
+
+    Args:
+        pending: The checkpoint that is being written.
+        name: Lower-case letters, digits, and of ``._-`` any after the first. A file "index.json" is taken for the
+            index, which is removed after all others.
+
+    Raises:
+        StrategyError: The name has other characters.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> save_file(PendingSave(MemoryStorage(), "save-1", one_process()), "index.json")
+        'save-1/own-index.json'
+    """
+    return in_save_folder(f"{pending.save_id}/own-{name}", pending.save_id)
+
+
+def in_save_folder(name: str, folder: str) -> str:
+    """Return the name of a format's file, if it is one that the clean-up of replaced and failed saves removes.
 
     Args:
         name: The file's name in the checkpoint.
@@ -170,9 +216,12 @@ def _check_rank_file(name: str, folder: str) -> str:
         StrategyError: it isn't.
     """
     above, _, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
-    if above != folder or RANK_FILE.fullmatch(last) is None:
-        expected = f"{folder}/<rank>-of-<ranks>.<suffix>, of lower-case letters and digits"
-        fix = "Name data files by `rank_file(pending, suffix, number)`; others would stay when the save is replaced."
+    if above != folder or FORMAT_FILE.fullmatch(last) is None:
+        expected = f"{folder}/<rank>-of-<ranks>.<suffix> or {folder}/own-<name>, of lower-case letters and digits"
+        fix = (
+            "Name data files by `rank_file(pending, suffix, number)`, and others by `save_file(pending, name)`; "
+            "files with other names would stay when the save is replaced."
+        )
         raise StrategyError(error_text("save: a data file with another name", found=name, expected=expected, fix=fix))
     return name
 
@@ -231,39 +280,6 @@ def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
     """Return an object's data in the common codec; an error names the object."""
     with naming_data_of(item.unique_key):
         return encode_tree(item.data, allow_pickle=allow_pickle)
-
-
-def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) -> StoredFile:
-    """Write a data file with the hashes of its blocks, as the save's options say.
-
-    Args:
-        pending: The save.
-        name: Name of the file, as `rank_file` makes it.
-        buffers: The file's bytes in order: bytes, bytearrays, memoryviews, arrays, or what else memoryview takes,
-            contiguous; `item_buffers` yields those of an item.
-
-    Raises:
-        StorageError: it can't be written, or one of them is no buffer.
-        StrategyError: the clean-up knows no such name.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> from shardtree.world import one_process
-        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
-        >>> write_file(pending, rank_file(pending, "raw"), [b"abc", np.zeros(2)]).length
-        19
-    """
-    options, storage = pending.options, pending.storage
-    _check_rank_file(name, pending.save_id)
-    # Made again: an abandoned request, whose folder was removed, may be run once more.
-    make_folder(storage, pending.save_id, durable=options.durable)
-    hasher, where = BlockHasher(), storage.where(name)
-    views = (byte_view(buffer, where) for buffer in buffers)
-    length = storage.write(name, hashed(views, hasher) if options.checksums else views, durable=options.durable)
-    if options.durable:
-        sync_folder(storage, pending.save_id)
-    options.progress(length)
-    return StoredFile(name, length, hash_column(hasher) if options.checksums else None)
 
 
 def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
@@ -336,7 +352,7 @@ def _join(columns: Sequence[Column]) -> Column:
 
 def _index(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
     for name in chain.from_iterable(part.files for part in parts):
-        _check_rank_file(name, pending.save_id)
+        in_save_folder(name, pending.save_id)
     write = partial(write_index, pending, collect_index(parts))
     if can(pending.storage).entries is None:
         _check_files(pending.storage, parts)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from ....core.codec import Entry, bit_view, check_storable, encode_header, format_tag, is_tagged
+from ....core.codec import HeaderEntry, bit_view, check_storable, encode_header, format_tag, is_tagged
 from ....core.geometry import Column, box_column, volumes
 from ....core.lazy import INTEGERS
 from ....core.mapping import ShardedObject, ShardedTensor
@@ -188,7 +188,7 @@ def _part(entries: Entries) -> Part:
     ends = np.cumsum(entries.length)
     starts = ends - entries.length
     columns = (_names(entries.keys), entries.tags, entries.shapes, starts.tolist(), ends.tolist())
-    header = encode_header(list(map(Entry, *columns)), {"format": "pt"})
+    header = encode_header(list(map(HeaderEntry, *columns)), {"format": "pt"})
     return Part(header, entries, len(header) + starts)
 
 

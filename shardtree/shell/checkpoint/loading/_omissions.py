@@ -1,0 +1,278 @@
+"""Omissions of a load: what isn't stored leaves the target, and what the result can't hold stays behind, each by name.
+
+A dict of the result lacks what isn't stored. A list, tuple or instance of a class needs a value in each place: in modes
+that leave out what isn't stored, that is the target's own. So it is in dicts within such a place, if nothing is loaded
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....core.lazy import LazyTensor
+from ....core.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    has_elements,
+    lacks_memory,
+)
+from ....core.trees import (
+    HOLE,
+    build_factories,
+    factory_of,
+    join,
+    leaves_with_paths,
+    left_out,
+    map_shards,
+    nodes_at,
+    refuse_too_deep,
+    restrict,
+)
+from ....errors import KeyMismatch, TreePath, error_text, render_path
+from .._consistency import unions_of
+from ._plain import refuse_other_keys, unfilled_paths
+from ._stored import Stored
+from ._strict import LEAVING_OUT, LOGGING, StrictHandling, logger
+from ._targets import Target, take_apart
+
+_SHARDED = (ShardedTensor, ShardedObject)
+
+# Before the join: shards that aren't stored leave the target
+
+
+def leave_out(target: Target, tree: Any, unexpected: set[str], mode: StrictHandling) -> Target:
+    """Return the target without what isn't stored, and with its own values that may stay in those places.
+
+    Args:
+        target: A rank's target, taken apart.
+        tree: The same target as a tree.
+        unexpected: Keys that it asks for and that aren't stored, as far as the mode looks for them.
+        mode: The strict mode.
+
+    Raises:
+        KeyMismatch: Of a factory's shards some are stored, and some aren't, so that it can't be merged.
+    """
+    rest = _without_unexpected(target, tree, unexpected) if unexpected else target
+    return replace(rest, own=own_values(tree, unexpected)) if mode in LEAVING_OUT else rest
+
+
+def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Target:
+    lacking = ((path, leaf, keys_of(leaf) & unexpected) for path, leaf in leaves_with_paths(tree))
+    partly = [
+        f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
+        for path, leaf, keys in lacking
+        if keys and keys < keys_of(leaf)
+    ]
+    if partly:
+        what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
+        raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
+    return take_apart(
+        map_shards(lambda leaf: HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
+        donate=target.donate,
+    )
+
+
+def keys_of(leaf: Any) -> set[str]:
+    """Return the keys that a leaf asks for: a factory's are those of the shards that it builds.
+
+    Examples:
+        >>> keys_of(ShardedTensor.from_rank_offsets("w", torch.ones(2))), keys_of(3)
+        ({'w'}, set())
+    """
+    if (factory := factory_of(leaf)) is not None:
+        built, _ = build_factories(factory, is_target=True)
+        return {shard.key for _, shard in leaves_with_paths(built) if isinstance(shard, _SHARDED)}
+    return {leaf.key} if isinstance(leaf, _SHARDED) else set()
+
+
+def own_values(tree: Any, unexpected: Set[str]) -> dict[TreePath, Any]:
+    """Return the values of a target that may stay, by path: of what isn't stored, and plain ones.
+
+    Args:
+        tree: A rank's target.
+        unexpected: Keys that it asks for and that aren't stored.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> tree = [ShardedTensor.from_rank_offsets(key, torch.ones(1)) for key in ("w", "new")]
+        >>> own_values([*tree, 0.9], {"new"})
+        {(1,): tensor([1.]), (2,): 0.9}
+    """
+    values = {}
+    for path, leaf in leaves_with_paths(tree):
+        if not isinstance(leaf, ShardedBase):
+            values[path] = HOLE if isinstance(leaf, LocalNonpersistentObject) else leaf
+        elif unexpected and (keys := keys_of(leaf)) and keys <= unexpected:
+            values[path] = HOLE if leaf.data is None else leaf.data
+    return {path: value for path, value in values.items() if _is_value(value)}
+
+
+def _is_value(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return has_elements(value) and not lacks_memory(value)
+    return value is not HOLE and not isinstance(value, LazyTensor)
+
+
+def kept_paths(common: Any, tree: Any, own: Mapping[TreePath, Any]) -> list[TreePath]:
+    """Return the paths of a target's own values that are in the result of a load.
+
+    Args:
+        common: The stored common tree.
+        tree: What its join with the target gave.
+        own: The target's values by path, as `own_values` gives them.
+
+    Examples:
+        >>> kept_paths([HOLE, 0.5], ["w", 0.5, 0.9], {(1,): 0.5, (2,): 0.9})
+        [(2,)]
+    """
+    nodes, stored = nodes_at(tree, own), nodes_at(common, own)
+    return [
+        path for path, value in own.items() if path in nodes and nodes[path] is value and stored.get(path, HOLE) is HOLE
+    ]
+
+
+# The join, as a trial before a tensor is read, and its omissions
+
+
+@dataclass(frozen=True, slots=True)
+class Omissions:
+    """The omissions of a load.
+
+    Attributes:
+        left_out: Paths of stored plain values that can't be returned, since containers around them lack shards.
+        unfilled: Paths of plain tensors of the target for which nothing is stored.
+        kept: Paths of the target's own values that are in the result, since nothing is stored for them.
+        union_paths: Paths of all plain values of a common state that is the union of several ranks'.
+        unasked_bits: Bits of each rank: which of these paths its part of the union lacks.
+    """
+
+    left_out: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    union_paths: tuple[TreePath, ...] = ()
+    unasked_bits: tuple[bytes, ...] = ()
+
+    @property
+    def shared(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
+        """The part that other ranks learn: `unfilled`, `kept` and `unasked_bits`."""
+        return self.unfilled, self.kept, self.unasked_bits
+
+    def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
+        """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
+        if len(set(map(len, all_bits))) != 1:  # nothing was united, or a function of the caller's loads other states
+            return ()
+        of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in all_bits])
+        numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.union_paths)))
+        return tuple(render_path(self.union_paths[number]) for number in numbers)
+
+
+def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandling) -> tuple[Any, Omissions]:
+    """Return a rank's part of the common state, and the omissions of its join with the target; reads no tensor.
+
+    Args:
+        stored: The checkpoint's contents.
+        target: The rank's target.
+        rest: The target without what isn't stored.
+        mode: The strict mode.
+
+    Raises:
+        TreeError: The target doesn't fit the common state.
+        KeyMismatch: Something is left out, and the mode raises for all that isn't loaded; or a plain tensor is stored
+            under another key than that of its path, and the mode doesn't leave out what isn't stored.
+        CorruptCheckpoint, UnsafeFile: The common state can't be read.
+    """
+    whole, unions = stored.common(rest.types), unions_of(stored.checkpoint.fields)
+    if not unions:
+        return whole, check_join(stored, whole, rest, mode)
+    common = restrict(whole, target.rebuild(target.leaves), unions)
+    omissions = check_join(stored, common, rest, mode)
+    values, absent = left_out(whole, HOLE), {*left_out(whole, common)}
+    # As bits: of thousands of ranks, each may lack the values of thousands of parameters.
+    bits = np.packbits([path in absent for path in values]).tobytes()
+    return common, replace(omissions, union_paths=values, unasked_bits=(bits,))
+
+
+def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling) -> Omissions:
+    """Return the omissions of a trial of the last step's join, with the target's own leaves."""
+    # An optimizer's state in tuples, or a list with shards beside values, can't come back without its shards: it is
+    # left out, so that a load of a part can succeed.
+    own_place = (*_SHARDED, LocalNonpersistentObject)
+    leaves = [leaf if isinstance(leaf, own_place) else HOLE for leaf in target.leaves]
+    tree = join_leaves(common, target, leaves)
+    lacking = unfilled_paths(target, tree) if target.plain else []
+    if lacking and mode not in LEAVING_OUT:
+        refuse_other_keys(lacking, common, stored.keys)
+    kept = kept_paths(common, tree, target.own) if target.own else []
+    absent, empty, own = (tuple(map(render_path, paths)) for paths in (left_out(common, tree), lacking, kept))
+    refuse_omissions(mode, STORED_VALUES, absent)
+    refuse_omissions(mode, TARGET_TENSORS, empty)
+    return Omissions(absent, empty, own)
+
+
+def join_leaves(common: Any, target: Target, leaves: Sequence[Any]) -> Any:
+    """Return the stored common tree joined by what was loaded for each leaf of a target.
+
+    Raises:
+        TreeError: They don't fit.
+    """
+    tree = target.rebuild(leaves)
+    with refuse_too_deep("load"):
+        return join(common, tree, target.own)
+
+
+# The words for omissions, in errors and in the log
+
+STORED_VALUES = (
+    "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for, or the target's "
+    "class hasn't these fields"
+)
+TARGET_TENSORS = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
+RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
+KEPT_VALUES = (
+    "load: no value is stored for these places; the target's own is kept, since a list, tuple or class needs one"
+)
+_FIXES = {
+    STORED_VALUES: (
+        "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
+    ),
+    TARGET_TENSORS: (
+        "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode."
+    ),
+    RANK_VALUES: "Put these keys in a rank's target, or pass another strict mode.",
+}
+"""What isn't in the result of a load, and what to do about that."""
+
+
+def refuse_omissions(strict: StrictHandling, what: str, paths: Sequence[str]) -> None:
+    """Raise if stored values aren't loaded, or plain tensors not filled, where a mode raises for all.
+
+    Args:
+        strict: The mode.
+        what: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
+        paths: Paths of the values or tensors.
+
+    Raises:
+        KeyMismatch: There is one.
+    """
+    if strict is StrictHandling.RAISE_ALL and paths:
+        raise KeyMismatch(error_text(what, offenders=paths, fix=_FIXES[what]))
+
+
+def log_omissions(what: str, paths: Sequence[str]) -> None:
+    """Log the paths of what isn't in the result, if there are any."""
+    if paths:
+        logger.warning("\n  ".join([what, *map(error_text, paths)]))
+
+
+def log_of_ranks(mode: StrictHandling, unfilled: Iterable[str], kept: Iterable[str], unasked: Sequence[str]) -> None:
+    """Log what the ranks' results lack or keep of their targets, each path once, and what none of them asks for."""
+    log_omissions(TARGET_TENSORS, list(dict.fromkeys(unfilled)))
+    log_omissions(KEPT_VALUES, [] if mode is StrictHandling.IGNORE_ALL else list(dict.fromkeys(kept)))
+    log_omissions(RANK_VALUES, unasked if mode in LOGGING else ())
