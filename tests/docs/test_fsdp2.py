@@ -49,7 +49,7 @@ def killed(job: subprocess.Popen[str], run: Path) -> dict[int, float]:
     for line in job.stdout:
         if found := loss_of(line):
             losses[found[0]] = found[1]
-            committed = committed or (found[0] if any(run.glob("step_*/metadata.json")) else 0)
+            committed = committed or (found[0] if any(run.glob("step[_-]*/metadata.json")) else 0)
         if committed and len(losses) > committed + 2:
             break
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()

@@ -47,7 +47,7 @@ def from_dtensors(
         key: returns the key of the tensor at a path; by default the path joined by dots.
         within: the DeviceMesh whose ranks all hold this tree. A DTensor on a slice of it is replicated along its
             other axes. By default it is each DTensor's root mesh; with pipeline parallelism pass that of the stage, as
-            in ``root["dp", "tp"]``.
+            in ``root["dp", "tp"]``. Where there is no such DeviceMesh, a `layouts.Mesh` of global ranks will do.
         strided: "fsdp2" if a `_StridedShard` is FSDP2's, which cuts tensor-parallel shards further; "dtensor" if
             placements apply left to right. By default, sizes for which that makes a difference are an error.
         replicated: returns for a key and a plain tensor whether it is the same on all ranks of `within`, which is then

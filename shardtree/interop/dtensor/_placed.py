@@ -66,12 +66,13 @@ def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
 
     Args:
         device_mesh: of the tensor.
-        within: the mesh that it is a slice of; its root mesh by default.
+        within: The mesh that it is a slice of, as a DeviceMesh or a `Mesh`; its root mesh by default.
 
     Raises:
         MetadataError: it isn't a slice of that mesh.
     """
-    return widened(mesh_of(device_mesh), mesh_of(root_of(device_mesh) if within is None else within))
+    outer = root_of(device_mesh) if within is None else within
+    return widened(mesh_of(device_mesh), outer if isinstance(outer, Mesh) else mesh_of(outer))
 
 
 def root_of(device_mesh: Any) -> Any:
@@ -222,7 +223,7 @@ class ReadOptions:
 
     Attributes:
         key: returns the key of the tensor at a path.
-        within: the DeviceMesh whose ranks all hold the tree; or None.
+        within: The DeviceMesh, or `Mesh`, whose ranks all hold the tree; or None.
         strided: the meaning of a `_StridedShard`.
         replicated: returns for a key and a plain tensor whether all these ranks hold the same; or None.
     """
@@ -240,8 +241,9 @@ class ReadOptions:
             if value is not None and not callable(value):
                 what = f"from_dtensors: {name} isn't a function"
                 raise MetadataError(error_text(what, found=type(value).__name__, expected="a function"))
-        if self.replicated is not None and self.within is None:
-            what = "from_dtensors: replicated= without within="
+        if self.replicated is not None and (self.within is None or isinstance(self.within, Mesh)):
+            # A Mesh doesn't know which of its ranks this one is.
+            what = "from_dtensors: replicated= without a DeviceMesh as within="
             fix = "Pass within=mesh, the DeviceMesh whose ranks all hold these plain tensors."
             raise MetadataError(error_text(what, fix=fix))
 
