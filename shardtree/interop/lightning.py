@@ -27,7 +27,6 @@ from ..core.trees import flatten_with_paths, path_key
 from ..errors import KeyMismatch, MetadataError, TreeError, UnsupportedValue, error_text
 from ..inspection import load_tensors_metadata
 from ..shell.checkpoint import is_checkpoint, load, save
-from ..shell.storage import Directory
 from ..shell.table import LoadOptions, SaveOptions
 from ..shell.world import current_world, one_process
 from .dtensor import from_dtensors, to_dtensors
@@ -46,6 +45,7 @@ _META = "meta.pt"
 """File in which Lightning's own sharded checkpoints have all that isn't a module's or an optimizer's state."""
 
 Backend = str | tuple[str, int] | None
+Place = str | os.PathLike[str]
 
 
 class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
@@ -84,14 +84,14 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
         super().__init__()
         self.backend, self.save_options, self.load_options = backend, save_options, load_options
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Directory, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Place, storage_options: Any = None) -> None:
         """Save a checkpoint in this process alone; one that is there is replaced once the new one is whole."""
         _refuse(storage_options=storage_options)
         tree = {name: _as_shards(name, value) for name, value in checkpoint.items()}
         save(tree, path, self.backend, world=one_process(), overwrite=True, options=self.save_options)
 
     def load_checkpoint(
-        self, path: Directory, map_location: Any = None, weights_only: bool | None = None
+        self, path: Place, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint, read by this process alone, with tensors on the CPU or the device `map_location`."""
         if not is_checkpoint(path, world=one_process()):
@@ -108,7 +108,7 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
         loaded: dict[str, Any] = load(dict(target), path, world=one_process(), device=map_location, options=options)
         return loaded
 
-    def remove_checkpoint(self, path: Directory) -> None:
+    def remove_checkpoint(self, path: Place) -> None:
         """Remove a checkpoint: first the file that makes it one, so that what a kill leaves isn't taken for one."""
         if os.path.islink(path):  # ModelCheckpoint(save_last="link") links a checkpoint, which stays
             os.remove(path)
@@ -151,7 +151,7 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self.checkpoint_io = ShardtreeIO(backend, save_options=save_options, load_options=load_options)
         self.backend, self.save_options, self.load_options = backend, save_options, load_options
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Directory, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Place, storage_options: Any = None) -> None:
         """Save a checkpoint, on all ranks together; one that is there is replaced once the new one is whole."""
         _refuse(storage_options=storage_options)
         values = {name: value for name, value in checkpoint.items() if name not in (_WEIGHTS, "optimizer_states")}
@@ -160,7 +160,7 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
         tree = _joined(states, self.broadcast(values))
         save(tree, self.broadcast(filepath), self.backend, overwrite=True, options=self.save_options)
 
-    def load_checkpoint(self, checkpoint_path: Directory, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Place, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the module and the optimizers in place, on all ranks together, and return everything else."""
         path = self.broadcast(checkpoint_path)
         if not is_checkpoint(path):
@@ -175,9 +175,8 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
 class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc]
     """Fabric's strategy for FSDP2 and tensor parallelism, with shardtree's checkpoints: `Fabric(strategy=...)`.
 
-    In `fabric.save(path, state)` every rank saves its shards of the module and the optimizers in the state; what else
-    the state has is stored as rank 0 has it. `fabric.load` does without Lightning's limits: the state's own objects with
-    a `load_state_dict` are filled by it.
+    In `fabric.save(path, state)` every rank saves its shards of the module and the optimizers in the state, and rank
+    0 everything else. Objects with `state_dict` and `load_state_dict` are saved and loaded by these methods.
 
     Args:
         parallelize_fn: A function of the module and the device mesh that returns the module, parallelized.
@@ -208,7 +207,7 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
         self.backend, self.save_options, self.load_options = backend, save_options, load_options
 
     def save_checkpoint(
-        self, path: Directory, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
+        self, path: Place, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Save a state, on all ranks together; a checkpoint that is there is replaced once the new one is whole."""
         _refuse(storage_options=storage_options, filter=filter)
@@ -222,7 +221,7 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
         save(tree, self.broadcast(path), self.backend, overwrite=True, options=self.save_options)
 
     def load_checkpoint(
-        self, path: Directory, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: Place, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a state in place, on all ranks together, and return what the checkpoint has beyond it."""
         path = self.broadcast(path)
@@ -308,7 +307,7 @@ def _module_in(objects: Mapping[str, Any]) -> str:
 def _states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the module and of the optimizers among some objects, by the objects' names."""
     module = objects[_module_in(objects)]
-    states = {}
+    states = dict[str, Any]()
     for name, value in objects.items():
         if value is module:
             states[name] = get_model_state_dict(module)
@@ -317,7 +316,7 @@ def _states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
     return states
 
 
-def _load_into(objects: Mapping[str, Any], path: Directory, options: LoadOptions, *, strict: bool) -> dict[str, Any]:
+def _load_into(objects: Mapping[str, Any], path: Place, options: LoadOptions, *, strict: bool) -> dict[str, Any]:
     """Load a module and its optimizers in place, and return everything else that the checkpoint has."""
     target, name = _states_of(objects), _module_in(objects)
     stored = {key for key in load_tensors_metadata(path, options=options) if key.startswith(f"{name}.")}
