@@ -114,7 +114,8 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
             os.remove(path)
             return
         if os.path.isdir(path):
-            (Path(path) / "metadata.json").unlink(missing_ok=True)
+            for name in ("metadata.json", ".metadata"):
+                (Path(path) / name).unlink(missing_ok=True)
         super().remove_checkpoint(path)
 
 
@@ -157,8 +158,9 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
         values = {name: value for name, value in checkpoint.items() if name not in (_WEIGHTS, "optimizer_states")}
         states = {_WEIGHTS: checkpoint[_WEIGHTS]}
         states |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", ()))}
-        tree = _joined(states, self.broadcast(values))
-        save(tree, self.broadcast(filepath), self.backend, overwrite=True, options=self.save_options)
+        tree, path = _joined(states, self.broadcast(values)), self.broadcast(filepath)
+        save(tree, path, self.backend, overwrite=True, options=self.save_options)
+        _remove_lightnings_values(Path(path))
 
     def load_checkpoint(self, checkpoint_path: Place, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the module and the optimizers in place, on all ranks together, and return everything else."""
@@ -217,8 +219,9 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
             for name, value in state.items()
             if name not in states
         }
-        tree = _joined(states, self.broadcast(values))
-        save(tree, self.broadcast(path), self.backend, overwrite=True, options=self.save_options)
+        tree, path = _joined(states, self.broadcast(values)), self.broadcast(path)
+        save(tree, path, self.backend, overwrite=True, options=self.save_options)
+        _remove_lightnings_values(Path(path))
 
     def load_checkpoint(
         self, path: Place, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -347,3 +350,9 @@ def _lightnings_values(folder: Path, options: LoadOptions) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = torch.load(folder / _META, map_location="cpu", weights_only=not options.allow_pickle)
     return values
+
+
+def _remove_lightnings_values(folder: Path) -> None:
+    """Remove what a checkpoint of Lightning's had there, so that no load takes it for a part of the new one."""
+    if current_world().rank == 0:
+        (folder / _META).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Jobs of Lightning's, each run by every rank of `run_processes`: a model under FSDP2, or with tensor parallelism too."""
+"""Jobs of Lightning's that ranks of `run_processes` run: a model under FSDP2, with or without tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -109,7 +110,7 @@ class Fit:
         backend: The format to save in.
         weights_only: As of `Trainer.fit`.
         link: Whether the last checkpoint is a link.
-        callback: More arguments of `ModelCheckpoint`.
+        io: "ours", "theirs" or "async", where rank 0 saves.
     """
 
     folder: Path
@@ -121,6 +122,7 @@ class Fit:
     backend: str | None = None
     weights_only: bool | None = None
     link: bool = False
+    io: str = "ours"
 
 
 def fit(job: Fit, world: Any = None) -> dict[int, float]:
@@ -133,7 +135,7 @@ def fit(job: Fit, world: Any = None) -> dict[int, float]:
         devices=ranks,
         max_epochs=job.epochs,
         strategy=_strategy(job, ranks),
-        plugins=[] if job.strategy in ("ours", "theirs") else [ShardtreeIO(job.backend, save_options=QUICK)],
+        plugins=[] if job.strategy in ("ours", "theirs") else _plugins(job),
         callbacks=[
             ModelCheckpoint(job.folder, "{epoch}", "loss", save_top_k=2, save_last="link" if job.link else True)
         ],
@@ -144,6 +146,11 @@ def fit(job: Fit, world: Any = None) -> dict[int, float]:
     trainer.fit(model, ckpt_path=job.resume, weights_only=job.weights_only)
     assert float(model.steps) == job.epochs * 2
     return model.losses
+
+
+def _plugins(job: Fit) -> list[Any]:
+    ours = ShardtreeIO(job.backend, save_options=QUICK)
+    return {"ours": [ours], "async": [AsyncCheckpointIO(ours)], "theirs": []}[job.io]
 
 
 def _strategy(job: Fit, ranks: int) -> Any:
@@ -158,35 +165,53 @@ def fits(jobs: list[Fit], world: Any) -> list[dict[int, float]]:
     return [fit(job, world) for job in jobs]
 
 
-def fabric_job(folder: Path, resume: Path | None, theirs: bool, steps: int, world: Any) -> list[float]:
-    """Return the losses of a Fabric loop that loads a state, if told to, and saves one at its end."""
+@dataclass(frozen=True)
+class Loop:
+    """A loop of Fabric's.
+
+    Attributes:
+        folder: The folder that it saves its state to, at its end.
+        resume: The checkpoint that it loads first, or None.
+        theirs: Whether the strategy is Lightning's own.
+        steps: Number of steps.
+    """
+
+    folder: Path
+    resume: Path | None = None
+    theirs: bool = False
+    steps: int = 3
+
+
+def loops(jobs: list[Loop], world: Any) -> list[list[float]]:
+    """Return the losses of several loops, run one after another in the same processes."""
     os.environ["LOCAL_RANK"] = str(world.rank)
-    sizes = {"data_parallel_size": world.size, "tensor_parallel_size": 1}
-    ours = ShardtreeFabricStrategy(parallelized, **sizes, save_options=QUICK)
-    fabric = Fabric("cpu", strategy=FabricStrategy(parallelized, **sizes) if theirs else ours, devices=world.size)
+    return [_loop(job, world) for job in jobs]
+
+
+def _loop(job: Loop, world: Any) -> list[float]:
+    strategy = (
+        FabricStrategy(parallelized, world.size, 1)
+        if job.theirs
+        else ShardtreeFabricStrategy(parallelized, world.size, 1, save_options=QUICK)
+    )
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size)
     fabric.launch()
     model = fabric.setup_module(Layers())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule.state_dict(), "step": 0}
-    if not theirs:
-        state["schedule"] = schedule
-    if resume is not None:
-        rest = fabric.load(resume, state)
-        assert rest == {}
-        if theirs:
-            schedule.load_state_dict(state["schedule"])
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+    if job.resume is not None:
+        assert fabric.load(job.resume, state) == {}
+        # Lightning puts what it has stored of an object in the object's place.
+        schedule.load_state_dict(state["schedule"] if job.theirs else schedule.state_dict())
     x, y = dataset()[world.rank :: world.size]
     losses = []
-    for _ in range(steps):
+    for _ in range(job.steps):
         loss = (model(x) - y).square().mean()
         optimizer.zero_grad()
         fabric.backward(loss)
         optimizer.step()
         schedule.step()
         losses.append(float(fabric.all_reduce(loss.detach())))
-    state["step"] += steps
-    if theirs:
-        state["schedule"] = schedule.state_dict()
-    fabric.save(folder, state)
+    fabric.save(job.folder, state | {"schedule": schedule, "step": state["step"] + job.steps})
     return losses
