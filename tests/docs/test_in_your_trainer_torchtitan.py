@@ -1,4 +1,4 @@
-"""The script and the change of the section about torchtitan."""
+"""The script of the section about torchtitan."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ import pytest
 import torchtitan  # noqa: F401
 
 import shardtree as st
-from tests.docs.test_blocks import fences
-from tests.docs.test_fsdp2 import ROOT, SCRIPTS, killed, resumed, start
+from tests.docs.test_fsdp2 import killed, resumed, start
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.peers]
 
-PAGE = ROOT / "docs" / "in-your-trainer-torchtitan.part.md"
 SCRIPT = "train_titan_plug.py"
-
-
-def test_the_change_is_a_line_of_the_script() -> None:
-    (change,) = [code for _, language, code in fences(PAGE.read_text()) if language == "diff"]
-    (added,) = [line[1:] for line in change.splitlines() if line.startswith("+")]
-    assert added in (SCRIPTS / SCRIPT).read_text().splitlines()
 
 
 def test_it_goes_on_on_three_processes_with_the_same_losses(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""Lightning's Trainer, shardtree's checkpoints: `torchrun --nproc-per-node=4 train_lightning.py RUN STEPS`."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardtree.interop.lightning import ShardtreeStrategy
+
+run, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+
+
+class Model(LightningModule):
+    def configure_model(self):
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(8, 30), torch.nn.Linear(30, 1)
+        for module in (self.first, self.last, self):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, _):
+        x, y = batch
+        loss = (self.last(torch.nn.functional.gelu(self.first(x))) - y).square().mean()
+        total = loss.detach() / ranks
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            print(f"step {self.global_step + 1} loss {float(total)!r}", flush=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
+
+
+x = torch.randn(48, 8, generator=torch.Generator().manual_seed(7))
+batches = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 12 // ranks)  # 4 steps of 12 samples are an epoch
+trainer = Trainer(
+    accelerator="cpu",
+    devices=ranks,
+    strategy=ShardtreeStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+    max_steps=int(sys.argv[2]),
+    max_epochs=-1,
+    callbacks=[ModelCheckpoint(run, "step_{step:08d}", save_top_k=-1, auto_insert_metric_name=False)],
+    logger=False,
+    enable_progress_bar=False,
+)
+finished = sorted(path.parent for path in run.glob("step_*/metadata.json"))
+trainer.fit(Model(), batches, ckpt_path=finished[-1] if finished else None)
+dist.destroy_process_group()

@@ -1,0 +1,358 @@
+"""Lightning's checkpoints by shardtree: strategies for sharded models, and a `CheckpointIO` for models held whole.
+
+Unlike other modules of this room, this one imports its library at once, since its classes are derived from the
+library's. The room doesn't import it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..core.mapping import ShardedTensor
+from ..core.trees import flatten_with_paths, path_key
+from ..errors import KeyMismatch, MetadataError, TreeError, UnsupportedValue, error_text
+from ..inspection import load_tensors_metadata
+from ..shell.checkpoint import is_checkpoint, load, save
+from ..shell.table import LoadOptions, SaveOptions
+from ..shell.world import current_world, one_process
+from .dtensor import from_dtensors, to_dtensors
+
+try:
+    from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.pytorch.strategies import ModelParallelStrategy
+except ImportError as missing:
+    raise ImportError(f"{missing}: shardtree's plug needs Lightning 2.6: pip install lightning") from missing
+
+__all__ = ["ShardtreeFabricStrategy", "ShardtreeIO", "ShardtreeStrategy"]
+
+_WEIGHTS = "state_dict"
+_META = "meta.pt"
+"""File in which Lightning's own sharded checkpoints have all that isn't a module's or an optimizer's state."""
+
+Backend = str | tuple[str, int] | None
+Place = str | os.PathLike[str]
+
+
+class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
+    """A `CheckpointIO` for strategies under which rank 0 saves: `Trainer(strategy="ddp", plugins=[ShardtreeIO()])`.
+
+    State dicts of modules are stored as tensors, "state_dict.weight" and so on, and everything else as plain values in
+    the common state. Files that Lightning itself saved load as before.
+
+    Args:
+        backend: The format to save in; the default strategy's if None.
+        save_options: Options of every save. A value that can't be stored is an error that names it, unless
+            ``allow_pickle`` is set.
+        load_options: Options of every load. Where Lightning's `weights_only` is given, pickled values are read if it is
+            False; else if ``allow_pickle`` is set.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> io = ShardtreeIO(save_options=SaveOptions(durable=False))
+        >>> io.save_checkpoint({"epoch": 3, "state_dict": {"weight": torch.ones(2)}}, f"{folder}/last.ckpt")
+        >>> io.load_checkpoint(f"{folder}/last.ckpt")
+        {'epoch': 3, 'state_dict': {'weight': tensor([1., 1.])}}
+        >>> io.remove_checkpoint(f"{folder}/last.ckpt")
+
+    References:
+        lightning.fabric.plugins.CheckpointIO, lightning 2.6.6.
+    """
+
+    def __init__(
+        self,
+        backend: Backend = None,
+        *,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend, self.save_options, self.load_options = backend, save_options, load_options
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Place, storage_options: Any = None) -> None:
+        """Save a checkpoint in this process alone; one that is there is replaced once the new one is whole."""
+        _refuse(storage_options=storage_options)
+        tree = {name: _as_shards(name, value) for name, value in checkpoint.items()}
+        save(tree, path, self.backend, world=one_process(), overwrite=True, options=self.save_options)
+
+    def load_checkpoint(
+        self, path: Place, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint, read by this process alone, with tensors on the CPU or the device `map_location`."""
+        if not is_checkpoint(path, world=one_process()):
+            located = {} if map_location is None else {"map_location": map_location}
+            own: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only, **located)
+            return own
+        if not isinstance(map_location, str | torch.device | None):
+            what = "load_checkpoint: map_location of a checkpoint of shardtree's must be a device"
+            raise MetadataError(error_text(what, found=type(map_location).__name__, expected="a device, or None"))
+        options, target = _reading(self.load_options, weights_only), defaultdict[str, dict[str, Any]](dict)
+        for key, shard in load_tensors_metadata(path, world=one_process(), options=options).items():
+            name, _, rest = key.partition(".")
+            target[name][rest] = shard
+        loaded: dict[str, Any] = load(dict(target), path, world=one_process(), device=map_location, options=options)
+        return loaded
+
+    def remove_checkpoint(self, path: Place) -> None:
+        """Remove a checkpoint: first the file that makes it one, so that what a kill leaves isn't taken for one."""
+        if os.path.islink(path):  # ModelCheckpoint(save_last="link") links a checkpoint, which stays
+            os.remove(path)
+            return
+        if os.path.isdir(path):
+            for name in ("metadata.json", ".metadata"):
+                (Path(path) / name).unlink(missing_ok=True)
+        super().remove_checkpoint(path)
+
+
+class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's strategy for FSDP2 and tensor parallelism, with shardtree's checkpoints: `Trainer(strategy=...)`.
+
+    Every rank saves its shards of the module and the optimizers, and loads them on any number of ranks. Everything
+    else, such as loops, callbacks and hyperparameters, is stored as rank 0 has it, as by Lightning. Folders and files
+    that Lightning itself saved load too.
+
+    Args:
+        data_parallel_size: Number of ranks that FSDP2 shards over; "auto" is the number of nodes.
+        tensor_parallel_size: Number of ranks of tensor parallelism; "auto" is the number of devices of a node.
+        backend: The format to save in; the default strategy's if None.
+        save_options: Options of every save; see `ShardtreeIO`.
+        load_options: Options of every load; see `ShardtreeIO`.
+        others: Further arguments of Lightning's class: `process_group_backend`, `timeout`.
+
+    References:
+        lightning.pytorch.strategies.ModelParallelStrategy, lightning 2.6.6.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Any = "auto",
+        tensor_parallel_size: Any = "auto",
+        *,
+        backend: Backend = None,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(data_parallel_size, tensor_parallel_size, save_distributed_checkpoint=True, **others)
+        self.checkpoint_io = ShardtreeIO(backend, save_options=save_options, load_options=load_options)
+        self.backend, self.save_options, self.load_options = backend, save_options, load_options
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Place, storage_options: Any = None) -> None:
+        """Save a checkpoint, on all ranks together; one that is there is replaced once the new one is whole."""
+        _refuse(storage_options=storage_options)
+        values = {name: value for name, value in checkpoint.items() if name not in (_WEIGHTS, "optimizer_states")}
+        states = {_WEIGHTS: checkpoint[_WEIGHTS]}
+        states |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", ()))}
+        tree, path = _joined(states, self.broadcast(values)), self.broadcast(filepath)
+        save(tree, path, self.backend, overwrite=True, options=self.save_options)
+        _remove_lightnings_values(Path(path))
+
+    def load_checkpoint(self, checkpoint_path: Place, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the module and the optimizers in place, on all ranks together, and return everything else."""
+        path = self.broadcast(checkpoint_path)
+        if not is_checkpoint(path):
+            own: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return own
+        objects = {_WEIGHTS: self.model}
+        objects |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        options = _reading(self.load_options, weights_only)
+        return _load_into(objects, path, options, strict=self.lightning_module.strict_loading)
+
+
+class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc]
+    """Fabric's strategy for FSDP2 and tensor parallelism, with shardtree's checkpoints: `Fabric(strategy=...)`.
+
+    In `fabric.save(path, state)` every rank saves its shards of the module and the optimizers in the state, and rank
+    0 everything else. Objects with `state_dict` and `load_state_dict` are saved and loaded by these methods.
+
+    Args:
+        parallelize_fn: A function of the module and the device mesh that returns the module, parallelized.
+        data_parallel_size: Number of ranks that FSDP2 shards over; "auto" is the number of nodes.
+        tensor_parallel_size: Number of ranks of tensor parallelism; "auto" is the number of devices of a node.
+        backend: The format to save in; the default strategy's if None.
+        save_options: Options of every save; see `ShardtreeIO`.
+        load_options: Options of every load; see `ShardtreeIO`.
+        others: Further arguments of Lightning's class: `process_group_backend`, `timeout`.
+
+    References:
+        lightning.fabric.strategies.ModelParallelStrategy, lightning 2.6.6.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Any,
+        data_parallel_size: Any = "auto",
+        tensor_parallel_size: Any = "auto",
+        *,
+        backend: Backend = None,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        **others: Any,
+    ) -> None:
+        sizes = data_parallel_size, tensor_parallel_size
+        super().__init__(parallelize_fn, *sizes, save_distributed_checkpoint=True, **others)
+        self.backend, self.save_options, self.load_options = backend, save_options, load_options
+
+    def save_checkpoint(
+        self, path: Place, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save a state, on all ranks together; a checkpoint that is there is replaced once the new one is whole."""
+        _refuse(storage_options=storage_options, filter=filter)
+        states = _states_of(state)
+        values = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in state.items()
+            if name not in states
+        }
+        tree, path = _joined(states, self.broadcast(values)), self.broadcast(path)
+        save(tree, path, self.backend, overwrite=True, options=self.save_options)
+        _remove_lightnings_values(Path(path))
+
+    def load_checkpoint(
+        self, path: Place, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a state in place, on all ranks together, and return what the checkpoint has beyond it."""
+        path = self.broadcast(path)
+        if not isinstance(state, dict) or not is_checkpoint(path):
+            own: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return own
+        states = _states_of(state)
+        objects = {name: state[name] for name in states}
+        values = _load_into(objects, path, _reading(self.load_options, weights_only), strict=strict)
+        asked = state.keys() - states.keys()
+        if strict and asked - values.keys():
+            _refuse_keys(f"load_checkpoint: values of the state that {path} lacks", asked - values.keys())
+        for name in asked & values.keys():
+            if hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(values.pop(name))
+            else:
+                state[name] = values.pop(name)
+        return values
+
+
+# What the classes share.
+
+
+def _refuse(**arguments: Any) -> None:
+    offenders = [f"{name}=" for name, value in arguments.items() if value is not None]
+    if offenders:
+        what, fix = "save_checkpoint: unsupported arguments", "Leave them out; save_options= has what a save can do."
+        raise UnsupportedValue(error_text(what, offenders=offenders, fix=fix))
+
+
+def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOptions:
+    """Return the options of a load; `weights_only`, in which Lightning says what may be unpickled, goes first."""
+    options = options or LoadOptions()
+    return options if weights_only is None else replace(options, allow_pickle=not weights_only)
+
+
+def _as_shards(name: str, value: Any) -> Any:
+    """Return a state dict with its tensors as shards; any other value as it is."""
+    named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    if "." in name or not named or not any(isinstance(item, torch.Tensor) for item in value.values()):
+        return value  # a load finds the state dict's name before a key's first dot
+    return {
+        key: ShardedTensor.from_rank_offsets(f"{name}.{key}", item) if isinstance(item, torch.Tensor) else item
+        for key, item in value.items()
+    }
+
+
+def _shards_of(states: Mapping[str, Any]) -> Any:
+    """Return states with this rank's shards in place of tensors.
+
+    A plain tensor, such as a buffer or a parameter that no mesh shards, is a replica on every rank. Rank 0's is stored,
+    as by torch.distributed.checkpoint: running statistics may differ between ranks.
+    """
+    rank = current_world().rank
+    pairs, rebuild = flatten_with_paths(from_dtensors(states, strided="fsdp2"))
+    return rebuild(
+        [
+            ShardedTensor.from_rank_offsets(path_key(path), leaf.detach(), replica_id=rank)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for path, leaf in pairs
+        ]
+    )
+
+
+def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    if states.keys() & values.keys():
+        offenders = sorted(states.keys() & values.keys())
+        what, fix = "save_checkpoint: values under names of states", "Store these values under other names."
+        raise TreeError(error_text(what, offenders=offenders, fix=fix))
+    return {**values, **_shards_of(states)}
+
+
+def _module_in(objects: Mapping[str, Any]) -> str:
+    names = [name for name, value in objects.items() if isinstance(value, torch.nn.Module)]
+    if len(names) != 1:
+        what = "a checkpoint of Lightning's must have one module, whose parameters the optimizers have"
+        fix = "Save modules with checkpoints of their own, or in a module that holds all."
+        raise TreeError(error_text(what, found=names, expected="one module", fix=fix))
+    return names[0]
+
+
+def _states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the module and of the optimizers among some objects, by the objects' names."""
+    module = objects[_module_in(objects)]
+    states = dict[str, Any]()
+    for name, value in objects.items():
+        if value is module:
+            states[name] = get_model_state_dict(module)
+        elif isinstance(value, torch.optim.Optimizer):
+            states[name] = get_optimizer_state_dict(module, value)
+    return states
+
+
+def _load_into(objects: Mapping[str, Any], path: Place, options: LoadOptions, *, strict: bool) -> dict[str, Any]:
+    """Load a module and its optimizers in place, and return everything else that the checkpoint has."""
+    target, name = _states_of(objects), _module_in(objects)
+    stored = {key for key in load_tensors_metadata(path, options=options) if key.startswith(f"{name}.")}
+    missing = stored - {f"{name}.{key}" for key in target[name]}
+    if strict and missing:
+        _refuse_keys(f"load_checkpoint: tensors in {path} that the module lacks", missing)
+    if not strict:
+        target[name] = {key: value for key, value in target[name].items() if f"{name}.{key}" in stored}
+    # In place, so that no second copy of the states is in memory.
+    loaded = to_dtensors(load(_shards_of(target), path, donate=True, options=options), like=target)
+    module = objects[name]
+    set_model_state_dict(module, loaded[name], options=StateDictOptions(strict=strict))
+    for optimizer in target.keys() - {name}:
+        set_optimizer_state_dict(module, objects[optimizer], loaded[optimizer])
+    values = {key: value for key, value in loaded.items() if key not in target}
+    return values | _lightnings_values(Path(path), options)
+
+
+def _refuse_keys(what: str, keys: Set[str]) -> NoReturn:
+    error = KeyMismatch(error_text(what, offenders=sorted(keys), fix="Set strict to False to leave them out."))
+    error.missing = tuple(sorted(keys))
+    raise error
+
+
+def _lightnings_values(folder: Path, options: LoadOptions) -> dict[str, Any]:
+    """Return what Lightning's own sharded checkpoints have beside modules' and optimizers' states; nothing of ours."""
+    if not (folder / _META).is_file() or (folder / "metadata.json").is_file():
+        return {}
+    values: dict[str, Any] = torch.load(folder / _META, map_location="cpu", weights_only=not options.allow_pickle)
+    return values
+
+
+def _remove_lightnings_values(folder: Path) -> None:
+    """Remove what a checkpoint of Lightning's had there, so that no load takes it for a part of the new one."""
+    if current_world().rank == 0:
+        (folder / _META).unlink(missing_ok=True)
