@@ -6,10 +6,10 @@ library's. The room doesn't import it.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from ..core.trees import flatten_with_paths, path_key
 from ..errors import KeyMismatch, MetadataError, TreeError, UnsupportedValue, error_text
 from ..inspection import load_tensors_metadata
 from ..shell.checkpoint import is_checkpoint, load, save
+from ..shell.storage import is_folder, is_link, storage_at
 from ..shell.table import LoadOptions, SaveOptions
 from ..shell.world import current_world, one_process
 from .dtensor import from_dtensors, to_dtensors
@@ -45,7 +46,7 @@ _META = "meta.pt"
 """File in which Lightning's own sharded checkpoints have all that isn't a module's or an optimizer's state."""
 
 Backend = str | tuple[str, int] | None
-Place = str | os.PathLike[str]
+Place = str | PathLike[str]
 
 
 class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
@@ -110,12 +111,14 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: Place) -> None:
         """Remove a checkpoint: first the file that makes it one, so that what a kill leaves isn't taken for one."""
-        if os.path.islink(path):  # ModelCheckpoint(save_last="link") links a checkpoint, which stays
-            os.remove(path)
+        place = Path(path).absolute()
+        storage = storage_at(place.parent)
+        if is_link(storage, place.name):  # ModelCheckpoint(save_last="link") links a checkpoint, which stays
+            storage.remove(place.name)
             return
-        if os.path.isdir(path):
+        if is_folder(storage, place.name):
             for name in ("metadata.json", ".metadata"):
-                (Path(path) / name).unlink(missing_ok=True)
+                storage.remove(f"{place.name}/{name}")
         super().remove_checkpoint(path)
 
 

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "in-your-trainer.md"
 
 
 @pytest.mark.parametrize(
-    ("number", "script"), [(0, "train_dcp_plug.py"), (1, "train_titan_plug.py"), (2, "train_lightning_plug.py")]
+    ("number", "script"), [(0, "train_dcp_plug.py"), (1, "train_titan_plug.py"), (2, "train_lightning.py")]
 )
 def test_the_change_is_at_most_five_lines_of_the_script(number: int, script: str) -> None:
     change = [code for _, language, code in fences(PAGE.read_text()) if language == "diff"][number]
