@@ -17,6 +17,8 @@ run, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
 
 
 class Model(LightningModule):
+    """Two layers, sharded over all processes."""
+
     def configure_model(self):
         torch.manual_seed(0)
         self.first, self.last = torch.nn.Linear(8, 30), torch.nn.Linear(30, 1)

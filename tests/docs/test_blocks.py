@@ -16,8 +16,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
 )
-NOT_PYTHON = {"", "{eval-rst}", "{toctree}", "bash", "console", "json", "text", "toml", "yaml"}
+NOT_PYTHON = {"", "{eval-rst}", "{toctree}", "bash", "console", "diff", "json", "text", "toml", "yaml"}
 SCRIPTS = {"job.py", "train_dcp.py", "train_shardtree.py"}  # which tests/docs/test_fsdp2.py runs
+SCRIPTS |= {"train_lightning.py"}  # which tests/docs/test_lightning_page.py runs
 SCRIPTS |= {"train_until_told.py"}  # which tests/docs/test_told_to_stop.py runs
 SCRIPTS |= {"train_zero1.py"}  # which docs/optimizer-states.md runs
 SCRIPTS |= {"train_pipeline.py"}  # which tests/docs/test_pipeline_stages.py runs
