@@ -39,15 +39,14 @@ class Model(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
 
 
-x = torch.randn(48, 8, generator=torch.Generator().manual_seed(7))
-batches = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 12 // ranks)  # 4 steps of 12 samples are an epoch
+x = torch.randn(12, 8, generator=torch.Generator().manual_seed(7))
+batches = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 12 // ranks)  # an epoch is a step
 trainer = Trainer(
     accelerator="cpu",
     devices=ranks,
     strategy=ShardtreeStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
-    max_steps=int(sys.argv[2]),
-    max_epochs=-1,
-    callbacks=[ModelCheckpoint(run, "step_{step:08d}", save_top_k=-1, auto_insert_metric_name=False)],
+    max_epochs=int(sys.argv[2]),
+    callbacks=[ModelCheckpoint(run, "step_{step:08d}", every_n_epochs=4, save_top_k=-1, auto_insert_metric_name=False)],
     logger=False,
     enable_progress_bar=False,
 )
