@@ -17,17 +17,17 @@ run, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
 
 
 class Model(LightningModule):
-    """Two layers, of which FSDP2 shards each."""
+    """Two layers, sharded over all processes."""
 
     def configure_model(self):
         torch.manual_seed(0)
-        self.first, self.last = torch.nn.Linear(8, 30), torch.nn.Linear(30, 1)
-        for module in (self.first, self.last, self):
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 30), torch.nn.GELU(), torch.nn.Linear(30, 1))
+        for module in (self.net[0], self.net[2], self.net):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, _):
         x, y = batch
-        loss = (self.last(torch.nn.functional.gelu(self.first(x))) - y).square().mean()
+        loss = (self.net(x) - y).square().mean()
         total = loss.detach() / ranks
         dist.all_reduce(total)
         if dist.get_rank() == 0:
@@ -39,15 +39,14 @@ class Model(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
 
 
-x = torch.randn(48, 8, generator=torch.Generator().manual_seed(7))
-batches = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 12 // ranks)  # 4 steps of 12 samples are an epoch
+x = torch.randn(12, 8, generator=torch.Generator().manual_seed(7))
+batches = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 12 // ranks)  # an epoch is a step
 trainer = Trainer(
     accelerator="cpu",
     devices=ranks,
     strategy=ShardtreeStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
-    max_steps=int(sys.argv[2]),
-    max_epochs=-1,
-    callbacks=[ModelCheckpoint(run, "step_{step:08d}", save_top_k=-1, auto_insert_metric_name=False)],
+    max_epochs=int(sys.argv[2]),
+    callbacks=[ModelCheckpoint(run, "step_{step:08d}", every_n_epochs=4, save_top_k=-1, auto_insert_metric_name=False)],
     logger=False,
     enable_progress_bar=False,
 )

@@ -42,9 +42,6 @@ except ImportError as missing:
 __all__ = ["ShardtreeFabricStrategy", "ShardtreeIO", "ShardtreeStrategy"]
 
 _WEIGHTS = "state_dict"
-_META = "meta.pt"
-"""File in which Lightning's own sharded checkpoints have all that isn't a module's or an optimizer's state."""
-
 Backend = str | tuple[str, int] | None
 Place = str | PathLike[str]
 
@@ -163,7 +160,6 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
         states |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", ()))}
         tree, path = _joined(states, self.broadcast(values)), self.broadcast(filepath)
         save(tree, path, self.backend, overwrite=True, options=self.save_options)
-        _remove_lightnings_values(Path(path))
 
     def load_checkpoint(self, checkpoint_path: Place, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the module and the optimizers in place, on all ranks together, and return everything else."""
@@ -224,7 +220,6 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
         }
         tree, path = _joined(states, self.broadcast(values)), self.broadcast(path)
         save(tree, path, self.backend, overwrite=True, options=self.save_options)
-        _remove_lightnings_values(Path(path))
 
     def load_checkpoint(
         self, path: Place, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -337,25 +332,10 @@ def _load_into(objects: Mapping[str, Any], path: Place, options: LoadOptions, *,
     set_model_state_dict(module, loaded[name], options=StateDictOptions(strict=strict))
     for optimizer in target.keys() - {name}:
         set_optimizer_state_dict(module, objects[optimizer], loaded[optimizer])
-    values = {key: value for key, value in loaded.items() if key not in target}
-    return values | _lightnings_values(Path(path), options)
+    return {key: value for key, value in loaded.items() if key not in target}
 
 
 def _refuse_keys(what: str, keys: Set[str]) -> NoReturn:
     error = KeyMismatch(error_text(what, offenders=sorted(keys), fix="Set strict to False to leave them out."))
     error.missing = tuple(sorted(keys))
     raise error
-
-
-def _lightnings_values(folder: Path, options: LoadOptions) -> dict[str, Any]:
-    """Return what Lightning's own sharded checkpoints have beside modules' and optimizers' states; nothing of ours."""
-    if not (folder / _META).is_file() or (folder / "metadata.json").is_file():
-        return {}
-    values: dict[str, Any] = torch.load(folder / _META, map_location="cpu", weights_only=not options.allow_pickle)
-    return values
-
-
-def _remove_lightnings_values(folder: Path) -> None:
-    """Remove what a checkpoint of Lightning's had there, so that no load takes it for a part of the new one."""
-    if current_world().rank == 0:
-        (folder / _META).unlink(missing_ok=True)

@@ -18,12 +18,8 @@ FENCE = re.compile(
 )
 NOT_PYTHON = {"", "{eval-rst}", "{toctree}", "bash", "console", "diff", "json", "text", "toml", "yaml"}
 SCRIPTS = {"job.py", "train_dcp.py", "train_shardtree.py"}  # which tests/docs/test_fsdp2.py runs
-SCRIPTS |= {
-    "train_dcp_plug.py",
-    "train_lightning.py",
-    "train_titan_plug.py",
-    "uneven_rows.py",
-}  # which tests/docs/test_in_your_trainer.py runs
+SCRIPTS |= {"train_dcp_plug.py", "train_titan_plug.py", "uneven_rows.py"}  # which tests/docs/test_in_your_trainer*.py run
+SCRIPTS |= {"train_lightning.py"}  # which tests/docs/test_lightning_page.py runs
 SCRIPTS |= {"train_until_told.py"}  # which tests/docs/test_told_to_stop.py runs
 SCRIPTS |= {"train_zero1.py"}  # which docs/optimizer-states.md runs
 SCRIPTS |= {"train_pipeline.py"}  # which tests/docs/test_pipeline_stages.py runs

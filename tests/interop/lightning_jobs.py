@@ -52,6 +52,7 @@ class Regression(LightningModule):
         self.save_hyperparameters(ignore=["extra"])
         self.net, self.extra = Layers(), extra
         self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("rank", torch.zeros(()))  # differs between ranks, as running statistics do
         self.losses = dict[int, float]()
 
     def configure_model(self) -> None:
@@ -62,6 +63,7 @@ class Regression(LightningModule):
         x, y = batch
         loss = (self.net(x) - y).square().mean()
         self.steps += 1
+        self.rank.fill_(self.global_rank)
         total = loss.detach().clone()
         if dist.is_initialized():
             dist.all_reduce(total)
