@@ -76,8 +76,20 @@ from ._nodes import (
     path_key,
     shard_leaves,
 )
-from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
+from ._partition import (
+    Wanted,
+    chooser,
+    combine,
+    extract_nonpersistent,
+    extract_sharded,
+    merge,
+    names_of,
+    partition,
+    prune,
+    select,
+)
 from ._plain import flat, nested, rebox, unbox
+from ._prefixes import broadcast_prefix, place_above, prefix_places
 from ._wrappers import factory_of, has_factories, unwrap
 
 if typing.TYPE_CHECKING:
