@@ -90,6 +90,7 @@ from ._partition import (
 )
 from ._plain import flat, nested, rebox, unbox
 from ._prefixes import broadcast_prefix, place_above, prefix_places
+from ._worst import WorstElement, worst_element
 from ._wrappers import factory_of, has_factories, unwrap
 
 if typing.TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import starmap
 from math import prod
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -17,10 +18,14 @@ from ...errors import TreePath
 from ..lazy import as_integers, flat_bytes
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements, same_value
 from ._at_paths import deepest
+from ._edit import torch_converts
 from ._join import Record, stored_entries
+from ._maps import Boxed, with_data
 from ._nodes import Tree, refusing_depth, same_kind
+from ._worst import WorstElement, worst_element
 
-_Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
+_Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath, tuple[Tree, Tree]]
+"""The side that has something, the path of it, and both nodes there if both have some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,59 +36,108 @@ class Difference:
         only_left: what only the left tree has.
         only_right: what only the right tree has.
         mismatch: what both have, with other values, or with containers of another kind.
+        errors: The worst element of each tensor in `mismatch` that was compared by tolerances, the worst of them first.
     """
 
     only_left: tuple[TreePath, ...] = ()
     only_right: tuple[TreePath, ...] = ()
     mismatch: tuple[TreePath, ...] = ()
+    errors: tuple[WorstElement, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.only_left or self.only_right or self.mismatch)
 
 
 @refusing_depth
-def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
-    """Return where two trees differ; equal means of one type and the same bits.
+def diff(x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float = 0, atol: float = 0) -> Difference:
+    """Return where two trees differ; equal means of one type and the same bits, unless there are tolerances.
 
     Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
     aren't compared. Shards are equal when their metadata and data are. Functions are equal when they run the same code
     with equal values around it, as those of factories of one lens. Dicts are equal whatever their class and order; a
     tuple equals a namedtuple, but not a list. Records of one type are compared field by field.
 
+    With tolerances, elements of floating-point and complex tensors, arrays and numbers of one dtype and shape are equal
+    when they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other. `mismatch` then begins with
+    what can't be compared so, such as another shape; then the worst leaf comes first, as in `errors`.
+
     Args:
         x1: the left tree.
         x2: the right one.
         prefix: path of the two in a larger tree, with which the paths begin.
+        rtol: The tolerance relative to the right tree's elements.
+        atol: The absolute tolerance.
 
     Examples:
         >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
-        Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),))
+        Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),), errors=())
         >>> bool(diff(float("nan"), float("nan")))
         False
+        >>> left, right = {"w": torch.tensor([1.0, 2.0]), "b": 0.1}, {"w": torch.tensor([1.0, 2.5]), "b": 0.1001}
+        >>> diff(left, right, rtol=1e-2).errors
+        (WorstElement(path=('w',), index=(1,), left=2.0, right=2.5, error=0.5, allowed=0.025, count=1),)
+
+    References:
+        numpy.testing.assert_allclose; chex.assert_trees_all_close.
     """
-    findings = list(_findings(x1, x2, tuple(prefix)))
-    sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
-    return Difference(sides["left"], sides["right"], sides["both"])
+    findings = [*_findings(x1, x2, tuple(prefix))]
+    sides = {side: tuple(path for where, path, _ in findings if where == side) for side in ("left", "right", "both")}
+    if not (rtol or atol):
+        return Difference(sides["left"], sides["right"], sides["both"])
+    judged = [(path, _worst(path, *nodes, rtol, atol)) for side, path, nodes in findings if side == "both"]
+    errors = [worst for _, worst in judged if isinstance(worst, WorstElement)]
+    errors.sort(key=attrgetter("excess"), reverse=True)
+    others = (path for path, worst in judged if worst is False)
+    return Difference(sides["left"], sides["right"], (*others, *(worst.path for worst in errors)), tuple(errors))
+
+
+def _worst(path: TreePath, left: Any, right: Any, rtol: float, atol: float) -> WorstElement | Literal[False] | None:
+    """Return the worst element of two leaves that differ; None if none is beyond, False if they can't be compared."""
+    if isinstance(left, Boxed) and isinstance(right, Boxed):
+        if not _same_value(with_data(left, None), with_data(right, None)):
+            return False
+        left, right = left.data, right.data
+    left, right = _as_tensor(left), _as_tensor(right)
+    is_number = isinstance(right, torch.Tensor) and (right.is_floating_point() or right.is_complex())
+    if not is_number or not isinstance(left, torch.Tensor) or not _is_same_dense(left, right):
+        return False
+    return worst_element(left, right, rtol, atol, path)
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return an array or a number as a tensor of its dtype, where torch has that; anything else as it is."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in ("float16", "float32", "float64"):
+        return torch.as_tensor(np.asarray(value))
+    return torch.tensor(value) if type(value) in (float, complex) else value
+
+
+def _is_same_dense(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors are of one dtype and shape, and torch can subtract their elements."""
+    both = (left, right)
+    if any(is_lazy(tensor) or tensor.is_nested or tensor.layout != torch.strided for tensor in both):
+        return False
+    is_alike = left.dtype == right.dtype and left.shape == right.shape and all(map(has_elements, both))
+    return is_alike and torch_converts(left.dtype, torch.float64 if left.is_floating_point() else torch.complex128)
 
 
 def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
     mine, theirs = stored_entries(left), stored_entries(right)
     if mine is None or theirs is None:
         if not _same_value(left, right):
-            yield "both", path
+            yield "both", path, (left, right)
     elif (
         not same_kind(left, right)
         or isinstance(left, tuple) != isinstance(right, tuple)
         or (isinstance(left, Record) and left.type_name != right.type_name)
     ):
-        yield "both", path
+        yield "both", path, (left, right)
     else:
         for entry, child in mine.items():
             if entry in theirs:
                 yield from _findings(child, theirs[entry], (*path, entry))
             else:
-                yield "left", (*path, entry)
-        yield from (("right", (*path, entry)) for entry in theirs if entry not in mine)
+                yield "left", (*path, entry), (child, None)
+        yield from (("right", (*path, entry), (None, child)) for entry, child in theirs.items() if entry not in mine)
 
 
 def _same_value(left: Any, right: Any) -> bool:
