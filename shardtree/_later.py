@@ -13,6 +13,7 @@ NAMES = {
         "verify"
     ),
     "display": "draw",
+    "interop.dtensor": "from_module module_tensors",
     "layouts": "Mesh P PartitionSpec abstract abstract_at coverage from_local layout_of shard shard_at unshard",
     "live": "redistribute",
     "plans": "ReshardPlan plan_reshard reshard",
@@ -21,6 +22,7 @@ NAMES = {
         "register_default_strategy"
     ),
     "traces": "Trace trace",
+    "trees": "by_pattern data_at tree_at",
     "world": "World distributed simulate",
 }
 """Names of each room, with spaces between them."""
@@ -80,6 +82,8 @@ if typing.TYPE_CHECKING:
     from .checkpoint import save as save
     from .checkpoint import verify as verify
     from .display import draw as draw
+    from .interop.dtensor import from_module as from_module
+    from .interop.dtensor import module_tensors as module_tensors
     from .layouts import Mesh as Mesh
     from .layouts import P as P
     from .layouts import PartitionSpec as PartitionSpec
@@ -104,6 +108,9 @@ if typing.TYPE_CHECKING:
     from .strategies import register_default_strategy as register_default_strategy
     from .traces import Trace as Trace
     from .traces import trace as trace
+    from .trees import by_pattern as by_pattern
+    from .trees import data_at as data_at
+    from .trees import tree_at as tree_at
     from .world import World as World
     from .world import distributed as distributed
     from .world import simulate as simulate

@@ -32,6 +32,7 @@ NEWER = {
     "shardtree.storage.Refusals",
     "shardtree.storage.SaveReport",
     "shardtree.strategies.Checked",
+    "shardtree.trees.NumericDifference",
     "shardtree.trees.WorstElement",
 }
 """Classes that came after the files: rows of the table that these can't hold."""
@@ -50,7 +51,6 @@ CHANGED = {
     "shardtree.strategies.FormatTraits": "has `writes_common` since",
     "shardtree.strategies.PendingSave": "holds options of a save",
     "shardtree.strategies.Replaced": "holds a sibling, which has `refusals` since",
-    "shardtree.trees.Difference": "has `errors` since",
     "shardtree.strategies.VerifyReport": "has `bytes_checked` since",
 }
 """Classes whose fields have changed since. None is anybody's state: they describe a call, or hold functions. Their

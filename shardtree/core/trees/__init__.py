@@ -19,7 +19,7 @@ from ._checks import (
     refuse_wrappers,
 )
 from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
-from ._difference import Difference, diff, value_at
+from ._difference import Difference, NumericDifference, diff, value_at
 from ._edit import (
     cast,
     empty_data,
@@ -42,6 +42,7 @@ from ._factories import (
     merge_anew,
     merge_into_held,
 )
+from ._hidden import flatten_visible
 from ._join import Record, is_hollow, join, left_out, misfits
 from ._key_forms import KeyForm, Piece, one_of, text_piece
 from ._key_patterns import (
@@ -61,7 +62,7 @@ from ._key_patterns import (
     stars,
     with_guesses,
 )
-from ._maps import bind, call_at, compose, map_data, map_shards, map_sharing, register_nodes, with_data
+from ._maps import bind, call_at, check_function, compose, map_data, map_shards, map_sharing, register_nodes, with_data
 from ._nodes import (
     HOLE,
     NAMESPACE,
@@ -74,6 +75,7 @@ from ._nodes import (
     like,
     namedtuple_types,
     path_key,
+    refusing_depth,
     shard_leaves,
 )
 from ._partition import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import starmap
 from math import prod
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -36,20 +36,37 @@ class Difference:
         only_left: what only the left tree has.
         only_right: what only the right tree has.
         mismatch: what both have, with other values, or with containers of another kind.
-        errors: The worst element of each tensor in `mismatch` that was compared by tolerances, the worst of them first.
     """
 
     only_left: tuple[TreePath, ...] = ()
     only_right: tuple[TreePath, ...] = ()
     mismatch: tuple[TreePath, ...] = ()
-    errors: tuple[WorstElement, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.only_left or self.only_right or self.mismatch)
 
 
+@dataclass(frozen=True, slots=True)
+class NumericDifference(Difference):
+    """Where two trees differ by more than tolerances.
+
+    Attributes:
+        errors: The worst element of each tensor in `mismatch` whose elements were compared, the worst of them first.
+    """
+
+    errors: tuple[WorstElement, ...] = ()
+
+
+@overload
+def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference: ...
+@overload
+def diff(
+    x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float | None = None, atol: float | None = None
+) -> NumericDifference: ...
 @refusing_depth
-def diff(x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float = 0, atol: float = 0) -> Difference:
+def diff(
+    x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float | None = None, atol: float | None = None
+) -> Difference:
     """Return where two trees differ; equal means of one type and the same bits, unless there are tolerances.
 
     Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
@@ -58,19 +75,20 @@ def diff(x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float = 0, atol: fl
     tuple equals a namedtuple, but not a list. Records of one type are compared field by field.
 
     With tolerances, elements of floating-point and complex tensors, arrays and numbers of one dtype and shape are equal
-    when they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other. `mismatch` then begins with
-    what can't be compared so, such as another shape; then the worst leaf comes first, as in `errors`.
+    when they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other. The result is then a
+    `NumericDifference`, which says how large the errors are and where. Its `mismatch` begins with what can't be
+    compared so, such as another shape; of the rest the worst leaf comes first.
 
     Args:
         x1: the left tree.
         x2: the right one.
         prefix: path of the two in a larger tree, with which the paths begin.
-        rtol: The tolerance relative to the right tree's elements.
-        atol: The absolute tolerance.
+        rtol: The tolerance relative to the right tree's elements; None for equal bits, or 0 beside an absolute one.
+        atol: The absolute tolerance; None for equal bits, or 0 beside a relative one.
 
     Examples:
         >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
-        Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),), errors=())
+        Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),))
         >>> bool(diff(float("nan"), float("nan")))
         False
         >>> left, right = {"w": torch.tensor([1.0, 2.0]), "b": 0.1}, {"w": torch.tensor([1.0, 2.5]), "b": 0.1001}
@@ -82,13 +100,14 @@ def diff(x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float = 0, atol: fl
     """
     findings = [*_findings(x1, x2, tuple(prefix))]
     sides = {side: tuple(path for where, path, _ in findings if where == side) for side in ("left", "right", "both")}
-    if not (rtol or atol):
+    if rtol is None and atol is None:
         return Difference(sides["left"], sides["right"], sides["both"])
-    judged = [(path, _worst(path, *nodes, rtol, atol)) for side, path, nodes in findings if side == "both"]
+    judged = [(path, _worst(path, *nodes, rtol or 0, atol or 0)) for side, path, nodes in findings if side == "both"]
     errors = [worst for _, worst in judged if isinstance(worst, WorstElement)]
     errors.sort(key=attrgetter("excess"), reverse=True)
     others = (path for path, worst in judged if worst is False)
-    return Difference(sides["left"], sides["right"], (*others, *(worst.path for worst in errors)), tuple(errors))
+    mismatch = (*others, *(worst.path for worst in errors))
+    return NumericDifference(sides["left"], sides["right"], mismatch, tuple(errors))
 
 
 def _worst(path: TreePath, left: Any, right: Any, rtol: float, atol: float) -> WorstElement | Literal[False] | None:
