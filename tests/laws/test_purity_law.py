@@ -18,17 +18,17 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import buffers, lenses, objects, optim, plans, traces
-from shardtree.core import fingerprints, layouts, lazy, mapping
+from shardtree import buffers, layouts, lenses, objects, optim, plans, traces
+from shardtree.core import fingerprints, lazy, mapping
 from shardtree.core.plans import find_unexpected
 from shardtree.testing import check_pure, glu, random_bits
 
 PURE = {
     "lazy": ("core.lazy",),
     "mapping": ("core.mapping",),
-    "trees": ("core.trees",),
+    "trees": ("core.trees", *(f"transforms.{module}" for module in ("_at", "_by_key", "_params"))),
     "objects": ("core.layouts._object", "transforms._object_rules"),
-    "layouts": ("core.layouts", "live.resharding"),
+    "layouts": ("core.layouts", "live.resharding", "meshes"),
     "lenses": ("lenses",),
     "buffers": ("optim.buffers",),
     "optim": ("optim",),
@@ -102,6 +102,7 @@ VALUES: dict[str, Any] = {
     "buffers.BufferPlan": BUFFERS,
     "buffers.BufferPlace": BUFFERS.places[0],
     "lenses.AxisRuns": lenses.joined_parts(lenses.grouped_runs(8, 2, (1, 3))),
+    "trees.WorstElement": st.trees.diff(1.0, 2.0, atol=0.5).errors[0],
     "lazy.LazyTensor": LAZY,
     "mapping.ShardedTensor": WEIGHT,
     "mapping.ShardedObject": OBJECT,

@@ -126,8 +126,8 @@ def _worst(path: TreePath, left: Any, right: Any, rtol: float, atol: float) -> W
 def _as_tensor(value: Any) -> Any:
     """Return an array or a number as a tensor of its dtype, where torch has that; anything else as it is."""
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in ("float16", "float32", "float64"):
-        return torch.as_tensor(np.asarray(value))
-    return torch.tensor(value) if type(value) in (float, complex) else value
+        return torch.as_tensor(np.asarray(value), device="cpu")
+    return torch.tensor(value, device="cpu") if type(value) in (float, complex) else value
 
 
 def _is_same_dense(left: torch.Tensor, right: torch.Tensor) -> bool:
