@@ -17,7 +17,6 @@ from ..shell.world import World, current_world, gather
 from ..transforms import reduced_here, widened
 
 
-@shielded
 def reduce_elements(
     f: Callable[..., Any],
     tree: Any,
@@ -56,12 +55,20 @@ def reduce_elements(
     References:
         jax.tree.reduce.
     """
+    return _reduced(partial(reduced_here, f, combine, tree, *rest), combine, initial, world)
+
+
+@shielded
+def _reduced(
+    here: Callable[..., list[Any]],
+    combine: Callable[[Any, Any], Any],
+    initial: Any,
+    world: World | None,
+    **given: object,
+) -> Any:
+    """Return all ranks' parts of a reduction, combined; what is given must be the same on all of them."""
     ranks = current_world() if world is None else world
-    parts = gather(
-        ranks,
-        "reduce_elements: reduce",
-        lambda: [*map(_portable, reduced_here(f, combine, tree, *rest, rank=ranks.rank))],
-    )
+    parts = gather(ranks, "reduce_elements: reduce", lambda: [*map(_portable, here(rank=ranks.rank))], given=given)
     values = [value for part in parts for value in part]
     return reduce(combine, values) if values else initial
 
@@ -102,6 +109,7 @@ def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float
 
     Raises:
         IntegrityError: A tensor that counts has no elements, on any rank.
+        WorldError: The ranks pass different orders.
         MetadataError: The order isn't a positive number.
 
     Examples:
@@ -114,9 +122,10 @@ def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         refuse("tree_norm", "ord", ord, "a positive number", "Pass 2, 1 or float('inf').", error=MetadataError)
     if ord == inf:
-        return float(reduce_elements(_largest, tree, combine=_larger, world=world))
-    power_sum: float = reduce_elements(partial(_power_sum, ord), tree, world=world)
-    return float(power_sum ** (1 / ord))
+        return float(_reduced(partial(reduced_here, _largest, _larger, tree), _larger, 0.0, world, ord=ord))
+    power_sum = partial(_power_sum, ord)
+    total: float = _reduced(partial(reduced_here, power_sum, operator.add, tree), operator.add, 0.0, world, ord=ord)
+    return float(total ** (1 / ord))
 
 
 def _power_sum(ord: float, elements: torch.Tensor) -> float:
