@@ -22,7 +22,7 @@ NAMES = {
         "register_default_strategy"
     ),
     "traces": "Trace trace",
-    "trees": "by_pattern data_at tree_at",
+    "trees": "data_at map_by_pattern tree_at",
     "world": "World distributed simulate",
 }
 """Names of each room, with spaces between them."""
@@ -108,8 +108,8 @@ if typing.TYPE_CHECKING:
     from .strategies import register_default_strategy as register_default_strategy
     from .traces import Trace as Trace
     from .traces import trace as trace
-    from .trees import by_pattern as by_pattern
     from .trees import data_at as data_at
+    from .trees import map_by_pattern as map_by_pattern
     from .trees import tree_at as tree_at
     from .world import World as World
     from .world import distributed as distributed

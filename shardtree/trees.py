@@ -21,7 +21,6 @@ __all__ = [
     "apply_factory_merges",
     "bind",
     "broadcast_prefix",
-    "by_pattern",
     "cast",
     "combine",
     "compose",
@@ -33,6 +32,7 @@ __all__ = [
     "flat",
     "flatten_with_paths",
     "leaves_with_paths",
+    "map_by_pattern",
     "map_data",
     "map_params",
     "map_shards",
@@ -95,7 +95,7 @@ if typing.TYPE_CHECKING:
         without_data,
     )
     from .live import reduce_elements, tree_norm, tree_sum
-    from .transforms import by_pattern, data_at, map_params, map_with_path, tree_at
+    from .transforms import data_at, map_by_pattern, map_params, map_with_path, tree_at
 else:
     __getattr__, __dir__ = face(
         __name__,
@@ -103,6 +103,6 @@ else:
         "..core.trees",
         {
             "..live": "reduce_elements tree_norm tree_sum",
-            "..transforms": "by_pattern data_at map_params map_with_path tree_at",
+            "..transforms": "data_at map_by_pattern map_params map_with_path tree_at",
         },
     )

@@ -43,7 +43,7 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return map_shards(on_leaf, tree, *rest, rebuild(range(len(pairs))))
 
 
-def by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def map_by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function of trees that applies functions of tensors by key; other leaves stay.
 
     In a tree with shards, functions get the shards' and factories' data, as in `map_data`, and plain tensors are values
@@ -63,9 +63,9 @@ def by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any
     Examples:
         >>> import torch
         >>> tree = {"up": {"weight": torch.ones(2), "bias": torch.ones(2)}, "step": 3}
-        >>> by_pattern({"**.bias": torch.zeros_like, "**": torch.neg})(tree)
+        >>> map_by_pattern({"**.bias": torch.zeros_like, "**": torch.neg})(tree)
         {'up': {'weight': tensor([-1., -1.]), 'bias': tensor([0., 0.])}, 'step': 3}
-        >>> decay = by_pattern({"**.weight": lambda step, weight: step - 0.5 * weight})
+        >>> decay = map_by_pattern({"**.weight": lambda step, weight: step - 0.5 * weight})
         >>> decay(tree, tree)["up"]["weight"]
         tensor([0.5000, 0.5000])
 
@@ -73,10 +73,10 @@ def by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any
         optax.partition; optax.masked.
     """
     fix = 'Pass {pattern: function}, as {"**.bias": f, "**": g}.'
-    check_type("by_pattern", "functions", functions, Mapping, fix)
+    check_type("map_by_pattern", "functions", functions, Mapping, fix)
     wrong = [f"{pattern!r}: {type(f).__name__}" for pattern, f in functions.items() if not callable(f)]
     if wrong:
-        refuse("by_pattern", "functions", ", ".join(wrong), "functions of tensors", fix, error=MetadataError)
+        refuse("map_by_pattern", "functions", ", ".join(wrong), "functions of tensors", fix, error=MetadataError)
 
     def on_tree(tree: Any, *rest: Any) -> Any:
         chosen = _chosen(functions, tree)
@@ -98,7 +98,7 @@ def _chosen(functions: Mapping[str, Callable[..., Any]], tree: Any) -> dict[Tree
         for path, leaf in leaves
         if is_tensor(leaf) and isinstance(leaf, ShardedBase) is has_shards
     }
-    matches = match_keys("by_pattern", functions, [name for both in names.values() for name in both])
+    matches = match_keys("map_by_pattern", functions, [name for both in names.values() for name in both])
     order = {pattern: number for number, pattern in enumerate(functions)}
     patterns = {path: [matches[name][0] for name in both if name in matches] for path, both in names.items()}
     return {path: functions[min(fitting, key=order.__getitem__)] for path, fitting in patterns.items() if fitting}

@@ -51,7 +51,7 @@ def comes_back(back: Back, kinds: list[int], tied: bool) -> None:
         assert shard.key == name and not shard.data.requires_grad
     inputs = torch.randn(4, 3)
     assert torch.equal(functional_call(module, tensors, inputs), module(inputs))
-    halved = st.by_pattern({"**": lambda tensor: (tensor / 2).to(tensor.dtype)})(tree)
+    halved = st.map_by_pattern({"**": lambda tensor: (tensor / 2).to(tensor.dtype)})(tree)
     with torch.no_grad():
         expected = module_of(kinds, tied)
         for tensor in {id(tensor): tensor for tensor in expected.state_dict(keep_vars=True).values()}.values():

@@ -78,7 +78,7 @@ def has_leaves(part: Any) -> bool:
     return any(leaf is not st.trees.HOLE for _, leaf in leaves_with_paths(part))
 
 
-def functions_by_key(by_pattern: Map, tree: Any, patterns: list[str]) -> None:
+def functions_by_key(map_by_pattern: Map, tree: Any, patterns: list[str]) -> None:
     """The law: partitioned by the patterns, mapped part by part, and combined, a tree is what one call makes of it."""
     firsts = st.partition(tree, lambda leaf: isinstance(leaf, int), *patterns)[1:-1]
     # A pattern that is no tensor's first one is an error, which another test has.
@@ -92,18 +92,18 @@ def functions_by_key(by_pattern: Map, tree: Any, patterns: list[str]) -> None:
         return st.map_shards(on_leaf, part)
 
     expected = [mapped(FUNCTIONS[pattern], part) for pattern, part in zip(patterns, parts[1:-1], strict=True)]
-    found = by_pattern({pattern: FUNCTIONS[pattern] for pattern in patterns})(tree)
+    found = map_by_pattern({pattern: FUNCTIONS[pattern] for pattern in patterns})(tree)
     assert not diff(found, st.combine(parts[0], *expected, parts[-1]))
 
 
 @given(tensor_trees(), PATTERNS)
 def test_functions_are_applied_by_key(tree: Any, patterns: list[str]) -> None:
-    functions_by_key(st.by_pattern, tree, patterns)
+    functions_by_key(st.map_by_pattern, tree, patterns)
 
 
 def test_functions_are_applied_by_key_catches_the_last_pattern_that_fits() -> None:
     def last_counts(functions: dict[str, Any]) -> Any:
-        return st.by_pattern(dict(reversed(functions.items())))
+        return st.map_by_pattern(dict(reversed(functions.items())))
 
     assert_caught(functions_by_key, last_counts, tensor_trees(), PATTERNS)
 
@@ -111,29 +111,31 @@ def test_functions_are_applied_by_key_catches_the_last_pattern_that_fits() -> No
 def test_plain_tensors_beside_shards_are_values() -> None:
     shard = st.ShardedTensor.from_rank_offsets("m.w", torch.ones(2))
     tree = {"w": shard, "rng": torch.ones(2), "step": 3}
-    new = st.by_pattern({"**": torch.neg})(tree)
+    new = st.map_by_pattern({"**": torch.neg})(tree)
     assert new["w"].data.tolist() == [-1, -1] and new["rng"] is tree["rng"] and new["step"] == 3
     for pattern in ("m.w", "w", "m.*"):
-        assert st.by_pattern({pattern: torch.neg})(tree)["w"].data.tolist() == [-1, -1]
+        assert st.map_by_pattern({pattern: torch.neg})(tree)["w"].data.tolist() == [-1, -1]
 
 
 def test_further_trees_and_pipelines() -> None:
     gradients = {"w": torch.full((2,), 0.5), "bias": torch.full((2,), 0.5)}
     params = {"w": torch.ones(2), "bias": torch.ones(2)}
-    decayed = st.by_pattern({"w": lambda step, weight: step + 0.1 * weight})(gradients, params)
+    decayed = st.map_by_pattern({"w": lambda step, weight: step + 0.1 * weight})(gradients, params)
     assert torch.equal(decayed["w"], torch.full((2,), 0.6)) and decayed["bias"] is gradients["bias"]
-    halved = st.compose(st.by_pattern({"bias": torch.zeros_like}), st.by_pattern({"w": lambda tensor: tensor / 2}))
+    halved = st.compose(
+        st.map_by_pattern({"bias": torch.zeros_like}), st.map_by_pattern({"w": lambda tensor: tensor / 2})
+    )
     assert {name: data.tolist() for name, data in halved(params).items()} == {"w": [0.5, 0.5], "bias": [0, 0]}
 
 
 def test_mistakes() -> None:
     tree = {"w": torch.ones(2)}
-    with pytest.raises(TreeError, match=r"by_pattern: patterns that name nothing\n  'bias' fits no key"):
-        st.by_pattern({"bias": torch.neg})(tree)
+    with pytest.raises(TreeError, match=r"map_by_pattern: patterns that name nothing\n  'bias' fits no key"):
+        st.map_by_pattern({"bias": torch.neg})(tree)
     with pytest.raises(TreeError, match="comes first"):
-        st.by_pattern({"**": torch.neg, "w": torch.abs})(tree)
+        st.map_by_pattern({"**": torch.neg, "w": torch.abs})(tree)
     for functions in ([torch.neg], {"w": 3}):
-        with pytest.raises(MetadataError, match="by_pattern"):
-            st.by_pattern(functions)  # type: ignore[arg-type]
+        with pytest.raises(MetadataError, match="map_by_pattern"):
+            st.map_by_pattern(functions)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="'w'"):
-        st.by_pattern({"w": lambda data: data[:1]})({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))})
+        st.map_by_pattern({"w": lambda data: data[:1]})({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))})

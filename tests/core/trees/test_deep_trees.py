@@ -33,7 +33,7 @@ CALLS: dict[str, Call] = {
     "apply_factories": st.apply_factories,
     "apply_factory_merges": lambda deep: st.apply_factory_merges(deep, deep),
     "broadcast_prefix": lambda deep: st.trees.broadcast_prefix(1, deep),
-    "by_pattern": lambda deep: st.by_pattern({"**": torch.neg})(deep),
+    "map_by_pattern": lambda deep: st.map_by_pattern({"**": torch.neg})(deep),
     "cast": lambda deep: st.cast(deep, torch.float64),
     "combine": lambda deep: st.combine(deep, deep),
     "common_problems": lambda deep: st.core.layouts.common_problems([deep, deep]),

@@ -74,7 +74,7 @@ MAPS: dict[str, Callable[[Any], Any]] = {
     "tree_at": lambda tree: st.tree_at(tree, ("b",), 1),
     "data_at": lambda tree: st.data_at(tree, lambda tree: tree["b"], torch.neg),
     "map_with_path": lambda tree: st.trees.map_with_path(lambda path, leaf: leaf, tree),
-    "by_pattern": lambda tree: st.by_pattern({"b": torch.neg})(tree),
+    "map_by_pattern": lambda tree: st.map_by_pattern({"b": torch.neg})(tree),
     "map_params": lambda tree: st.trees.map_params(lambda state, parameter: state, tree, tree),
     "reduce_elements": lambda tree: st.trees.reduce_elements(torch.sum, tree),
     "tree_sum": st.trees.tree_sum,
