@@ -9,8 +9,9 @@ from typing import Final
 import torch
 
 from ..core.geometry import refuse
-from ..core.trees import torch_converts, worst_element
+from ..core.trees import torch_converts
 from ..errors import MetadataError
+from ..transforms import worst_element
 from ._bits import first_difference
 
 DEFAULTS: Final = {

@@ -8,6 +8,7 @@ its place, but a list or tuple has none at its end, and is shorter. Layers that 
 """
 
 from ._at import data_at, tree_at
+from ._beyond import worst_element
 from ._by_key import map_by_pattern, map_with_path
 from ._elements import reduced_here, widened
 from ._object_rules import drop_objects

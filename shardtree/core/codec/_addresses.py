@@ -92,8 +92,7 @@ _HOMES = {
         "traces._steps": "Kind",
     },
     "shardtree.trees": {
-        "core.trees._difference": "NumericDifference",
-        "core.trees._worst": "WorstElement",
+        "core.trees._difference": "NumericDifference WorstElement",
         "trees._difference": "Difference",
         "trees._join": "Record",
     },

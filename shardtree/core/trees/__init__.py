@@ -19,7 +19,7 @@ from ._checks import (
     refuse_wrappers,
 )
 from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
-from ._difference import Difference, NumericDifference, diff, value_at
+from ._difference import Difference, NumericDifference, WorstElement, diff, value_at
 from ._edit import (
     cast,
     empty_data,
@@ -92,7 +92,6 @@ from ._partition import (
 )
 from ._plain import flat, nested, rebox, unbox
 from ._prefixes import broadcast_prefix, place_above, prefix_places
-from ._worst import WorstElement, worst_element
 from ._wrappers import factory_of, has_factories, unwrap
 
 if typing.TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import starmap
 from math import prod
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
@@ -15,14 +14,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ...errors import TreePath
+from ..deferred import leaf
 from ..lazy import as_integers, flat_bytes
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements, same_value
 from ._at_paths import deepest
-from ._edit import torch_converts
 from ._join import Record, stored_entries
-from ._maps import Boxed, with_data
 from ._nodes import Tree, refusing_depth, same_kind
-from ._worst import WorstElement, worst_element
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath, tuple[Tree, Tree]]
 """The side that has something, the path of it, and both nodes there if both have some."""
@@ -44,6 +41,34 @@ class Difference:
 
     def __bool__(self) -> bool:
         return bool(self.only_left or self.only_right or self.mismatch)
+
+
+@dataclass(frozen=True, slots=True)
+class WorstElement:
+    """The element of two tensors that is furthest beyond its tolerance, and the number of those that are beyond it.
+
+    Attributes:
+        path: Path of the tensor in its tree; of a shard, the tensor that this rank holds.
+        index: Index of the element.
+        left: Value in the left tree; complex values too are Python numbers.
+        right: Value in the right tree.
+        error: Absolute difference of the two.
+        allowed: Tolerance of the element, ``atol + rtol * abs(right)``.
+        count: Number of elements beyond their tolerance.
+    """
+
+    path: TreePath
+    index: tuple[int, ...]
+    left: Any
+    right: Any
+    error: float
+    allowed: float
+    count: int
+
+    @property
+    def excess(self) -> float:
+        """The error as a multiple of what is allowed; infinite where nothing is, or where the error isn't finite."""
+        return self.error / self.allowed if self.allowed and self.error < float("inf") else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +127,9 @@ def diff(
     sides = {side: tuple(path for where, path, _ in findings if where == side) for side in ("left", "right", "both")}
     if rtol is None and atol is None:
         return Difference(sides["left"], sides["right"], sides["both"])
-    judged = [(path, _worst(path, *nodes, rtol or 0, atol or 0)) for side, path, nodes in findings if side == "both"]
-    errors = [worst for _, worst in judged if isinstance(worst, WorstElement)]
-    errors.sort(key=attrgetter("excess"), reverse=True)
-    others = (path for path, worst in judged if worst is False)
-    mismatch = (*others, *(worst.path for worst in errors))
-    return NumericDifference(sides["left"], sides["right"], mismatch, tuple(errors))
-
-
-def _worst(path: TreePath, left: Any, right: Any, rtol: float, atol: float) -> WorstElement | Literal[False] | None:
-    """Return the worst element of two leaves that differ; None if none is beyond, False if they can't be compared."""
-    if isinstance(left, Boxed) and isinstance(right, Boxed):
-        if not _same_value(with_data(left, None), with_data(right, None)):
-            return False
-        left, right = left.data, right.data
-    left, right = _as_tensor(left), _as_tensor(right)
-    is_number = isinstance(right, torch.Tensor) and (right.is_floating_point() or right.is_complex())
-    if not is_number or not isinstance(left, torch.Tensor) or not _is_same_dense(left, right):
-        return False
-    return worst_element(left, right, rtol, atol, path)
-
-
-def _as_tensor(value: Any) -> Any:
-    """Return an array or a number as a tensor of its dtype, where torch has that; anything else as it is."""
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in ("float16", "float32", "float64"):
-        return torch.as_tensor(np.asarray(value), device="cpu")
-    return torch.tensor(value, device="cpu") if type(value) in (float, complex) else value
-
-
-def _is_same_dense(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors are of one dtype and shape, and torch can subtract their elements."""
-    both = (left, right)
-    if any(is_lazy(tensor) or tensor.is_nested or tensor.layout != torch.strided for tensor in both):
-        return False
-    is_alike = left.dtype == right.dtype and left.shape == right.shape and all(map(has_elements, both))
-    return is_alike and torch_converts(left.dtype, torch.float64 if left.is_floating_point() else torch.complex128)
+    both = [(path, *nodes) for side, path, nodes in findings if side == "both"]
+    mismatch, errors = leaf("beyond_tolerances")(both, rtol or 0, atol or 0, _same_value)
+    return NumericDifference(sides["left"], sides["right"], mismatch, errors)
 
 
 def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
