@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any, TypeAlias, overload
 
 from ...errors import TreeError, TreePath, error_text, render_path
+from ..deferred import when_called
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hidden import flatten_visible, hides_shards
 from ._key_patterns import key_matcher, shell_differences
@@ -27,7 +28,6 @@ from ._nodes import (
     refusing_depth,
     same_kind,
 )
-from ._prefixes import broadcast_prefix
 
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object] | Tree
 """What `select` takes: a pattern of keys, a function of path and leaf, or a prefix of booleans."""
@@ -272,6 +272,8 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
     return like(tree, {}) if part is HOLE and (is_dict(tree) or isinstance(tree, list)) else part
 
 
+_broadcast_prefix = when_called("core.trees._prefixes:broadcast_prefix")  # a save needs none
+
 _Chooser: TypeAlias = Callable[[TreePath, Any], object]
 
 
@@ -297,7 +299,7 @@ def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any],
         return _name_chooser(doing, wanted, tree)
     # An instance of a registered class is a tree, even if it can be called, as Equinox's modules can.
     if isinstance(wanted, bool) or entries(wanted) is not None:
-        flags = dict(leaves_with_paths(broadcast_prefix(wanted, tree)))
+        flags = dict(leaves_with_paths(_broadcast_prefix(wanted, tree)))
         others = [
             f"{render_path(path)}: {describe(flag)}" for path, flag in flags.items() if not isinstance(flag, bool)
         ]
