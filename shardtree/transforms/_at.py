@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ from ..core.trees import (
 from ..errors import TreeError, TreePath, error_text, render_path, shorten
 
 SameTree = TypeVar("SameTree")
-Where = str | re.Pattern[str] | TreePath | Callable[[Any], Any]
+Where: TypeAlias = str | re.Pattern[str] | TreePath | Callable[[Any], Any] | Any
 """Places of a tree: a pattern of keys, a regular expression, a path, a tree of booleans, or a function of the tree."""
 
 _BOXED: Final = (ShardedTensor, ShardedTensorFactory)

@@ -79,7 +79,6 @@ from ._nodes import (
     shard_leaves,
 )
 from ._partition import (
-    Wanted,
     chooser,
     combine,
     extract_nonpersistent,

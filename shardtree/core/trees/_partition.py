@@ -306,7 +306,7 @@ def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any],
         if others:
             raise TreeError(error_text(f"{doing}: a tree of conditions", expected="booleans", offenders=others))
         return lambda path, _: flags[path]
-    check_function(doing, "wanted", wanted, "a text, a pattern, a function or a tree of booleans")
+    check_function(doing, "wanted", wanted, "a text, a pattern or a function, or a tree of booleans")
     return of_function(wanted)
 
 
