@@ -24,6 +24,7 @@ NAMES = {
     ),
     "display": "draw",
     "errors": "CheckpointingException",
+    "interop.dtensor": "from_module module_tensors",
     "layouts": "Mesh P PartitionSpec abstract abstract_at coverage from_local layout_of shard shard_at unshard",
     "live": "redistribute",
     "plans": "ReshardPlan plan_reshard reshard",
@@ -32,6 +33,7 @@ NAMES = {
         "register_default_strategy"
     ),
     "traces": "Trace trace",
+    "trees": "data_at map_by_pattern tree_at",
     "world": "World distributed simulate",
 }
 """Names of each room, with spaces between them."""
@@ -94,6 +96,8 @@ if typing.TYPE_CHECKING:
     from .core.lazy import lazy_map as lazy_map
     from .display import draw as draw
     from .errors import CheckpointingException as CheckpointingException
+    from .interop.dtensor import from_module as from_module
+    from .interop.dtensor import module_tensors as module_tensors
     from .layouts import Mesh as Mesh
     from .layouts import P as P
     from .layouts import PartitionSpec as PartitionSpec
@@ -136,8 +140,10 @@ if typing.TYPE_CHECKING:
     from .trees import cast as cast
     from .trees import combine as combine
     from .trees import compose as compose
+    from .trees import data_at as data_at
     from .trees import diff as diff
     from .trees import extract_metadata as extract_metadata
+    from .trees import map_by_pattern as map_by_pattern
     from .trees import map_data as map_data
     from .trees import map_shards as map_shards
     from .trees import merge as merge
@@ -147,6 +153,7 @@ if typing.TYPE_CHECKING:
     from .trees import rebox as rebox
     from .trees import rename as rename
     from .trees import select as select
+    from .trees import tree_at as tree_at
     from .trees import unbox as unbox
     from .trees import without_data as without_data
     from .world import World as World

@@ -7,6 +7,7 @@ package and, after a colon, what of it is meant.
 from __future__ import annotations
 
 LEAVES: dict[str, str] = {
+    "beyond_tolerances": "transforms._beyond:beyond_tolerances",
     "differing_replicas": "inspection._replicas:differing_replicas",
     "drop_objects": "transforms._object_rules:drop_objects",
     "formats": "_formats:rows",

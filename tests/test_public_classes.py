@@ -34,6 +34,8 @@ NEWER = {
     "shardtree.storage.Refusals",
     "shardtree.storage.SaveReport",
     "shardtree.strategies.Checked",
+    "shardtree.trees.NumericDifference",
+    "shardtree.trees.WorstElement",
 }
 """Classes that came after the files: rows of the table that these can't hold."""
 

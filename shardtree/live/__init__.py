@@ -13,6 +13,7 @@ if typing.TYPE_CHECKING:
     from ._processes import launched_rank, launched_world, run_processes
     from ._reading import cuts_shards, foretold_exchange, foretold_groups
     from ._redistribute import redistribute
+    from ._reduce import reduce_elements, tree_norm, tree_sum
     from ._simulated import simulate
 else:
     from ..core.deferred import later
@@ -25,6 +26,7 @@ else:
             "._processes": "launched_rank launched_world run_processes",
             "._reading": "cuts_shards foretold_exchange foretold_groups",
             "._redistribute": "redistribute",
+            "._reduce": "reduce_elements tree_norm tree_sum",
             "._simulated": "simulate",
         },
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..core.mapping import ShardedTensor
-from ..core.trees import Field, call_at, entries, leaves_with_paths
+from ..core.trees import call_at, leaves_with_paths, place_above, prefix_places
 from ..errors import MetadataError, TreePath, error_text, render_path
 from ._specs import PartitionSpec, Specs, checked_spec
 
@@ -39,44 +39,22 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
     for path, spec in given:
         if spec is not None:
             checked_spec(f"spec at {render_path(path, 'specs')}", spec)
-    found = [each for each in _placed_specs(specs, tree, (), ()) if each[2] is not None]
-    beyond = [render_path(path, "specs") for path, place, _ in found if place is None]
+    placed = [(path, place, spec) for path, place, spec in prefix_places(specs, tree) if spec is not None]
+    beyond = [render_path(path, "specs") for path, place, _ in placed if place is None]
     if beyond:
         fix = "Give specs at places that the tree has."
         raise MetadataError(error_text("specs for what isn't in the tree", offenders=beyond, fix=fix))
-    return _nearest({place: spec for _, place, spec in found if place is not None}, tensors)
+    return _nearest({place: spec for _, place, spec in placed if place is not None}, tensors)
 
 
 def _nearest(
     specs: Mapping[TreePath, PartitionSpec], tensors: Mapping[TreePath, ShardedTensor]
 ) -> dict[TreePath, PartitionSpec]:
     """Return the spec at each tensor's path or above it."""
-    # Specs don't nest, since a spec is a leaf: at most one place on a path has one.
-    places = {path: [path[:depth] for depth in range(len(path) + 1) if path[:depth] in specs] for path in tensors}
-    lacking = [path for path in tensors if not places[path]]
+    places = {path: place_above(path, specs) for path in tensors}
+    lacking = [path for path, place in places.items() if place is None]
     if lacking:
         missing = [f"{tensors[path].key!r}: no spec at {render_path(path, 'specs')}" for path in lacking]
         fix = "Give a PartitionSpec at its place, or at one above it; PartitionSpec() where it isn't cut."
         raise MetadataError(error_text("tensors without a spec", offenders=missing, fix=fix))
-    return {path: specs[place] for path, (place,) in places.items()}
-
-
-def _placed_specs(
-    specs: Any, tree: Any, path: TreePath, place: TreePath | None
-) -> Iterator[tuple[TreePath, TreePath | None, Any]]:
-    """Yield each leaf of a tree of specs with its path, and the path of its place in the other tree, None without one.
-
-    Containers may be of other classes than the tree's: their entries count, and named tuples' fields have names too.
-    """
-    children = entries(specs)
-    if children is None:
-        yield path, place, specs
-        return
-    own = {} if place is None else dict(entries(tree) or {})
-    fields = {entry.name: entry for entry in own if isinstance(entry, Field)}
-    for entry, child in children.items():
-        name = entry.name if isinstance(entry, Field) else entry
-        key = entry if entry in own else fields.get(name, name)
-        below = (*place, key) if place is not None and key in own else None
-        # Taken out, so that a position and a name aren't both the place of a spec.
-        yield from _placed_specs(child, own.pop(key, None), (*path, entry), below)
+    return {path: specs[place] for path, place in places.items() if place is not None}

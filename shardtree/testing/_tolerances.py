@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Final
 
-import numpy as np
 import torch
 
 from ..core.geometry import refuse
 from ..core.trees import torch_converts
 from ..errors import MetadataError
+from ..transforms import worst_element
 from ._bits import first_difference
 
 DEFAULTS: Final = {
@@ -131,17 +131,10 @@ def deviation(
         difference = first_difference(found, expected)
         return None if difference is None else Deviation(float("inf"), difference)
     _, atol = tolerances.of(expected.dtype, largest_element(expected) if largest is None else largest)
-    left, right = (tensor.detach().cpu().to(_wide(tensor.dtype)).reshape(-1) for tensor in (found, expected))
-    errors, allowed = (left - right).abs(), atol + rtol * right.abs()
-    # An infinite error isn't within an infinite tolerance: infinities and NaN are equal to themselves, or wrong.
-    equal = (left == right) | (left.isnan() & right.isnan())
-    wrong = ~(equal | (errors.isfinite() & (errors <= allowed)))
-    if not bool(wrong.any()):
+    worst = worst_element(found, expected, rtol, atol)
+    if worst is None:
         return None
-    excess = torch.where(wrong, (errors / allowed).nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
-    worst = int(excess.argmax())
-    place = tuple(int(index) for index in np.unravel_index(worst, expected.shape or (1,)))[: expected.ndim]
-    count = f"{int(wrong.sum())} of {prod(expected.shape)} elements differ by more than rtol={rtol:g}, atol={atol:g}"
-    pair = f"found {left[worst].item():.9g}, expected {right[worst].item():.9g}"
-    distance = f"error {errors[worst].item():.3g}, allowed {allowed[worst].item():.3g}"
-    return Deviation(excess[worst].item(), f"{count}; the worst at {place}: {pair}, {distance}")
+    count = f"{worst.count} of {prod(expected.shape)} elements differ by more than rtol={rtol:g}, atol={atol:g}"
+    pair = f"found {worst.left:.9g}, expected {worst.right:.9g}"
+    distance = f"error {worst.error:.3g}, allowed {worst.allowed:.3g}"
+    return Deviation(worst.excess, f"{count}; the worst at {worst.index}: {pair}, {distance}")

@@ -7,8 +7,13 @@ its place, but a list or tuple has none at its end, and is shorter. Layers that 
 "0", "1". Lazy tensors aren't read: operations on them are recorded.
 """
 
+from ._at import data_at, tree_at
+from ._beyond import worst_element
+from ._by_key import map_by_pattern, map_with_path
+from ._elements import reduced_here, widened
 from ._object_rules import drop_objects
 from ._pad import pad_tensors, transpose_tensors, unpad_tensors
+from ._params import map_params
 from ._split import merge_tensors, split_tensor
 from ._stack import keep_layers, partial_rename, stack_layers, unstack_layers
 

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 GROUPS = {
     "Leaves": ("mapping",),
-    "Trees": ("trees", "lazy"),
+    "Trees": ("trees", "lazy", "interop.dtensor"),
     "Layouts": ("layouts", "display"),
     "Saving and loading": ("checkpoint",),
     "Resharding in memory": ("plans", "live"),

@@ -6,7 +6,11 @@ Those of the README take up where their readers are, and are run by tests/docs/t
 from __future__ import annotations
 
 import doctest
+import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,11 @@ FENCE = re.compile(
 )
 NOT_PYTHON = {"", "{eval-rst}", "{toctree}", "bash", "console", "diff", "json", "text", "toml", "yaml"}
 SCRIPTS = {"job.py", "train_dcp.py", "train_shardtree.py"}  # which tests/docs/test_fsdp2.py runs
-SCRIPTS |= {"train_dcp_plug.py", "train_titan_plug.py", "uneven_rows.py"}  # which tests/docs/test_in_your_trainer*.py run
+SCRIPTS |= {
+    "train_dcp_plug.py",
+    "train_titan_plug.py",
+    "uneven_rows.py",
+}  # which tests/docs/test_in_your_trainer*.py run
 SCRIPTS |= {"train_lightning.py"}  # which tests/docs/test_lightning_page.py runs
 SCRIPTS |= {"train_until_told.py"}  # which tests/docs/test_told_to_stop.py runs
 SCRIPTS |= {"train_zero1.py"}  # which docs/optimizer-states.md runs
@@ -52,12 +60,34 @@ def run_page(text: str, name: str) -> None:
             run_block(code, line, name, namespace)
 
 
+APART = {"trees.md": ("jax", "equinox", "flax", "optax")}
+"""Pages that run in a process of their own, and the modules that they import: JAX warns of every later fork."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if page.name not in APART], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "docs" / "scripts")
     run_page(page.read_text(), str(page))
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.parametrize("name", APART)
+def test_blocks_beside_other_libraries_run(name: str, tmp_path: Path) -> None:
+    for module in APART[name]:
+        if find_spec(module) is None:
+            raise ImportError(f"No module named {module!r}")
+    code = (
+        "import sys; from pathlib import Path; from tests.docs.test_blocks import run_page; page = Path(sys.argv[1]); "
+    )
+    command = [sys.executable, "-c", f"{code} run_page(page.read_text(), str(page))", str(ROOT / "docs" / name)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -152,6 +152,7 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         ),
         "remove": lambda world: shardtree.remove_sharded_tensors(storage, "norm", world=world),
         "fingerprint": lambda world: shardtree.fingerprint(tree(world), world=world),
+        "reduce": lambda world: shardtree.trees.tree_norm(tree(world), world=world),
         "fingerprint of files": lambda world: shardtree.fingerprint(storage, world=world),
     }
 

@@ -26,7 +26,7 @@ from shardtree.testing import check_pure, glu, random_bits
 PURE = {
     "lazy": ("core.lazy",),
     "mapping": ("core.mapping",),
-    "trees": ("core.trees",),
+    "trees": ("core.trees", *(f"transforms.{module}" for module in ("_at", "_by_key", "_params"))),
     "objects": ("core.layouts._object", "transforms._object_rules"),
     "layouts": ("core.layouts", "live.resharding", "meshes"),
     "lenses": ("lenses",),
@@ -102,6 +102,7 @@ VALUES: dict[str, Any] = {
     "buffers.BufferPlan": BUFFERS,
     "buffers.BufferPlace": BUFFERS.places[0],
     "lenses.AxisRuns": lenses.joined_parts(lenses.grouped_runs(8, 2, (1, 3))),
+    "trees.WorstElement": st.trees.diff(1.0, 2.0, atol=0.5).errors[0],
     "lazy.LazyTensor": LAZY,
     "mapping.ShardedTensor": WEIGHT,
     "mapping.ShardedObject": OBJECT,

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as draws
 
 import shardtree as st
-from shardtree.core.trees import entries
+from shardtree.core.trees import _prefixes, entries
 from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, from_local, layout_of
-from shardtree.meshes import _tree_specs
 from shardtree.testing import bits
 from shardtree.trees import flatten_with_paths, leaves_with_paths, register_dataclass
 
@@ -145,7 +144,7 @@ def test_the_law_catches_places_that_are_looked_up_by_index(monkeypatch: pytest.
         is_spec = any(isinstance(leaf, PartitionSpec) for _, leaf in leaves_with_paths(node))
         return entries(node) if is_spec or isinstance(node, dict | list | tuple) else None
 
-    monkeypatch.setattr(_tree_specs, "entries", indexed)
+    monkeypatch.setattr(_prefixes, "entries", indexed)
     finds_own_specs({"p": [W, (B, W)]})
     with pytest.raises(MetadataError, match="specs for what isn't in the tree"):
         finds_own_specs({"p": Keyed(W, B)})

@@ -99,7 +99,11 @@ _HOMES = {
         "traces._problems": "Problem",
         "traces._steps": "Kind",
     },
-    "shardtree.trees": {"trees._difference": "Difference", "trees._join": "Record"},
+    "shardtree.trees": {
+        "core.trees._difference": "NumericDifference WorstElement",
+        "trees._difference": "Difference",
+        "trees._join": "Record",
+    },
 }
 """Public module → modules below shardtree that hold its classes, or held them when files were written → the classes.
 

@@ -19,7 +19,7 @@ from ._checks import (
     refuse_wrappers,
 )
 from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
-from ._difference import Difference, diff, value_at
+from ._difference import Difference, NumericDifference, WorstElement, diff, value_at
 from ._edit import (
     cast,
     empty_data,
@@ -42,6 +42,7 @@ from ._factories import (
     merge_anew,
     merge_into_held,
 )
+from ._hidden import flatten_visible
 from ._join import Record, is_hollow, join, left_out, misfits
 from ._key_forms import KeyForm, Piece, one_of, text_piece
 from ._key_patterns import (
@@ -61,7 +62,7 @@ from ._key_patterns import (
     stars,
     with_guesses,
 )
-from ._maps import bind, call_at, compose, map_data, map_shards, map_sharing, register_nodes, with_data
+from ._maps import bind, call_at, check_function, compose, map_data, map_shards, map_sharing, register_nodes, with_data
 from ._nodes import (
     HOLE,
     NAMESPACE,
@@ -74,14 +75,26 @@ from ._nodes import (
     like,
     namedtuple_types,
     path_key,
+    refusing_depth,
     shard_leaves,
 )
-from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
+from ._partition import (
+    chooser,
+    combine,
+    extract_nonpersistent,
+    extract_sharded,
+    merge,
+    names_of,
+    partition,
+    prune,
+    select,
+)
 from ._plain import flat, nested, rebox, unbox
 from ._wrappers import factory_of, has_factories, unwrap
 
 if typing.TYPE_CHECKING:
     from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
+    from ._prefixes import broadcast_prefix, place_above, prefix_places
     from ._register import node_data, register_dataclass
     from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values, scaled_what, those_of
     from ._transform import Transform, target_through
@@ -92,6 +105,7 @@ else:
         __name__,
         {
             "._places": "Place Places kept_place moved_place named_paths places planted",
+            "._prefixes": "broadcast_prefix place_above prefix_places",
             "._register": "node_data register_dataclass",
             "._scaled": "BY_SCALES SCALED_DTYPES plain_matcher refuse_scaled scaled_values scaled_what those_of",
             "._transform": "Transform target_through",

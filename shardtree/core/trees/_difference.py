@@ -7,20 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import starmap
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from ...errors import TreePath
+from ..deferred import leaf
 from ..lazy import as_integers, flat_bytes
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements, same_value
 from ._at_paths import deepest
 from ._join import Record, stored_entries
 from ._nodes import Tree, refusing_depth, same_kind
 
-_Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
+_Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath, tuple[Tree, Tree]]
+"""The side that has something, the path of it, and both nodes there if both have some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +43,113 @@ class Difference:
         return bool(self.only_left or self.only_right or self.mismatch)
 
 
+@dataclass(frozen=True, slots=True)
+class WorstElement:
+    """The element of two tensors that is furthest beyond its tolerance, and the number of those that are beyond it.
+
+    Attributes:
+        path: Path of the tensor in its tree; of a shard, the tensor that this rank holds.
+        index: Index of the element.
+        left: Value in the left tree; complex values too are Python numbers.
+        right: Value in the right tree.
+        error: Absolute difference of the two.
+        allowed: Tolerance of the element, ``atol + rtol * abs(right)``.
+        count: Number of elements beyond their tolerance.
+    """
+
+    path: TreePath
+    index: tuple[int, ...]
+    left: Any
+    right: Any
+    error: float
+    allowed: float
+    count: int
+
+    @property
+    def excess(self) -> float:
+        """The error as a multiple of what is allowed; infinite where nothing is, or where the error isn't finite."""
+        return self.error / self.allowed if self.allowed and self.error < float("inf") else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class NumericDifference(Difference):
+    """Where two trees differ by more than tolerances.
+
+    Attributes:
+        errors: The worst element of each tensor in `mismatch` whose elements were compared, the worst of them first.
+    """
+
+    errors: tuple[WorstElement, ...] = ()
+
+
+@overload
+def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference: ...
+@overload
+def diff(
+    x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float | None = None, atol: float | None = None
+) -> NumericDifference: ...
 @refusing_depth
-def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
-    """Return where two trees differ; equal means of one type and the same bits.
+def diff(
+    x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float | None = None, atol: float | None = None
+) -> Difference:
+    """Return where two trees differ; equal means of one type and the same bits, unless there are tolerances.
 
     Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
     aren't compared. Shards are equal when their metadata and data are. Functions are equal when they run the same code
     with equal values around it, as those of factories of one lens. Dicts are equal whatever their class and order; a
     tuple equals a namedtuple, but not a list. Records of one type are compared field by field.
 
+    With tolerances, elements of floating-point and complex tensors, arrays and numbers of one dtype and shape are equal
+    when they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other. The result is then a
+    `NumericDifference`, which says how large the errors are and where. Its `mismatch` begins with what can't be
+    compared so, such as another shape; of the rest the worst leaf comes first.
+
     Args:
         x1: the left tree.
         x2: the right one.
         prefix: path of the two in a larger tree, with which the paths begin.
+        rtol: The tolerance relative to the right tree's elements; None for equal bits, or 0 beside an absolute one.
+        atol: The absolute tolerance; None for equal bits, or 0 beside a relative one.
 
     Examples:
         >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
         Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),))
         >>> bool(diff(float("nan"), float("nan")))
         False
+        >>> left, right = {"w": torch.tensor([1.0, 2.0]), "b": 0.1}, {"w": torch.tensor([1.0, 2.5]), "b": 0.1001}
+        >>> diff(left, right, rtol=1e-2).errors
+        (WorstElement(path=('w',), index=(1,), left=2.0, right=2.5, error=0.5, allowed=0.025, count=1),)
+
+    References:
+        numpy.testing.assert_allclose; chex.assert_trees_all_close.
     """
-    findings = list(_findings(x1, x2, tuple(prefix)))
-    sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
-    return Difference(sides["left"], sides["right"], sides["both"])
+    findings = [*_findings(x1, x2, tuple(prefix))]
+    sides = {side: tuple(path for where, path, _ in findings if where == side) for side in ("left", "right", "both")}
+    if rtol is None and atol is None:
+        return Difference(sides["left"], sides["right"], sides["both"])
+    both = [(path, *nodes) for side, path, nodes in findings if side == "both"]
+    mismatch, errors = leaf("beyond_tolerances")(both, rtol or 0, atol or 0, _same_value)
+    return NumericDifference(sides["left"], sides["right"], mismatch, errors)
 
 
 def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
     mine, theirs = stored_entries(left), stored_entries(right)
     if mine is None or theirs is None:
         if not _same_value(left, right):
-            yield "both", path
+            yield "both", path, (left, right)
     elif (
         not same_kind(left, right)
         or isinstance(left, tuple) != isinstance(right, tuple)
         or (isinstance(left, Record) and left.type_name != right.type_name)
     ):
-        yield "both", path
+        yield "both", path, (left, right)
     else:
         for entry, child in mine.items():
             if entry in theirs:
                 yield from _findings(child, theirs[entry], (*path, entry))
             else:
-                yield "left", (*path, entry)
-        yield from (("right", (*path, entry)) for entry in theirs if entry not in mine)
+                yield "left", (*path, entry), (child, None)
+        yield from (("right", (*path, entry), (None, child)) for entry, child in theirs.items() if entry not in mine)
 
 
 def _same_value(left: Any, right: Any) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 from ...errors import TreeError, TreePath, error_text, render_path
+from ..deferred import when_called
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hidden import flatten_visible, hides_shards
 from ._key_patterns import key_matcher, shell_differences
@@ -28,19 +29,35 @@ from ._nodes import (
     same_kind,
 )
 
-# partition: two trees of the same structure, with holes for each other's leaves.
+Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object] | Tree
+"""What `select` takes: a pattern of keys, a function of path and leaf, or a prefix of booleans."""
+
+# partition: trees of the same structure, with holes for each other's leaves.
 
 
-def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tree]:
+@overload
+def partition(tree: Tree, predicate: Callable[[Any], object] | Tree) -> tuple[Tree, Tree]: ...
+@overload
+def partition(
+    tree: Tree, predicate: Callable[[Any], object] | Tree, *more: Callable[[Any], object] | Tree
+) -> tuple[Tree, ...]: ...
+def partition(
+    tree: Tree, predicate: Callable[[Any], object] | Tree, *more: Callable[[Any], object] | Tree
+) -> tuple[Tree, ...]:
     """Return the tree with only the leaves that match, and the tree with only the others, holes in their places.
 
-    Both have the structure of the whole. Leaves that are holes already stay holes in both.
+    With several conditions there is a tree for each of them, then the one with the rest: a leaf is in the tree of the
+    first condition that it meets. All have the structure of the whole. Leaves that are holes already stay holes.
 
     Args:
         tree: any tree.
-        predicate: takes a leaf; shards are leaves.
+        predicate: A condition: a function of a leaf; a pattern of keys or a regular expression, as for `select`; or a
+            tree of booleans, which may be a prefix of the tree. Shards are leaves.
+        more: Further conditions.
 
     Raises:
+        TreeError: a text would fit other leaves in a shell, or booleans aren't a prefix of the tree.
+        MetadataError: a condition is none of these.
         UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
@@ -50,12 +67,27 @@ def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tre
         >>> from shardtree.trees import combine
         >>> combine(small, rest)
         {'a': 1, 'b': [2, 3]}
+        >>> partition({"a": 1, "b": [2, 3]}, "b.0", {"a": True, "b": False})
+        ({'a': HOLE, 'b': [2, HOLE]}, {'a': 1, 'b': [HOLE, HOLE]}, {'a': HOLE, 'b': [HOLE, 3]})
+
+    References:
+        equinox.partition; flax.nnx.split.
     """
     leaves, spec = flatten_visible(tree)
-    flags = call_on_leaves(lambda leaf: leaf is HOLE or bool(predicate(leaf)), spec, leaves)
-    matching = [leaf if yes else HOLE for leaf, yes in zip(leaves, flags, strict=True)]
-    rest = [HOLE if yes else leaf for leaf, yes in zip(leaves, flags, strict=True)]
-    return spec.unflatten(matching), spec.unflatten(rest)
+    choosers = [
+        chooser("partition", wanted, tree, lambda wanted: lambda _, leaf: wanted(leaf)) for wanted in (predicate, *more)
+    ]
+    last, paths = len(choosers), [path for path, _ in leaves_with_paths(tree)]
+
+    def part_of(path: TreePath, leaf: Any) -> int | None:
+        number = next((number for number, fits in enumerate(choosers) if fits(path, leaf)), last)
+        return None if leaf is HOLE else number
+
+    parts = call_on_leaves(part_of, spec, paths, leaves)
+    return tuple(
+        spec.unflatten(leaf if part == number else HOLE for leaf, part in zip(leaves, parts, strict=True))
+        for number in range(last + 1)
+    )
 
 
 def extract_sharded(tree: Tree) -> tuple[Tree, Tree]:
@@ -194,8 +226,6 @@ def _prune(tree: Tree) -> Tree:
 
 # select: the leaves that are wanted.
 
-Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object]
-
 
 @refusing_depth
 def select(tree: Tree, wanted: Wanted) -> Tree:
@@ -210,7 +240,8 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
             only be found in one of them; a function takes path and leaf.
 
     Raises:
-        TreeError: a text would fit other leaves in a shell, where ``*`` goes across dots: which is meant?
+        TreeError: a text would fit other leaves in a shell, where ``*`` goes across dots: which is meant? Or booleans
+            aren't a prefix of the tree.
         UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
@@ -220,7 +251,7 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
         >>> select(tree, lambda path, leaf: path[-1] == "lr")
         {'groups': [{'lr': 3}, HOLE]}
     """
-    choose = _chooser(wanted, tree)
+    choose = chooser("select", wanted, tree)
 
     def at(path: TreePath, node: Tree) -> Tree:
         if type(node) in LEAVES:
@@ -241,20 +272,61 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
     return like(tree, {}) if part is HOLE and (is_dict(tree) or isinstance(tree, list)) else part
 
 
-def _chooser(wanted: Wanted, tree: Tree) -> Callable[[TreePath, Any], object]:
-    if not isinstance(wanted, (str, re.Pattern)):
-        check_function("select", "wanted", wanted, "a text, a pattern or a function")
-        return wanted
+_broadcast_prefix = when_called("core.trees._prefixes:broadcast_prefix")  # a save needs none
+
+_Chooser: TypeAlias = Callable[[TreePath, Any], object]
+
+
+def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any], _Chooser] = lambda f: f) -> _Chooser:
+    """Return the function of path and leaf that says whether a leaf of a tree is wanted.
+
+    Args:
+        doing: The public function, for errors.
+        wanted: A pattern of keys, a regular expression, a prefix of booleans, or a function.
+        tree: The tree with the leaves.
+        of_function: Makes the result of a given function; by default that takes path and leaf itself.
+
+    Raises:
+        TreeError: a text has two readings, or booleans aren't a prefix of the tree.
+        MetadataError: it is none of these.
+
+    Examples:
+        >>> tree = {"w": 1, "b": {"c": 2}}
+        >>> chooser("select", {"w": False, "b": True}, tree)(("b", "c"), 2), chooser("select", "w", tree)(("w",), 1)
+        (True, True)
+    """
+    if isinstance(wanted, (str, re.Pattern)):
+        return _name_chooser(doing, wanted, tree)
+    # An instance of a registered class is a tree, even if it can be called, as Equinox's modules can.
+    if isinstance(wanted, bool) or entries(wanted) is not None:
+        flags = dict(leaves_with_paths(_broadcast_prefix(wanted, tree)))
+        others = [
+            f"{render_path(path)}: {describe(flag)}" for path, flag in flags.items() if not isinstance(flag, bool)
+        ]
+        if others:
+            raise TreeError(error_text(f"{doing}: a tree of conditions", expected="booleans", offenders=others))
+        return lambda path, _: flags[path]
+    check_function(doing, "wanted", wanted, "a text, a pattern or a function, or a tree of booleans")
+    return of_function(wanted)
+
+
+def _name_chooser(doing: str, wanted: str | re.Pattern[str], tree: Tree) -> _Chooser:
     matches: Callable[[str], object] = key_matcher([wanted]) if isinstance(wanted, str) else wanted.search
     if isinstance(wanted, str):
-        names = {name for path, leaf in leaves_with_paths(tree) for name in _names(path, leaf)}
+        names = {name for path, leaf in leaves_with_paths(tree) for name in names_of(path, leaf)}
         differences = shell_differences([wanted], names)
         if differences:
             fix = "* is one part between dots, ** any number; a regular expression or a function says anything else."
-            raise TreeError(error_text("select: a pattern with two readings", offenders=differences, fix=fix))
-    return lambda path, leaf: any(map(matches, _names(path, leaf)))
+            raise TreeError(error_text(f"{doing}: a pattern with two readings", offenders=differences, fix=fix))
+    return lambda path, leaf: any(map(matches, names_of(path, leaf)))
 
 
-def _names(path: TreePath, leaf: Any) -> list[str]:
+def names_of(path: TreePath, leaf: Any) -> list[str]:
+    """Return the names by which patterns find a leaf: its path's, and a shard's key.
+
+    Examples:
+        >>> names_of(("opt", 0), 1)
+        ['opt.0']
+    """
     key = path_key(path)
     return [key, leaf.key] if isinstance(leaf, ShardedBase) else [key]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core import plans
 from ...core.codec import bit_view
 from ...core.layouts import TensorKind
 from ...core.mapping import ShardedObject, ShardedTensor, lacks_memory
 from ...core.offences import offences_text
-from ...core.plans import Misfit, Refusal, Unexpected, with_prefixes
 from ...errors import (
     IntegrityError,
     KeyMismatch,
@@ -45,7 +45,7 @@ def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = 
         raise UnsupportedValue(error_text(f"{doing}: tensors that can't be read", offenders=wrong, fix=fix))
 
 
-def check_fit(problems: Sequence[Misfit]) -> None:
+def check_fit(problems: Sequence[plans.Misfit]) -> None:
     """Raise if a target doesn't fit the checkpoint, with all problems at once.
 
     Raises:
@@ -67,13 +67,13 @@ def check_fit(problems: Sequence[Misfit]) -> None:
         return
     # All problems in one error: a target with several is mended at once, not load by load.
     heading, last = "load: the target doesn't fit the checkpoint", "`explain` lists all, without reading."
-    text = offences_text(heading, with_prefixes(problems), last)
-    unexpected = [problem for problem in problems if isinstance(problem, Unexpected)]
+    text = offences_text(heading, plans.with_prefixes(problems), last)
+    unexpected = [problem for problem in problems if isinstance(problem, plans.Unexpected)]
     if unexpected:
         error = KeyMismatch(text)
         error.unexpected = tuple(sorted({problem.key for problem in unexpected}))
         raise error
-    if all(isinstance(problem, Refusal) for problem in problems):
+    if all(isinstance(problem, plans.Refusal) for problem in problems):
         raise UnsupportedValue(text)
     raise ShapeError(text)
 
@@ -115,7 +115,11 @@ def check_objects_known(unique_keys: Sequence[str], are_there: Sequence[bool]) -
         >>> check_objects_known(["rng/shard_0_1"], [True])
     """
     check_fit(
-        [Unexpected(key, is_object=True) for key, is_there in zip(unique_keys, are_there, strict=True) if not is_there]
+        [
+            plans.Unexpected(key, is_object=True)
+            for key, is_there in zip(unique_keys, are_there, strict=True)
+            if not is_there
+        ]
     )
 
 

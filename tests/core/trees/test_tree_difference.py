@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import Difference, diff, flatten_with_paths, map_data, map_shards
-from tests.core.trees.samples import Config, Pair, halves, join_halves, trees
+from tests.core.trees.samples import Config, Pair, assert_caught, halves, join_halves, trees
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
 NAN = torch.tensor([float("nan")])
@@ -127,3 +128,84 @@ def test_nested_tensors_differ_where_a_part_does(layout: torch.layout) -> None:
     assert not diff(nested([1.0], [2.0, 3.0]), nested([1.0], [2.0, 3.0]))
     others = (nested([1.0], [2.0, 4.0]), nested([1.0], [2.0]), nested([1.0]), torch.ones(2))
     assert all(diff(nested([1.0], [2.0, 3.0]), other) for other in others)
+
+
+# -- tolerances
+
+
+Diff = Callable[..., Any]
+NUMBERS = st.sampled_from([0.0, -0.0, 1.0, 1.001, -2.5, 300.0, float("inf"), float("-inf"), float("nan")])
+PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS | st.none()), min_size=1, max_size=4)
+TOLERANCES = st.sampled_from([(0, 0.5), (0.01, 0), (1e-4, 0.002), (0, 0), (float("inf"), 0)])
+FORMS: list[Callable[[torch.Tensor], Any]] = [
+    lambda data: data,
+    lambda data: data.numpy(),
+    lambda data: ShardedTensor.from_rank_offsets("w", data),
+    lambda data: {"whole": data.reshape(1, -1).to(torch.complex64)},
+    lambda data: data[0].item(),
+]
+
+
+def agrees_with_numpy(difference: Diff, leaves: list[tuple[list[Any], int]], tolerances: tuple[float, float]) -> None:
+    """The law: a leaf differs if numpy says so of an element, the worst is first, and its error is numpy's."""
+    rtol, atol = tolerances
+    datas = [
+        (torch.tensor([x for x, _ in of]), torch.tensor([x if y is None else y for x, y in of])) for of, _ in leaves
+    ]
+    left, right = ({n: FORMS[leaves[n][1]](pair[side]) for n, pair in enumerate(datas)} for side in (0, 1))
+    found = difference(left, right, rtol=rtol, atol=atol)
+    wrong = {}
+    for n, pair in enumerate(datas):
+        ours, theirs = (data[:1] if leaves[n][1] == 4 else data for data in pair)
+        with np.errstate(invalid="ignore"):
+            close = np.isclose(ours.numpy(), theirs.numpy(), rtol=0, atol=0, equal_nan=True)
+            errors = np.abs(ours.double().numpy() - theirs.double().numpy())
+            close |= np.isfinite(errors) & (errors <= atol + rtol * np.abs(theirs.double().numpy()))
+        if not close.all():
+            wrong[n] = errors[~close]
+    assert {path[0] for path in found.mismatch} == wrong.keys() == {error.path[0] for error in found.errors}
+    assert [error.path for error in found.errors] == [*found.mismatch]
+    assert [error.excess for error in found.errors] == sorted((error.excess for error in found.errors), reverse=True)
+    for error in found.errors:
+        assert error.count == len(wrong[error.path[0]])
+        same_kind = np.isin(error.error, wrong[error.path[0]]) or np.isnan(error.error)
+        assert same_kind and len(error.index) == {3: 2, 4: 0}.get(leaves[error.path[0]][1], 1)
+
+
+LEAVES = st.lists(st.tuples(PAIRS, st.integers(0, len(FORMS) - 1)), min_size=1, max_size=3)
+
+
+@given(LEAVES, TOLERANCES)
+def test_a_leaf_differs_if_an_element_is_beyond_its_tolerance(leaves: Any, tolerances: tuple[float, float]) -> None:
+    agrees_with_numpy(diff, leaves, tolerances)
+
+
+def test_a_leaf_differs_catches_tolerances_relative_to_the_left_tree() -> None:
+    def other_way(left: Any, right: Any, **tolerances: float) -> Any:
+        return diff(right, left, **tolerances)
+
+    assert_caught(agrees_with_numpy, other_way, LEAVES, TOLERANCES)
+
+
+def test_what_cannot_be_compared_comes_first() -> None:
+    left = {"a": torch.zeros(2), "b": torch.zeros(2), "c": 1, "d": torch.ones(2, dtype=torch.int32), "e": W}
+    right = {"a": torch.full((2,), 3.0), "b": torch.zeros(3), "c": 2, "d": torch.zeros(2, dtype=torch.int32)}
+    found = diff(left, right | {"e": replace(W, key="v")}, atol=1)
+    assert found.mismatch == (("b",), ("c",), ("d",), ("e",), ("a",))
+    assert [error.path for error in found.errors] == [("a",)]
+    assert found and not diff(left, left, atol=1)
+
+
+def test_without_tolerances_nothing_is_forgiven() -> None:
+    nearly = torch.tensor([1.0]), torch.tensor([1.0 + 2**-20])
+    assert diff(*nearly) == Difference(mismatch=((),))
+    assert not diff(*nearly, rtol=1e-5)
+    assert diff(0.0, -0.0) and not diff(0.0, -0.0, atol=0)
+    assert diff(NAN, torch.tensor([-NAN.item()])) and not diff(NAN, -NAN, rtol=0)
+    assert diff(torch.ones(2), torch.ones(2).double(), atol=1).mismatch == ((),)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.empty(2, device="meta"), lambda: torch.eye(2).to_sparse()])
+def test_tensors_that_torch_cannot_subtract_are_compared_exactly(make: Any) -> None:
+    assert not diff(make(), make(), atol=1)
+    assert diff(make(), torch.ones(2), atol=1).errors == ()

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.core.trees import Hole
-from shardtree.errors import TreeError
+from shardtree.core.trees import Hole, path_key
+from shardtree.errors import MetadataError, TreeError
 from shardtree.mapping import ShardedTensor
-from shardtree.trees import HOLE, combine, leaves_with_paths, map_shards, merge, partition, select
+from shardtree.trees import HOLE, combine, diff, leaves_with_paths, map_shards, merge, partition, select
 from tests.core.trees.samples import Config, Pair, assert_caught, at, outline, trees
 
 W = ShardedTensor.from_rank_offsets("decoder.w", torch.arange(4.0))
@@ -44,6 +44,81 @@ def test_partition_then_combine_catches_none_for_holes() -> None:
         return map_shards(lambda leaf: None if leaf is HOLE else leaf, matching), rest
 
     assert_caught(splits, with_none, trees(), PREDICATES)
+
+
+# -- conditions of every form
+
+
+Partition = Callable[..., tuple[Any, ...]]
+CONDITIONS = st.lists(st.sampled_from([0, 1, 2, 3]), min_size=1, max_size=3)
+
+
+def conditions(tree: Any, kinds: list[int]) -> tuple[list[Any], list[Callable[[tuple[Any, ...], Any], bool]]]:
+    """Return conditions of every form, and what each of them says of a path and a leaf."""
+    is_number = lambda leaf: isinstance(leaf, int)  # noqa: E731
+    forms: list[tuple[Any, Any]] = [
+        (is_number, lambda path, leaf: is_number(leaf)),
+        ("**.a.**", lambda path, leaf: "a" in [*map(str, path)] or "a" in getattr(leaf, "key", "").split(".")),
+        (map_shards(lambda leaf: leaf is None, tree), lambda path, leaf: leaf is None),
+        (re.compile("b"), lambda path, leaf: "b" in path_key(path) or "b" in getattr(leaf, "key", "")),
+    ]
+    return [forms[kind][0] for kind in kinds], [forms[kind][1] for kind in kinds]
+
+
+def the_first_condition_counts(parts: Partition, tree: Any, kinds: list[int]) -> None:
+    wanted, says = conditions(tree, kinds)
+    split = parts(tree, *wanted)
+    assert len(split) == len(wanted) + 1
+    assert outline(combine(*split)) == outline(tree)
+    for path, leaf in leaves_with_paths(tree):
+        number = next((number for number, says_so in enumerate(says) if says_so(path, leaf)), len(says))
+        here = [number for number, part in enumerate(split) if dict(leaves_with_paths(part))[path] is not HOLE]
+        assert here == [number]
+
+
+@given(trees(), CONDITIONS)
+def test_a_leaf_is_in_the_part_of_the_first_condition(tree: Any, kinds: list[int]) -> None:
+    the_first_condition_counts(partition, tree, kinds)
+
+
+def test_a_leaf_is_in_the_part_of_the_first_condition_catches_the_last_one() -> None:
+    def last_counts(tree: Any, *wanted: Any) -> tuple[Any, ...]:
+        *parts, rest = partition(tree, *wanted[::-1])
+        return (*parts[::-1], rest)
+
+    assert_caught(the_first_condition_counts, last_counts, trees(), CONDITIONS)
+
+
+def test_booleans_may_be_a_prefix() -> None:
+    tree = {"model": {"w": 1, "b": [2, 3]}, "step": 4}
+    chosen, rest = partition(tree, {"model": {"w": False, "b": True}, "step": False})
+    assert chosen == {"model": {"w": HOLE, "b": [2, 3]}, "step": HOLE}
+    assert select(tree, {"model": {"w": False, "b": True}, "step": False}) == {"model": {"b": [2, 3]}}
+    assert partition(tree, True) == (tree, {"model": {"w": HOLE, "b": [HOLE, HOLE]}, "step": HOLE})
+    assert combine(chosen, rest) == tree
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        ({"a": True}, TreeError, r"tree\['b'\]: without a value"),
+        ({"a": True, "b": 1}, TreeError, r"partition: a tree of conditions\n  tree\['b'\]: int"),
+        (["a", "b"], TreeError, "not a prefix"),
+        ("*.w", TreeError, "partition: a pattern with two readings"),
+        (3, MetadataError, "partition"),
+    ],
+)
+def test_other_conditions_are_refused(wanted: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        partition({"a": W, "b": 2} | ({"m": {"n": {"w": 1}}} if wanted == "*.w" else {}), wanted)
+
+
+def test_what_is_missing_is_never_broadcast() -> None:
+    """A value for a whole subtree is a condition's right, never data's."""
+    for function in (combine, merge):
+        with pytest.raises(TreeError):
+            function({"a": 1}, {"a": {"b": 2, "c": 3}})
+    assert diff({"a": 1}, {"a": {"b": 1, "c": 1}}).mismatch == (("a",),)
 
 
 def test_combine_of_three_parts_and_none() -> None:

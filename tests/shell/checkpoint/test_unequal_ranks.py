@@ -172,12 +172,13 @@ BY_RANK_ZERO = {
     "load_tensors_metadata",
 }
 # A request is made by a save; `fingerprint` and `check_replicas` have no option that changes what ranks do;
-# `redistribute` compares its own.
+# `redistribute` compares its own, as do reductions (tests/live/test_reductions.py).
 HERE = {"save", "load", "load_plain_tensors", "load_module", "remove_sharded_tensors", "convert", "CheckpointSeries"}
 
 
 def test_the_tables_here_have_every_call_that_takes_a_world() -> None:
-    apart = {"AsyncRequest", "check_replicas", "fingerprint", "redistribute"} | BY_RANK_ZERO
+    reductions = {"reduce_elements", "tree_norm", "tree_sum"}
+    apart = {"AsyncRequest", "check_replicas", "fingerprint", "redistribute"} | reductions | BY_RANK_ZERO
     assert takes_a_world() - apart == HERE
 
 

@@ -1,0 +1,86 @@
+"""Prefixes of trees: one value for all leaves below a place, as specs, labels and predicates are given."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import Any
+
+from ...errors import TreeError, TreePath, error_text, render_path
+from ._nodes import Field, Tree, entries, flatten_with_paths, refusing_depth
+
+
+@refusing_depth
+def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
+    """Return a tree of the second one's structure, whose leaves are the values that a prefix has at or above them.
+
+    Containers of the prefix may be of other classes than the tree's: their entries count, and so do names of fields.
+
+    Args:
+        prefix: A single value, or a tree whose leaves stand at places that the tree has. None is a value.
+        tree: The tree with the structure of the result; its shards are leaves.
+
+    Raises:
+        TreeError: The prefix has a place that the tree hasn't, or no value for a leaf; names each of them.
+
+    Examples:
+        >>> broadcast_prefix({"model": "decay", "step": None}, {"model": {"w": 1.0, "b": [2.0, 3.0]}, "step": 4})
+        {'model': {'w': 'decay', 'b': ['decay', 'decay']}, 'step': None}
+
+    References:
+        `in_axes` of jax.vmap; jax.tree_util.tree_broadcast.
+    """
+    placed = [*prefix_places(prefix, tree)]
+    values = {place: value for _, place, value in placed if place is not None}
+    pairs, rebuild = flatten_with_paths(tree)
+    nearest = [place_above(path, values) for path, _ in pairs]
+    wrong = [f"{render_path(path, 'prefix')}: not in the tree" for path, place, _ in placed if place is None]
+    wrong += [
+        f"{render_path(path)}: without a value"
+        for (path, _), place in zip(pairs, nearest, strict=True)
+        if place is None
+    ]
+    if wrong:
+        fix = "Give one value at, or above, each leaf of the tree."
+        raise TreeError(error_text("broadcast_prefix: not a prefix of the tree", offenders=wrong, fix=fix))
+    return rebuild([values[place] for place in nearest if place is not None])
+
+
+def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
+    """Return the place of a prefix that is at a path or above it; None without one.
+
+    Examples:
+        >>> place_above(("model", "w"), [("model",), ("step",)])
+        ('model',)
+    """
+    # Values are leaves, so that at most one place on a path has one.
+    return next((path[:depth] for depth in range(len(path) + 1) if path[:depth] in places), None)
+
+
+def prefix_places(
+    prefix: Tree, tree: Tree, path: TreePath = (), place: TreePath | None = ()
+) -> Iterator[tuple[TreePath, TreePath | None, Any]]:
+    """Yield the path of each leaf of a prefix, its place in a tree (None if that has no such place), and the leaf.
+
+    Args:
+        prefix: The prefix. Containers may be of other classes than the tree's: their entries count, and named tuples'
+            fields have names too.
+        tree: The tree; anything where the place is None.
+        path: The prefix's own path in a larger one.
+        place: The tree's own path in a larger one.
+
+    Examples:
+        >>> [*prefix_places({"a": 1, "c": 2}, {"a": [3, 4], "b": 5})]
+        [(('a',), ('a',), 1), (('c',), None, 2)]
+    """
+    children = entries(prefix)
+    if children is None:
+        yield path, place, prefix
+        return
+    own = {} if place is None else dict(entries(tree) or {})
+    fields = {entry.name: entry for entry in own if isinstance(entry, Field)}
+    for entry, child in children.items():
+        name = entry.name if isinstance(entry, Field) else entry
+        key = entry if entry in own else fields.get(name, name)
+        below = (*place, key) if place is not None and key in own else None
+        # Taken out, so that a position and a name aren't both the place of a value.
+        yield from prefix_places(child, own.pop(key, None), (*path, entry), below)

@@ -1,0 +1,77 @@
+"""A function over the states of an optimizer that belong to parameters, each beside its parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..core.mapping import ShardedBase
+from ..core.trees import check_function, leaves_with_paths, path_key
+from ..errors import TreeError, TreePath, error_text
+from ._at import is_tensor
+from ._by_key import map_with_path
+from ._state_keys import state_keys
+from ._states import by_number
+
+_IN_OPTIMIZER = "optimizer.state."
+"""Beginning of a state's key in a tree with parameters, by which every other part of the key may be a state's name."""
+
+
+def map_params(f: Callable[[Any, Any], Any], optimizer_state: Any, params: Any) -> Any:
+    """Return an optimizer's state with f's values for the states of parameters, moments included; other values stay.
+
+    A state belongs to the parameter whose key is in its own: ``opt.0.mu.layers.2.w`` to ``layers.2.w``, or to
+    ``model.layers.2.w``, as for every transform (`keep_layers`). Keys are shards' own, and paths of plain values.
+
+    Args:
+        f: A function of a state and its parameter, leaves as `map_shards` passes them. Numbers that a parameter has
+            for itself, such as its steps, are states too.
+        optimizer_state: Any tree, such as optax's or one by names. States by number get names by `LoadOptions`.
+        params: The tree with all parameters of the optimizer.
+
+    Raises:
+        TreeError: A tensor's parameter can't be found, or a state may be of several; names the keys.
+        Exception: An error of f, with a note of the leaf's path.
+
+    Examples:
+        >>> import torch
+        >>> state = {"mu": {"w": torch.ones(2)}, "nu": {"w": torch.ones(2)}, "count": 3}
+        >>> map_params(lambda moment, weight: moment * weight, state, {"w": torch.full((2,), 5.0)})
+        {'mu': {'w': tensor([5., 5.])}, 'nu': {'w': tensor([5., 5.])}, 'count': 3}
+
+    References:
+        optax.tree.map_params.
+    """
+    check_function("map_params", "f", f)
+    parameters = {_key(path, leaf): leaf for path, leaf in leaves_with_paths(params) if is_tensor(leaf)}
+    owners = _owners(leaves_with_paths(optimizer_state), parameters)
+
+    def on_leaf(path: TreePath, leaf: Any) -> Any:
+        return f(leaf, parameters[owners[path]]) if path in owners else leaf
+
+    return map_with_path(on_leaf, optimizer_state)
+
+
+def _key(path: TreePath, leaf: Any) -> str:
+    return leaf.key if isinstance(leaf, ShardedBase) else path_key(path)
+
+
+def _owners(leaves: list[tuple[TreePath, Any]], parameters: Mapping[str, Any]) -> dict[TreePath, str]:
+    """Return the key of the parameter that each state belongs to, by the state's path."""
+    keys = {path: _IN_OPTIMIZER + _key(path, leaf) for path, leaf in leaves}
+    states, unclear = state_keys([*parameters], {*keys.values()})
+    lines = []
+    for path, leaf in leaves:
+        key = keys[path]
+        name, owners = key.removeprefix(_IN_OPTIMIZER), unclear.get(key, ())
+        if owners or (key not in states and (by_number(name) or (is_tensor(leaf) and _axes(leaf)))):
+            lines.append(f"{name!r}: of " + (" or ".join(map(repr, owners)) or "no parameter"))
+    if lines:
+        fix = "Take them out by `partition`, or name them after their parameters."
+        what = "map_params: states that can't be related to a parameter"
+        raise TreeError(error_text(what, offenders=lines, fix=fix))
+    return {path: states[key].parameter for path, key in keys.items() if key in states}
+
+
+def _axes(leaf: Any) -> int:
+    return len(getattr(leaf, "global_shape", getattr(leaf, "shape", ())))
