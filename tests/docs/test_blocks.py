@@ -26,7 +26,7 @@ SCRIPTS |= {
     "train_dcp_plug.py",
     "train_titan_plug.py",
     "uneven_rows.py",
-}  # which tests/docs/test_in_your_trainer*.py run
+}  # of the page about trainers
 SCRIPTS |= {"train_lightning.py"}  # which tests/docs/test_lightning_page.py runs
 SCRIPTS |= {"train_until_told.py"}  # which tests/docs/test_told_to_stop.py runs
 SCRIPTS |= {"train_zero1.py"}  # which docs/optimizer-states.md runs

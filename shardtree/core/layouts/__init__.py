@@ -27,15 +27,6 @@ from ._integrity import (
     write_problems,
 )
 from ._object_array import ObjectArray, ObjectRule, Shape, apply_rule, cell_count, held_arrays, own_copy
-from ._object_reshard import (
-    OBJECT_RULES,
-    ShapeChange,
-    check_ruled,
-    objects_by_rule,
-    reshaped_arrays,
-    reshard_objects,
-    rules_by_key,
-)
 from ._objects import ObjectColumns, join_objects, kind_problems, object_columns, object_problems
 from ._problems import (
     Faults,
@@ -45,10 +36,19 @@ from ._problems import (
     place_text,
     sharding_faults,
 )
-from ._rank_trees import RankTrees, tensor_shards, tree_columns, trees_by_rank
 
 if typing.TYPE_CHECKING:
     from ._coverage import Coverage, coverage
+    from ._object_reshard import (
+        OBJECT_RULES,
+        ShapeChange,
+        check_ruled,
+        objects_by_rule,
+        reshaped_arrays,
+        reshard_objects,
+        rules_by_key,
+    )
+    from ._rank_trees import RankTrees, tensor_shards, tree_columns, trees_by_rank
     from ._stored import Grid, StoredLayout, chunk_grids
 else:
     from ..deferred import later
@@ -57,6 +57,10 @@ else:
         __name__,
         {
             "._coverage": "Coverage coverage",
+            "._object_reshard": (
+                "OBJECT_RULES ShapeChange check_ruled objects_by_rule reshaped_arrays reshard_objects rules_by_key"
+            ),
+            "._rank_trees": "RankTrees tensor_shards tree_columns trees_by_rank",
             "._stored": "Grid StoredLayout chunk_grids",
         },
     )

@@ -89,11 +89,11 @@ from ._partition import (
     prune,
     select,
 )
-from ._plain import flat, nested, rebox, unbox
 from ._wrappers import factory_of, has_factories, unwrap
 
 if typing.TYPE_CHECKING:
     from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
+    from ._plain import flat, nested, rebox, unbox
     from ._prefixes import broadcast_prefix, place_above, prefix_places
     from ._register import node_data, register_dataclass
     from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values, scaled_what, those_of
@@ -105,6 +105,7 @@ else:
         __name__,
         {
             "._places": "Place Places kept_place moved_place named_paths places planted",
+            "._plain": "flat nested rebox unbox",
             "._prefixes": "broadcast_prefix place_above prefix_places",
             "._register": "node_data register_dataclass",
             "._scaled": "BY_SCALES SCALED_DTYPES plain_matcher refuse_scaled scaled_values scaled_what those_of",
