@@ -114,7 +114,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "is_folder",
     "listed",
     "opened",
-    "read_crc32",
     "read_if_there",
     "joined_crc32",
     "threads_of",
@@ -185,16 +184,12 @@ __all__ = [  # noqa: RUF022  (in groups)
     "plan_load",
     "find_unexpected",
     "grouped",
-    "pieces_of",
-    "memory_of",
     "check_fit",
     # What loads and saves refuse.
-    "Comparison",
     "Copies",
     "check_objects_known",
     "check_objects_written",
     "check_taken",
-    "first_difference",
     "is_object",
     "old_unique_key",
     # Findings of verify.
@@ -313,8 +308,11 @@ if typing.TYPE_CHECKING:
         without_holes,
     )
     from .maintenance import (
+        RequestReader,
+        fetch_ahead,
         file_contents,
         files_findings,
+        opened,
         refused_findings,
         regions_between,
         span_findings,
@@ -332,7 +330,6 @@ if typing.TYPE_CHECKING:
         LocalStorage,
         Reader,
         ReadReport,
-        RequestReader,
         Sibling,
         Storage,
         StoredFile,
@@ -343,7 +340,6 @@ if typing.TYPE_CHECKING:
         crc32_behind,
         digest,
         fetch,
-        fetch_ahead,
         fetch_cost,
         files_in,
         in_threads,
@@ -354,9 +350,7 @@ if typing.TYPE_CHECKING:
         locked,
         make_folder,
         move,
-        opened,
         parts_in_file,
-        read_crc32,
         read_if_there,
         remove_files,
         remove_folder,
@@ -372,7 +366,6 @@ if typing.TYPE_CHECKING:
         AsyncRequest,
         Checked,
         Checkpoint,
-        Comparison,
         Copies,
         Damage,
         Fields,
@@ -399,12 +392,9 @@ if typing.TYPE_CHECKING:
         checked_entry,
         checked_name,
         fields_of_backend,
-        first_difference,
         is_damaged,
         is_object,
-        memory_of,
         old_unique_key,
-        pieces_of,
         read_checked,
         read_metadata,
         refuse_replaced,
@@ -475,15 +465,15 @@ else:
                 "without_holes"
             ),
             "..maintenance": (
-                "file_contents files_findings refused_findings regions_between span_findings untaken_findings "
-                "unused_files whole_file_findings without_prefix"
+                "RequestReader fetch_ahead file_contents files_findings opened refused_findings regions_between "
+                "span_findings untaken_findings unused_files whole_file_findings without_prefix"
             ),
             "..shell.storage": (
-                "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader RequestReader Sibling "
-                "Storage StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_ahead fetch_cost "
-                "files_in in_threads inside is_folder joined_crc32 listed locked make_folder move opened "
-                "parts_in_file read_crc32 read_if_there remove_files remove_folder reported_parts sync_folder "
-                "tensor_buffers threads_of write_hashed write_parts"
+                "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader Sibling Storage "
+                "StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_cost files_in in_threads "
+                "inside is_folder joined_crc32 listed locked make_folder move parts_in_file read_if_there "
+                "remove_files remove_folder reported_parts sync_folder tensor_buffers threads_of write_hashed "
+                "write_parts"
             ),
             "..shell.table.index": (
                 "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "

@@ -10,9 +10,10 @@ import numpy as np
 
 from ..core.geometry import Column
 from ..errors import CheckpointingException, CorruptCheckpoint
-from ..shell.storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
+from ..shell.storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, threads_of
 from ..shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecked, checked_name, read_checked
 from ..shell.table.index import Index, ReadIndex, item_sizes, text_at
+from ._opened import opened
 
 # The tensors, objects and elements in a byte range of a file
 

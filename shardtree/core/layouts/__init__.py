@@ -50,7 +50,6 @@ from ._problems import (
 from ._rank_trees import RankTrees, tensor_shards, tree_columns, trees_by_rank
 
 if typing.TYPE_CHECKING:
-    from ._coverage import Coverage, coverage
     from ._stored import Grid, StoredLayout, chunk_grids
 else:
     from ..deferred import later
@@ -58,7 +57,6 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "._coverage": "Coverage coverage",
             "._stored": "Grid StoredLayout chunk_grids",
         },
     )

@@ -16,7 +16,6 @@ import torch
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from ...kit import (
     Checkpoint,
-    Comparison,
     Damage,
     Finding,
     IndexMetadata,
@@ -36,24 +35,21 @@ from ...kit import (
     fetch_cost,
     file_contents,
     find_unexpected,
-    first_difference,
     in_threads,
-    memory_of,
     opened,
-    pieces_of,
     plan_load,
     plan_shards,
-    read_crc32,
     regions_between,
     shard_columns,
     span_findings,
     threads_of,
 )
-from ..archives import Record
+from ..archives import Record, read_crc32
 from ..torch import HEADERS
 from ._contents import Contents
 from ._copies import Seen, differing_among, resolution
 from ._files import ArchiveFile, filled
+from ._masters import Comparison, first_difference, memory_of, pieces_of
 from ._scattered import in_order, read_scattered, scattered_cost
 
 

@@ -24,14 +24,13 @@ from ...kit import (
     is_damaged,
     joined_crc32,
     opened,
-    read_crc32,
     refused_findings,
     regions_between,
     span_findings,
     threads_of,
     untaken_findings,
 )
-from ..archives import archive_records, tensor_place
+from ..archives import archive_records, read_crc32, tensor_place
 from ..torch import HEADERS, verify_archive
 from ._common import load_dcp_common
 from ._listing import META_FILE, Listing, has_meta, read_listing
