@@ -62,11 +62,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "check_stored_shards",
     # Dtypes, values and JSON: bytes that represent them in files.
     "HeaderEntry",
-    "MAX_DEPTH",
-    "NUMPY_NAME",
-    "NUMPY_SCALARS",
-    "PATHS",
-    "Child",
     "addresses_of",
     "as_integers",
     "byte_buffer",
@@ -85,6 +80,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "has_wrong_characters",
     "header_length",
     "is_dense",
+    "is_plain_array",
     "is_quantised",
     "is_unicode",
     "kind_from_file",
@@ -92,11 +88,10 @@ __all__ = [  # noqa: RUF022  (in groups)
     "named_types",
     "parse_json",
     "path_of",
-    "path_to",
     "plainer",
     "record_of",
     "row_major_bits",
-    "step_of",
+    "shown_path",
     "type_name",
     # Reading: files, ranges of their bytes, and threads that read at once.
     "Buffer",
@@ -232,11 +227,6 @@ __all__ = [  # noqa: RUF022  (in groups)
 if typing.TYPE_CHECKING:
     from .core.ambient import collector_paused
     from .core.codec import (
-        MAX_DEPTH,
-        NUMPY_NAME,
-        NUMPY_SCALARS,
-        PATHS,
-        Child,
         HeaderEntry,
         addresses_of,
         byte_buffer,
@@ -255,6 +245,7 @@ if typing.TYPE_CHECKING:
         has_wrong_characters,
         header_length,
         is_dense,
+        is_plain_array,
         is_quantised,
         is_unicode,
         kind_from_file,
@@ -262,11 +253,10 @@ if typing.TYPE_CHECKING:
         named_types,
         parse_json,
         path_of,
-        path_to,
         plainer,
         record_of,
         row_major_bits,
-        step_of,
+        shown_path,
         type_name,
     )
     from .core.deferred import later
@@ -443,11 +433,10 @@ else:
         {
             "..core.ambient": "collector_paused",
             "..core.codec": (
-                "Child HeaderEntry MAX_DEPTH NUMPY_NAME NUMPY_SCALARS PATHS addresses_of byte_buffer canonical_json "
-                "check_storable crc32 decode_header_and_metadata decode_tree device_of dtype_from_name dtype_name "
-                "element_count encode_header encode_tree exactly has_wrong_characters header_length is_dense "
-                "is_quantised is_unicode kind_from_file kind_in_file named_types parse_json path_of path_to plainer "
-                "record_of row_major_bits step_of type_name"
+                "HeaderEntry addresses_of byte_buffer canonical_json check_storable crc32 decode_header_and_metadata "
+                "decode_tree device_of dtype_from_name dtype_name element_count encode_header encode_tree exactly "
+                "has_wrong_characters header_length is_dense is_plain_array is_quantised is_unicode kind_from_file "
+                "kind_in_file named_types parse_json path_of plainer record_of row_major_bits shown_path type_name"
             ),
             "..core.deferred": "later",
             "..core.geometry": "Column box_column flat_boxes row_major_strides shared_groups volumes widen",
