@@ -22,7 +22,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "SaveOptions",
     "Strategy",
     "StrategyAction",
-    "ReadCache",
     "Resolution",
     "rows_from_index",
     "rows_of_objects",
@@ -68,7 +67,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "canonical_json",
     "check_storable",
     "crc32",
-    "decode_header_and_metadata",
     "decode_tree",
     "device_of",
     "dtype_from_name",
@@ -78,7 +76,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "encode_tree",
     "exactly",
     "has_wrong_characters",
-    "header_length",
+    "header_of",
     "is_dense",
     "is_plain_array",
     "is_quantised",
@@ -136,7 +134,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "remove_files",
     "remove_folder",
     "replace_metadata",
-    "reported_parts",
     "sync_folder",
     "tensor_buffers",
     "write_parts",
@@ -153,7 +150,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "read_metadata",
     "refuse_replaced",
     # The index: which box lies where, and loads that are planned on it.
-    "COLUMNS",
     "Index",
     "IndexMetadata",
     "DeferredMetadata",
@@ -167,10 +163,10 @@ __all__ = [  # noqa: RUF022  (in groups)
     "plan_shards",
     "planned_cost",
     "read_planned",
-    "sound_index",
+    "index_columns",
+    "index_from_columns",
     "stored_columns",
     "text_columns",
-    "unsound_index",
     "LoadPlan",
     "ReadCost",
     "Runs",
@@ -185,7 +181,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "check_objects_known",
     "check_objects_written",
     "check_taken",
-    "is_object",
     "old_unique_key",
     # Findings of verify.
     "Checked",
@@ -193,14 +188,12 @@ __all__ = [  # noqa: RUF022  (in groups)
     "Finding",
     "Region",
     "Unchecked",
-    "file_contents",
     "files_findings",
     "is_damaged",
     "refused_findings",
-    "regions_between",
+    "file_regions",
     "span_findings",
     "untaken_findings",
-    "unused_files",
     "whole_file_findings",
     "without_prefix",
     # Storages.
@@ -233,7 +226,6 @@ if typing.TYPE_CHECKING:
         canonical_json,
         check_storable,
         crc32,
-        decode_header_and_metadata,
         decode_tree,
         device_of,
         dtype_from_name,
@@ -243,7 +235,7 @@ if typing.TYPE_CHECKING:
         encode_tree,
         exactly,
         has_wrong_characters,
-        header_length,
+        header_of,
         is_dense,
         is_plain_array,
         is_quantised,
@@ -299,15 +291,14 @@ if typing.TYPE_CHECKING:
     )
     from .maintenance import (
         RequestReader,
+        check_taken,
         fetch_ahead,
-        file_contents,
+        file_regions,
         files_findings,
         opened,
         refused_findings,
-        regions_between,
         span_findings,
         untaken_findings,
-        unused_files,
         whole_file_findings,
         without_prefix,
     )
@@ -344,7 +335,6 @@ if typing.TYPE_CHECKING:
         read_if_there,
         remove_files,
         remove_folder,
-        reported_parts,
         sync_folder,
         tensor_buffers,
         threads_of,
@@ -363,7 +353,6 @@ if typing.TYPE_CHECKING:
         FormatTraits,
         LoadOptions,
         PendingSave,
-        ReadCache,
         Region,
         Replaced,
         Resolution,
@@ -377,13 +366,11 @@ if typing.TYPE_CHECKING:
         check_objects_known,
         check_objects_written,
         check_seen,
-        check_taken,
         checked_data,
         checked_entry,
         checked_name,
         fields_of_backend,
         is_damaged,
-        is_object,
         old_unique_key,
         read_checked,
         read_metadata,
@@ -391,7 +378,6 @@ if typing.TYPE_CHECKING:
         replace_metadata,
     )
     from .shell.table.index import (
-        COLUMNS,
         DeferredMetadata,
         Index,
         IndexMetadata,
@@ -399,6 +385,8 @@ if typing.TYPE_CHECKING:
         StoredItem,
         build_index,
         chunks_of,
+        index_columns,
+        index_from_columns,
         index_problem,
         int64,
         item_buffers,
@@ -418,10 +406,8 @@ if typing.TYPE_CHECKING:
         save_file,
         save_in_folder,
         save_with_index,
-        sound_index,
         stored_columns,
         text_columns,
-        unsound_index,
         write_file,
     )
     from .shell.world import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
@@ -433,10 +419,10 @@ else:
         {
             "..core.ambient": "collector_paused",
             "..core.codec": (
-                "HeaderEntry addresses_of byte_buffer canonical_json check_storable crc32 decode_header_and_metadata "
-                "decode_tree device_of dtype_from_name dtype_name element_count encode_header encode_tree exactly "
-                "has_wrong_characters header_length is_dense is_plain_array is_quantised is_unicode kind_from_file "
-                "kind_in_file named_types parse_json path_of plainer record_of row_major_bits shown_path type_name"
+                "HeaderEntry addresses_of byte_buffer canonical_json check_storable crc32 decode_tree device_of "
+                "dtype_from_name dtype_name element_count encode_header encode_tree exactly has_wrong_characters "
+                "header_of is_dense is_plain_array is_quantised is_unicode kind_from_file kind_in_file named_types "
+                "parse_json path_of plainer record_of row_major_bits shown_path type_name"
             ),
             "..core.deferred": "later",
             "..core.geometry": "Column box_column flat_boxes row_major_strides shared_groups volumes widen",
@@ -454,22 +440,21 @@ else:
                 "without_holes"
             ),
             "..maintenance": (
-                "RequestReader fetch_ahead file_contents files_findings opened refused_findings regions_between "
-                "span_findings untaken_findings unused_files whole_file_findings without_prefix"
+                "RequestReader check_taken fetch_ahead file_regions files_findings opened refused_findings "
+                "span_findings untaken_findings whole_file_findings without_prefix"
             ),
             "..shell.storage": (
                 "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader Sibling Storage "
                 "StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_cost files_in in_threads "
                 "inside is_folder joined_crc32 listed locked make_folder move parts_in_file read_if_there "
-                "remove_files remove_folder reported_parts sync_folder tensor_buffers threads_of write_hashed "
-                "write_parts"
+                "remove_files remove_folder sync_folder tensor_buffers threads_of write_hashed write_parts"
             ),
             "..shell.table.index": (
-                "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "
-                "index_problem int64 item_buffers load_common load_from_index naming_data_of objects_from_index "
-                "plan_shards planned_cost rank_file rank_files read_planned rows_from_index rows_in_folder "
-                "rows_of_objects rows_of_saves save_file save_in_folder save_with_index sound_index stored_columns "
-                "text_columns unsound_index write_file"
+                "DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of index_columns "
+                "index_from_columns index_problem int64 item_buffers load_common load_from_index naming_data_of "
+                "objects_from_index plan_shards planned_cost rank_file rank_files read_planned rows_from_index "
+                "rows_in_folder rows_of_objects rows_of_saves save_file save_in_folder save_with_index stored_columns "
+                "text_columns write_file"
             ),
             "..shell.world": "World check_buffers check_one_each check_peer check_rank pack unpack",
         },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -94,6 +94,11 @@ def regions_between(index: Index, contents: FileContents, begin: int, end: int) 
     """Return the part of each chunk that lies in a byte range of a file; () if these are too many to name."""
     rows = contents.chunks.between(begin, end).tolist()
     return tuple(_region(index, row, begin, end) for row in rows) if len(rows) <= _MOST_REGIONS else ()
+
+
+def file_regions(index: Index, number: int) -> Callable[[int, int], tuple[Region, ...]]:
+    """Return a function from a byte range of a file to the parts of chunks in it; () if these are too many to name."""
+    return partial(regions_between, index, file_contents(index, number))
 
 
 def _region(index: Index, row: int, begin: int, end: int) -> Region:

@@ -31,6 +31,7 @@ from ._header import (
     element_count,
     encode_header,
     header_length,
+    header_of,
     parse_json,
 )
 from ._nodes import exactly, named_types, plainer, record_of, shown_path, type_name

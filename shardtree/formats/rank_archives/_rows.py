@@ -33,13 +33,12 @@ from ...kit import (
     chunks_of,
     fetch,
     fetch_cost,
-    file_contents,
+    file_regions,
     find_unexpected,
     in_threads,
     opened,
     plan_load,
     plan_shards,
-    regions_between,
     shard_columns,
     span_findings,
     threads_of,
@@ -311,7 +310,7 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
 
 def _damage(contents: Contents, number: int, record: Record, what: str) -> Damage:
     begin, end = record.begin, record.begin + record.nbytes
-    regions = regions_between(contents.stored, file_contents(contents.stored, number), begin, end)
+    regions = file_regions(contents.stored, number)(begin, end)
     behind = {key for key, boxes in contents.scattered.items() if any(box.tensor.record is record for box in boxes)}
     keys = tuple(sorted({region.key for region in regions} | behind))
     return Damage(contents.files[number].name, what, begin, end, keys, regions)

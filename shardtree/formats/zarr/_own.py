@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...errors import CorruptCheckpoint, StrategyError, error_text
 from ...kit import (
-    COLUMNS,
     Buffer,
     Checkpoint,
     Fields,
     Index,
     PendingSave,
-    ReadCache,
     Storage,
     StoredFile,
     can,
@@ -30,6 +27,8 @@ from ...kit import (
     checked_entry,
     decode_tree,
     encode_tree,
+    index_columns,
+    index_from_columns,
     load_common,
     locked,
     make_folder,
@@ -39,10 +38,7 @@ from ...kit import (
     remove_files,
     remove_folder,
     replace_metadata,
-    sound_index,
     sync_folder,
-    unsound_index,
-    unused_files,
     without_prefix,
     write_hashed,
 )
@@ -117,7 +113,7 @@ def write_blob(
 
 def encode_columns(index: Index) -> bytes:
     """Return an index as bytes: its columns in the common codec."""
-    return encode_tree({name: np.ascontiguousarray(getattr(index, name)) for name in COLUMNS})
+    return encode_tree(index_columns(index))
 
 
 def decode_columns(data: Buffer, where: str) -> Index:
@@ -126,10 +122,7 @@ def decode_columns(data: Buffer, where: str) -> Index:
     Raises:
         CorruptCheckpoint: they don't hold one that is sound.
     """
-    columns = decode_tree(data)
-    if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
-        raise unsound_index(where, "other columns than an index has")
-    return sound_index(Index(**{name: columns[name] for name in COLUMNS}), where)
+    return index_from_columns(decode_tree(data), where)
 
 
 # The common state, encoded by the common codec
@@ -168,12 +161,11 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
         fix = "Remove the arrays' folders."
         raise StrategyError(error_text(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
     before, fields = read_metadata(storage)
-    current = replace(checkpoint, fields=fields, cache=ReadCache())
+    current = replace(checkpoint, fields=fields)
     old = decode_columns(*read_checked(current, "index"))
-    new = without_prefix(old, key_prefix)
-    if new is old:
+    if (thinner := without_prefix(old, key_prefix)) is None:
         return
-    members, unused_names = group_members(current), unused_files(old, new)
+    members, (new, unused_names) = group_members(current), thinner
     removed_keys = set(old.keys()) - set(new.keys())
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
     removed_folders = {

@@ -14,7 +14,6 @@ from ._blocks import (
     hashed,
     in_parts,
     reported,
-    reported_parts,
 )
 from ._buffers import (
     STAGED_BYTES,

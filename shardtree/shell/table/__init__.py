@@ -20,9 +20,7 @@ from ._checks import (
     check_objects_known,
     check_objects_written,
     check_seen,
-    check_taken,
     checked_data,
-    is_object,
     misfit,
     old_unique_key,
 )

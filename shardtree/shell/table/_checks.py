@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -24,30 +24,12 @@ from ...core.trees import BY_SCALES
 from ...errors import (
     IntegrityError,
     KeyMismatch,
-    MetadataError,
     ShapeError,
     StorageError,
     UnsupportedValue,
     error_text,
 )
 from ..storage import Storage
-
-
-def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = "load") -> None:
-    """Raise if what is asked for is stored in a way that can't be read.
-
-    Args:
-        untaken: why it can't, by key.
-        keys: that are asked for.
-        doing: what is being done, for the message.
-
-    Raises:
-        UnsupportedValue: it does.
-    """
-    wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
-    if wrong:
-        fix = "Leave them out, or load them with the program that wrote them."
-        raise UnsupportedValue(error_text(f"{doing}: tensors that can't be read", offenders=wrong, fix=fix))
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:
@@ -180,20 +162,6 @@ def check_objects_known(unique_keys: Sequence[str], are_there: Sequence[bool]) -
     check_fit(
         [Unexpected(key, is_object=True) for key, is_there in zip(unique_keys, are_there, strict=True) if not is_there]
     )
-
-
-def is_object(name: str) -> bool:
-    """Return whether a name is the unique key of a sharded object.
-
-    Examples:
-        >>> is_object("rng_state/shard_0.1_1.2"), is_object("optimizer.step")
-        (True, False)
-    """
-    try:
-        ShardedObject.empty_from_unique_key(name)
-    except MetadataError:
-        return False
-    return True
 
 
 def old_unique_key(item: ShardedObject) -> str:
