@@ -163,8 +163,9 @@ __all__ = [  # noqa: RUF022  (in groups)
     "plan_shards",
     "planned_cost",
     "read_planned",
-    "index_columns",
-    "index_from_columns",
+    "COLUMNS",
+    "sound_index",
+    "unsound_index",
     "stored_columns",
     "text_columns",
     "LoadPlan",
@@ -378,6 +379,7 @@ if typing.TYPE_CHECKING:
         replace_metadata,
     )
     from .shell.table.index import (
+        COLUMNS,
         DeferredMetadata,
         Index,
         IndexMetadata,
@@ -385,8 +387,6 @@ if typing.TYPE_CHECKING:
         StoredItem,
         build_index,
         chunks_of,
-        index_columns,
-        index_from_columns,
         index_problem,
         int64,
         item_buffers,
@@ -406,8 +406,10 @@ if typing.TYPE_CHECKING:
         save_file,
         save_in_folder,
         save_with_index,
+        sound_index,
         stored_columns,
         text_columns,
+        unsound_index,
         write_file,
     )
     from .shell.world import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
@@ -450,11 +452,11 @@ else:
                 "remove_files remove_folder sync_folder tensor_buffers threads_of write_hashed write_parts"
             ),
             "..shell.table.index": (
-                "DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of index_columns "
-                "index_from_columns index_problem int64 item_buffers load_common load_from_index naming_data_of "
-                "objects_from_index plan_shards planned_cost rank_file rank_files read_planned rows_from_index "
-                "rows_in_folder rows_of_objects rows_of_saves save_file save_in_folder save_with_index stored_columns "
-                "text_columns write_file"
+                "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "
+                "index_problem int64 item_buffers load_common load_from_index naming_data_of objects_from_index "
+                "plan_shards planned_cost rank_file rank_files read_planned rows_from_index rows_in_folder "
+                "rows_of_objects rows_of_saves save_file save_in_folder save_with_index sound_index stored_columns "
+                "text_columns unsound_index write_file"
             ),
             "..shell.world": "World check_buffers check_one_each check_peer check_rank pack unpack",
         },

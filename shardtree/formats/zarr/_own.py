@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import CorruptCheckpoint, StrategyError, error_text
 from ...kit import (
+    COLUMNS,
     Buffer,
     Checkpoint,
     Fields,
@@ -27,8 +29,6 @@ from ...kit import (
     checked_entry,
     decode_tree,
     encode_tree,
-    index_columns,
-    index_from_columns,
     load_common,
     locked,
     make_folder,
@@ -38,7 +38,9 @@ from ...kit import (
     remove_files,
     remove_folder,
     replace_metadata,
+    sound_index,
     sync_folder,
+    unsound_index,
     without_prefix,
     write_hashed,
 )
@@ -113,7 +115,7 @@ def write_blob(
 
 def encode_columns(index: Index) -> bytes:
     """Return an index as bytes: its columns in the common codec."""
-    return encode_tree(index_columns(index))
+    return encode_tree({name: np.ascontiguousarray(getattr(index, name)) for name in COLUMNS})
 
 
 def decode_columns(data: Buffer, where: str) -> Index:
@@ -122,7 +124,10 @@ def decode_columns(data: Buffer, where: str) -> Index:
     Raises:
         CorruptCheckpoint: they don't hold one that is sound.
     """
-    return index_from_columns(decode_tree(data), where)
+    columns = decode_tree(data)
+    if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
+        raise unsound_index(where, "other columns than an index has")
+    return sound_index(Index(**{name: columns[name] for name in COLUMNS}), where)
 
 
 # The common state, encoded by the common codec

@@ -18,8 +18,6 @@ from ._file import (
     build_index,
     decode_index,
     encode_index,
-    index_columns,
-    index_from_columns,
     index_problem,
     read_index,
     sound_index,

@@ -100,15 +100,10 @@ _TAGS = {"uint8": "U8", "int64": "I64", "uint64": "U64"}
 _NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
 
 
-def index_columns(index: Index) -> dict[str, Any]:
-    """Return the columns of an index that it has, by name, each a contiguous array."""
-    present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
-    return {name: np.ascontiguousarray(getattr(index, name)) for name in present}
-
-
 def encode_index(index: Index) -> bytes:
     """Return the index as the bytes of a safetensors file."""
-    columns = index_columns(index)
+    present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
+    columns = {name: np.ascontiguousarray(getattr(index, name)) for name in present}
     # 8-byte columns first: each is then aligned in the file's bytes, so that a reader uses it where it lies.
     by_size = sorted(columns.items(), key=lambda column: -column[1].itemsize)
     entries, offset = [], 0
@@ -147,21 +142,6 @@ def decode_index(data: Buffer, what: str) -> Index:
     if problem := _unstored(index):
         raise unsound_index(what, problem)
     return index
-
-
-def index_from_columns(columns: Any, what: str) -> Index:
-    """Return the index whose columns a file held in another encoding.
-
-    Args:
-        columns: The arrays by name, as `index_columns` gives them; anything that is decoded may be passed.
-        what: The file's name, for messages.
-
-    Raises:
-        CorruptCheckpoint: a column is missing, or columns contradict each other.
-    """
-    if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
-        raise unsound_index(what, "other columns than an index has")
-    return sound_index(Index(**{name: columns[name] for name in COLUMNS}), what)
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
