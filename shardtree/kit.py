@@ -22,7 +22,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "SaveOptions",
     "Strategy",
     "StrategyAction",
-    "ReadCache",
     "Resolution",
     "rows_from_index",
     "rows_of_objects",
@@ -62,18 +61,12 @@ __all__ = [  # noqa: RUF022  (in groups)
     "check_stored_shards",
     # Dtypes, values and JSON: bytes that represent them in files.
     "HeaderEntry",
-    "MAX_DEPTH",
-    "NUMPY_NAME",
-    "NUMPY_SCALARS",
-    "PATHS",
-    "Child",
     "addresses_of",
     "as_integers",
     "byte_buffer",
     "canonical_json",
     "check_storable",
     "crc32",
-    "decode_header_and_metadata",
     "decode_tree",
     "device_of",
     "dtype_from_name",
@@ -83,8 +76,9 @@ __all__ = [  # noqa: RUF022  (in groups)
     "encode_tree",
     "exactly",
     "has_wrong_characters",
-    "header_length",
+    "header_of",
     "is_dense",
+    "is_plain_array",
     "is_quantised",
     "is_unicode",
     "kind_from_file",
@@ -92,11 +86,10 @@ __all__ = [  # noqa: RUF022  (in groups)
     "named_types",
     "parse_json",
     "path_of",
-    "path_to",
     "plainer",
     "record_of",
     "row_major_bits",
-    "step_of",
+    "shown_path",
     "type_name",
     # Reading: files, ranges of their bytes, and threads that read at once.
     "Buffer",
@@ -114,7 +107,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "is_folder",
     "listed",
     "opened",
-    "read_crc32",
     "read_if_there",
     "joined_crc32",
     "threads_of",
@@ -142,7 +134,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "remove_files",
     "remove_folder",
     "replace_metadata",
-    "reported_parts",
     "sync_folder",
     "tensor_buffers",
     "limits",
@@ -160,7 +151,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "read_metadata",
     "refuse_replaced",
     # The index: which box lies where, and loads that are planned on it.
-    "COLUMNS",
     "Index",
     "IndexMetadata",
     "DeferredMetadata",
@@ -174,10 +164,11 @@ __all__ = [  # noqa: RUF022  (in groups)
     "plan_shards",
     "planned_cost",
     "read_planned",
+    "COLUMNS",
     "sound_index",
+    "unsound_index",
     "stored_columns",
     "text_columns",
-    "unsound_index",
     "LoadPlan",
     "ReadCost",
     "Runs",
@@ -186,17 +177,12 @@ __all__ = [  # noqa: RUF022  (in groups)
     "plan_load",
     "find_unexpected",
     "grouped",
-    "pieces_of",
-    "memory_of",
     "check_fit",
     # What loads and saves refuse.
-    "Comparison",
     "Copies",
     "check_objects_known",
     "check_objects_written",
     "check_taken",
-    "first_difference",
-    "is_object",
     "old_unique_key",
     # Findings of verify.
     "Checked",
@@ -204,14 +190,12 @@ __all__ = [  # noqa: RUF022  (in groups)
     "Finding",
     "Region",
     "Unchecked",
-    "file_contents",
     "files_findings",
     "is_damaged",
     "refused_findings",
-    "regions_between",
+    "file_regions",
     "span_findings",
     "untaken_findings",
-    "unused_files",
     "whole_file_findings",
     "without_prefix",
     # Storages.
@@ -239,18 +223,12 @@ if typing.TYPE_CHECKING:
     from .core import limits as limits
     from .core.ambient import collector_paused
     from .core.codec import (
-        MAX_DEPTH,
-        NUMPY_NAME,
-        NUMPY_SCALARS,
-        PATHS,
-        Child,
         HeaderEntry,
         addresses_of,
         byte_buffer,
         canonical_json,
         check_storable,
         crc32,
-        decode_header_and_metadata,
         decode_tree,
         device_of,
         dtype_from_name,
@@ -260,8 +238,9 @@ if typing.TYPE_CHECKING:
         encode_tree,
         exactly,
         has_wrong_characters,
-        header_length,
+        header_of,
         is_dense,
+        is_plain_array,
         is_quantised,
         is_unicode,
         kind_from_file,
@@ -269,11 +248,10 @@ if typing.TYPE_CHECKING:
         named_types,
         parse_json,
         path_of,
-        path_to,
         plainer,
         record_of,
         row_major_bits,
-        step_of,
+        shown_path,
         type_name,
     )
     from .core.deferred import later
@@ -315,13 +293,15 @@ if typing.TYPE_CHECKING:
         without_holes,
     )
     from .maintenance import (
-        file_contents,
+        RequestReader,
+        check_taken,
+        fetch_ahead,
+        file_regions,
         files_findings,
+        opened,
         refused_findings,
-        regions_between,
         span_findings,
         untaken_findings,
-        unused_files,
         whole_file_findings,
         without_prefix,
     )
@@ -334,7 +314,6 @@ if typing.TYPE_CHECKING:
         LocalStorage,
         Reader,
         ReadReport,
-        RequestReader,
         Sibling,
         Storage,
         StoredFile,
@@ -345,7 +324,6 @@ if typing.TYPE_CHECKING:
         crc32_behind,
         digest,
         fetch,
-        fetch_ahead,
         fetch_cost,
         files_in,
         in_threads,
@@ -356,13 +334,10 @@ if typing.TYPE_CHECKING:
         locked,
         make_folder,
         move,
-        opened,
         parts_in_file,
-        read_crc32,
         read_if_there,
         remove_files,
         remove_folder,
-        reported_parts,
         sync_folder,
         tensor_buffers,
         threads_of,
@@ -374,7 +349,6 @@ if typing.TYPE_CHECKING:
         AsyncRequest,
         Checked,
         Checkpoint,
-        Comparison,
         Copies,
         Damage,
         Fields,
@@ -382,7 +356,6 @@ if typing.TYPE_CHECKING:
         FormatTraits,
         LoadOptions,
         PendingSave,
-        ReadCache,
         Region,
         Replaced,
         Resolution,
@@ -396,17 +369,12 @@ if typing.TYPE_CHECKING:
         check_objects_known,
         check_objects_written,
         check_seen,
-        check_taken,
         checked_data,
         checked_entry,
         checked_name,
         fields_of_backend,
-        first_difference,
         is_damaged,
-        is_object,
-        memory_of,
         old_unique_key,
-        pieces_of,
         read_checked,
         read_metadata,
         refuse_replaced,
@@ -456,11 +424,10 @@ else:
             "..core": "limits",
             "..core.ambient": "collector_paused",
             "..core.codec": (
-                "Child HeaderEntry MAX_DEPTH NUMPY_NAME NUMPY_SCALARS PATHS addresses_of byte_buffer canonical_json "
-                "check_storable crc32 decode_header_and_metadata decode_tree device_of dtype_from_name dtype_name "
-                "element_count encode_header encode_tree exactly has_wrong_characters header_length is_dense "
-                "is_quantised is_unicode kind_from_file kind_in_file named_types parse_json path_of path_to plainer "
-                "record_of row_major_bits step_of type_name"
+                "HeaderEntry addresses_of byte_buffer canonical_json check_storable crc32 decode_tree device_of "
+                "dtype_from_name dtype_name element_count encode_header encode_tree exactly has_wrong_characters "
+                "header_of is_dense is_plain_array is_quantised is_unicode kind_from_file kind_in_file named_types "
+                "parse_json path_of plainer record_of row_major_bits shown_path type_name"
             ),
             "..core.deferred": "later",
             "..core.geometry": "Column box_column flat_boxes row_major_strides shared_groups volumes widen",
@@ -478,15 +445,14 @@ else:
                 "without_holes"
             ),
             "..maintenance": (
-                "file_contents files_findings refused_findings regions_between span_findings untaken_findings "
-                "unused_files whole_file_findings without_prefix"
+                "RequestReader check_taken fetch_ahead file_regions files_findings opened refused_findings "
+                "span_findings untaken_findings whole_file_findings without_prefix"
             ),
             "..shell.storage": (
-                "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader RequestReader Sibling "
-                "Storage StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_ahead fetch_cost "
-                "files_in in_threads inside is_folder joined_crc32 listed locked make_folder move opened "
-                "parts_in_file read_crc32 read_if_there remove_files remove_folder reported_parts sync_folder "
-                "tensor_buffers threads_of write_hashed write_parts"
+                "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader Sibling Storage "
+                "StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_cost files_in in_threads "
+                "inside is_folder joined_crc32 listed locked make_folder move parts_in_file read_if_there "
+                "remove_files remove_folder sync_folder tensor_buffers threads_of write_hashed write_parts"
             ),
             "..shell.table.index": (
                 "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "

@@ -40,14 +40,12 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from .core.layouts import (
-        Coverage,
         ObjectColumns,
         Problem,
         ShardColumns,
         StoredLayout,
         TensorKind,
         check_access,
-        coverage,
         join_columns,
         object_columns,
         shard_columns,
@@ -56,6 +54,7 @@ if typing.TYPE_CHECKING:
     from .live.resharding import unshard
     from .meshes import (
         AxisSplit,
+        Coverage,
         Mesh,
         P,
         PartitionSpec,
@@ -64,6 +63,7 @@ if typing.TYPE_CHECKING:
         Specs,
         abstract,
         abstract_at,
+        coverage,
         from_local,
         layout_of,
         mesh_columns,
@@ -80,8 +80,8 @@ else:
         {
             "..live.resharding": "unshard",
             "..meshes": (
-                "AxisSplit Mesh P PartitionSpec RankShard SpecFunction Specs abstract abstract_at from_local "
-                "layout_of mesh_columns mesh_shards shard shard_at specs_by_pattern"
+                "AxisSplit Coverage Mesh P PartitionSpec RankShard SpecFunction Specs abstract abstract_at coverage "
+                "from_local layout_of mesh_columns mesh_shards shard shard_at specs_by_pattern"
             ),
         },
     )

@@ -24,7 +24,7 @@ GONE = {
         for name in ("deepspeed", "dtensor_files", "huggingface", "torch_checkpointing", "torch_dist", "zarr")
     },
     **{
-        f"shardtree.strategies.index.{name}": "is shardtree.maintenance's, which the kit of formats shows"
+        f"shardtree.strategies.index.{name}": "is shardtree.maintenance's; the kit shows what formats need"
         for name in (
             "bounding_box",
             "file_contents",

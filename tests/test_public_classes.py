@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent / "golden" / "at-73b114f"
 PICKLES = pickle.loads(zlib.decompress((FOLDER / "pickles.z").read_bytes()))
 
 NEWER = {
-    *(f"shardtree.kit.{name}" for name in ("Comparison", "Copies", "DeferredMetadata", "HeaderEntry", "IndexMetadata")),
+    *(f"shardtree.kit.{name}" for name in ("Copies", "DeferredMetadata", "HeaderEntry", "IndexMetadata")),
     *(f"shardtree.kit.{name}" for name in ("LoadPlan", "Resolution", "Runs", "StoredChunks")),
     "shardtree.plans.ScaledValues",
     "shardtree.storage.Refusal",

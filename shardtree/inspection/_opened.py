@@ -18,6 +18,7 @@ from ..core.lazy import frozen_values, stored_each
 from ..core.mapping import ShardedObject, ShardedTensor, box_of, with_data
 from ..core.trees import near_names, nested, without_holes
 from ..errors import KeyMismatch, StrategyError, error_text
+from ..maintenance import check_taken
 from ..shell.checkpoint import (
     common_backend,
     given_options,
@@ -36,7 +37,6 @@ from ..shell.table import (
     Strategies,
     Strategy,
     StrategyAction,
-    check_taken,
     find_strategy,
     unreplaced,
 )

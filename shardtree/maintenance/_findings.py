@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from ..errors import plural
+from ..errors import UnsupportedValue, error_text, plural
 from ..shell.table import Checked, Finding, Unchecked
 
 
@@ -70,3 +70,20 @@ def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
     name, error = min(refused.items())
     cause = error.partition("\n")[0]
     return [Unchecked(name, f"a load with these options refuses {plural(len(refused), 'value')}: {cause}", 0)]
+
+
+def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = "load") -> None:
+    """Raise if what is asked for is stored in a way that can't be read.
+
+    Args:
+        untaken: The reason by key, as in `untaken_findings`.
+        keys: Keys that are asked for.
+        doing: The action, for the message.
+
+    Raises:
+        UnsupportedValue: it does.
+    """
+    wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
+    if wrong:
+        fix = "Leave them out, or load them with the program that wrote them."
+        raise UnsupportedValue(error_text(f"{doing}: tensors that can't be read", offenders=wrong, fix=fix))

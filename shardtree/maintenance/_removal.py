@@ -24,9 +24,9 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     """Remove every stored tensor and object whose key begins with a prefix, and the data files that become unused."""
     before, fields = read_metadata(checkpoint.storage)
     old = read_index(replace(checkpoint, fields=fields))
-    new = without_prefix(old, key_prefix)
-    if new is old:
+    if (thinner := without_prefix(old, key_prefix)) is None:
         return
+    new, unused = thinner
     old_name = fields["index"]["name"]
     name = _next_name(checkpoint.storage, old_name)
     # The new index is whole on the medium before metadata.json names it, and only then do files go: a crash in
@@ -37,9 +37,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     with locked(checkpoint.storage):
         replace_metadata(checkpoint.storage, before, fields, durable=True)
     # Guards against a crafted index that names other files: only names that a save gives are removed.
-    remove_files(
-        checkpoint.storage, [file for file in (*sorted(unused_files(old, new)), old_name) if is_save_file(file)]
-    )
+    remove_files(checkpoint.storage, [file for file in (*sorted(unused), old_name) if is_save_file(file)])
 
 
 def _next_name(storage: Storage, name: str) -> str:
@@ -52,19 +50,17 @@ def _next_name(storage: Storage, name: str) -> str:
     return f"{folder}{slash}index-{number}.safetensors"
 
 
-def unused_files(old: Index, new: Index) -> set[str]:
-    """Return the files that only the old of two indexes refers to."""
-    return set(old.file_names()) - set(new.file_names())
+def without_prefix(index: Index, key_prefix: str) -> tuple[Index, set[str]] | None:
+    """Return the index without the tensors and objects of a key prefix, and the files that only they were in.
 
-
-def without_prefix(index: Index, key_prefix: str) -> Index:
-    """Return the index without the tensors and objects of a key prefix, and their files; itself if there are none."""
+    None if there are no such tensors and objects.
+    """
     keys = index.keys()
     objects = index.object_names()
     keep_key = np.array([not key.startswith(key_prefix) for key in keys], dtype=np.bool_)
     keep_object = np.array([not key.startswith(key_prefix) for key in objects], dtype=np.bool_)
     if keep_key.all() and keep_object.all():
-        return index
+        return None
     keep_chunk = keep_key[index.chunk_key]
     kept_keys, key_start = text_columns([key for key, keep in zip(keys, keep_key, strict=True) if keep])
     kept_objects, object_start = text_columns([key for key, keep in zip(objects, keep_object, strict=True) if keep])
@@ -82,7 +78,8 @@ def without_prefix(index: Index, key_prefix: str) -> Index:
     thinner = replace(index, **(columns | texts_of))
     fingerprints = None if index.x_fingerprint is None else index.x_fingerprint[keep_key]
     chunk_key = _new_numbers(keep_key)[thinner.chunk_key]
-    return _without_unused_files(replace(thinner, chunk_key=chunk_key, x_fingerprint=fingerprints))
+    new = _without_unused_files(replace(thinner, chunk_key=chunk_key, x_fingerprint=fingerprints))
+    return new, set(index.file_names()) - set(new.file_names())
 
 
 def _columns_of_group(index: Index, group: str, rows: Rows) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -11,9 +11,10 @@ import numpy as np
 from ..core import limits
 from ..core.geometry import Column
 from ..errors import CheckpointingException, CorruptCheckpoint
-from ..shell.storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
+from ..shell.storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, threads_of
 from ..shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecked, checked_name, read_checked
 from ..shell.table.index import Index, ReadIndex, item_sizes, text_at
+from ._opened import opened
 
 # The tensors, objects and elements in a byte range of a file
 
@@ -94,6 +95,11 @@ def regions_between(index: Index, contents: FileContents, begin: int, end: int) 
     """Return the part of each chunk that lies in a byte range of a file; () if these are too many to name."""
     rows = contents.chunks.between(begin, end).tolist()
     return tuple(_region(index, row, begin, end) for row in rows) if len(rows) <= _MOST_REGIONS else ()
+
+
+def file_regions(index: Index, number: int) -> Callable[[int, int], tuple[Region, ...]]:
+    """Return a function from a byte range of a file to the parts of chunks in it; () if these are too many to name."""
+    return partial(regions_between, index, file_contents(index, number))
 
 
 def _region(index: Index, row: int, begin: int, end: int) -> Region:

@@ -1,5 +1,6 @@
-"""Layouts that follow from a mesh of ranks and a partition spec for each tensor."""
+"""Layouts that follow from a mesh of ranks and a partition spec for each tensor; what the ranks' trees cover."""
 
+from ._coverage import Coverage, coverage
 from ._mesh import Mesh
 from ._placement import KeyFunction, Placement, mesh_columns, placed_columns
 from ._shard import abstract, abstract_at, from_local, layout_of, shard, shard_at

@@ -18,8 +18,8 @@ from shardtree.layouts import ShardColumns
 from shardtree.mapping import ShardedTensor, is_main_replica
 from shardtree.pictures import Picture, Plane, cell_lines, layout_picture, svg_of
 from shardtree.testing import Layout
-from tests.core.layouts.test_coverage_of_trees import FATES, LAYOUTS, trees
 from tests.core.trees.samples import assert_caught
+from tests.meshes.test_coverage_of_trees import FATES, LAYOUTS, trees
 
 SVG = "{http://www.w3.org/2000/svg}"
 TITLE = re.compile(r"\[(?P<box>[\d:, ]*)\](?P<words>[^\d]*)(?P<ranks>[\d, -]*)")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.shell.storage import fetch_ahead, opened
+from shardtree.maintenance import fetch_ahead, opened
 from shardtree.storage import Capabilities
 from tests.s3.environment import ROOT
 from tests.s3.server import Request, Server

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._addresses import addresses_of
-from ._arrays import NUMPY_NAME, NUMPY_SCALARS, has_wrong_characters
+from ._arrays import has_wrong_characters, is_plain_array
 from ._crc32 import crc32, crc32_thread_bytes
 from ._dtypes import (
     bit_view,
@@ -31,8 +31,9 @@ from ._header import (
     element_count,
     encode_header,
     header_length,
+    header_of,
     parse_json,
 )
-from ._nodes import MAX_DEPTH, Child, exactly, named_types, path_to, plainer, record_of, step_of, type_name
+from ._nodes import exactly, named_types, plainer, record_of, shown_path, type_name
 from ._tree import decode_tree, encode_tree
-from ._values import PATHS, device_of, is_unicode, path_of
+from ._values import device_of, is_unicode, path_of

@@ -40,7 +40,6 @@ _HOMES = {
         "core.codec._header": "HeaderEntry",
         "core.plans._load": "LoadPlan Runs StoredChunks",
         "shell.table._actions": "Copies Resolution",
-        "shell.table._checks": "Comparison",
         "shell.table.index._metadata": "DeferredMetadata IndexMetadata",
     },
     "shardtree.layouts": {

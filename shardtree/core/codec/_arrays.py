@@ -42,10 +42,8 @@ _NUMPY_TAGS = {
     "<c8": "C64",
 }
 _NUMPY_BY_TAG = {tag: name for name, tag in _NUMPY_TAGS.items()}
-NUMPY_NAME = re.compile(r"\|[biuS][0-9]{1,9}|[<>][iufcU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
-"""Names of the dtypes of NumPy whose arrays are stored."""
-NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
-"""Classes of the scalars of NumPy that are stored."""
+_NUMPY_NAME = re.compile(r"\|[biuS][0-9]{1,9}|[<>][iufcU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+_NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
 
 
 def _encode_tensor(value: torch.Tensor, child: Child) -> Node:
@@ -77,11 +75,21 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> tor
     return bits.view(dtype).reshape(shape)
 
 
+def is_plain_array(value: np.ndarray[Any, Any]) -> bool:
+    """Return whether an array's items are numbers, dates or text, which have a length.
+
+    Examples:
+        >>> is_plain_array(np.zeros(3)), is_plain_array(np.array([{}]))
+        (True, False)
+    """
+    dtype = value.dtype
+    return bool(_NUMPY_NAME.fullmatch(dtype.str)) and dtype.itemsize > 0 and not dtype.names
+
+
 def _encode_array(value: np.ndarray[Any, Any], child: Child) -> Node:
-    name = value.dtype.str
-    if not NUMPY_NAME.fullmatch(name) or value.dtype.itemsize == 0 or value.dtype.names:
+    if not is_plain_array(value):
         return NotImplemented
-    data = value.tobytes()
+    name, data = value.dtype.str, value.tobytes()
     if name in _NUMPY_TAGS:
         return {"$": "ndarray", "entry": Blob(data, _NUMPY_TAGS[name], value.shape, value.itemsize)}
     return {"$": "ndarray of bytes", "dtype": name, "shape": list(value.shape), "entry": plain_blob(data)}
@@ -138,7 +146,7 @@ def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
 def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
     name = exactly(str, fields["dtype"])
     # Matched first: NumPy's own parser also accepts objects, which are pointers, records and deprecated names.
-    if not NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
+    if not _NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
         raise ValueError("not a NumPy dtype of numbers, dates or text")
     return np.dtype(name)
 
@@ -172,7 +180,7 @@ ENCODERS: dict[type, Encoder] = {
     torch.Tensor: _encode_tensor,
     torch.nn.Parameter: _encode_tensor,
     np.ndarray: _encode_array,
-    **dict.fromkeys(NUMPY_SCALARS, _encode_scalar),
+    **dict.fromkeys(_NUMPY_SCALARS, _encode_scalar),
     np.str_: _encode_text,
     np.bytes_: _encode_text,
     **dict.fromkeys((bytes, bytearray), lambda value, child: {"$": type(value).__name__, "entry": plain_blob(value)}),

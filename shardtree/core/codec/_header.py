@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from json.encoder import encode_basestring
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
@@ -264,6 +264,30 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
         what = "safetensors header: its length doesn't fit the file"
         raise CorruptCheckpoint(error_text(what, found=length, expected=f"2 to {limit}"))
     return length
+
+
+def header_of(
+    read: Callable[[int, int], bytes | bytearray | memoryview], length: int, first_bytes: int = _LENGTH_BYTES
+) -> tuple[tuple[HeaderEntry, ...], int, dict[str, str]]:
+    """Return what `decode_header_and_metadata` does, of a file of which nothing but the header is read.
+
+    Args:
+        read: Function from a byte range of the file to its bytes; called twice at most.
+        length: Length of the file, in bytes.
+        first_bytes: Number of bytes to read first; a header that lies within them takes no second call.
+
+    Raises:
+        CorruptCheckpoint: as `decode_header`.
+
+    Examples:
+        >>> file = encode_header([], {"format": "pt"})
+        >>> header_of(lambda begin, end: file[begin:end], len(file))
+        ((), 64, {'format': 'pt'})
+    """
+    first = read(0, min(length, first_bytes))
+    end = _LENGTH_BYTES + header_length(first, length)
+    data = b"".join([first, read(len(first), end)]) if end > len(first) else first
+    return decode_header_and_metadata(data, length)
 
 
 def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[tuple[HeaderEntry, ...], int]:

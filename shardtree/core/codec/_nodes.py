@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar, cast
 
-from ...errors import TreePath, UnsupportedValue, error_text
+from ...errors import TreePath, UnsupportedValue, error_text, render_path
 from ..trees import Record
 from ._addresses import stored_name
 
@@ -82,25 +82,23 @@ def exactly(kind: type[T], value: Any) -> T:
     return value
 
 
-def step_of(key: Any) -> Any:
-    """Return a dict's key as a step of a path, shortened for error messages.
+def shown_path(path: TreePath) -> str:
+    """Return a path as text for error messages, with long and odd keys, and long paths, shortened.
+
+    Args:
+        path: Steps from the root; a dict's key is a step, whatever its type.
 
     Examples:
-        >>> step_of("weight"), step_of(7), step_of((1, 2))
-        ('weight', 7, '<tuple>')
+        >>> shown_path(("state", (1, 2), 7)), len(shown_path(tuple(range(100))))
+        ("tree['state']['<tuple>'][7]", 47)
     """
+    steps = tuple(map(_step, path if len(path) <= 11 else path[:10]))
+    return render_path(steps if len(path) <= 11 else (*steps, f"… {len(path) - 10} more"))
+
+
+def _step(key: Any) -> Any:
     is_short = type(key) is str and len(key) <= 200
     return key if is_short or (type(key) is int and key.bit_length() < 64) else f"<{type(key).__name__}>"
-
-
-def path_to(path: TreePath) -> TreePath:
-    """Return a path, shortened for error messages.
-
-    Examples:
-        >>> len(path_to(tuple(range(100))))
-        11
-    """
-    return path if len(path) <= 11 else (*path[:10], f"… {len(path) - 10} more")
 
 
 def plainer(value: Any) -> str:

@@ -18,7 +18,6 @@ from ...errors import (
     UnsafeFile,
     UnsupportedValue,
     error_text,
-    render_path,
 )
 from ..trees import HOLE, Record
 from . import _arrays, _values
@@ -36,11 +35,10 @@ from ._nodes import (
     exactly,
     instance_of,
     named_types,
-    path_to,
     plain_blob,
     plainer,
     record_of,
-    step_of,
+    shown_path,
 )
 
 # Encoding.
@@ -117,7 +115,7 @@ def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bo
 
 def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
     """Return the node of a value that only pickle can store, or raise if that isn't allowed."""
-    what = f"encode_tree: {render_path(path_to(path))}"
+    what = f"encode_tree: {shown_path(path)}"
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
             check_storable(value.dtype, what)
@@ -144,10 +142,10 @@ def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
     innermost = parents[-1]
     again = [position for position, parent in enumerate(parents) if parent is innermost]
     if len(again) > 1:
-        where = render_path(path_to(path[: again[1]]))
+        where = shown_path(path[: again[1]])
         what = f"encode_tree: a {type(innermost).__name__} contains itself at {where}"
         return TreeError(error_text(what, fix="Break the cycle; a stored tree has none."))
-    what = f"encode_tree: containers nested more than {MAX_DEPTH} deep, at {render_path(path_to(path))}"
+    what = f"encode_tree: containers nested more than {MAX_DEPTH} deep, at {shown_path(path)}"
     return TreeError(error_text(what, fix="Flatten the tree."))
 
 
@@ -231,7 +229,7 @@ def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:
     except CheckpointingException:
         raise
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
-        what = f"decode_tree: {render_path(path_to(path))} is malformed: {str(error)[:200]}"
+        what = f"decode_tree: {shown_path(path)} is malformed: {str(error)[:200]}"
         raise CorruptCheckpoint(error_text(what)) from error
 
 
@@ -240,7 +238,7 @@ def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any
         return [child(item, position) for position, item in enumerate(node)]
     if "$" not in node:
         # Holes are handled here, without a call each: most of a model's tree is holes.
-        return {key: HOLE if item == _HOLE else child(item, step_of(key)) for key, item in node.items()}
+        return {key: HOLE if item == _HOLE else child(item, key) for key, item in node.items()}
     kind = exactly(str, node["$"])
     if kind == "record":
         return _record(_fields(node, ("type", "fields")), child, reader)
@@ -265,7 +263,7 @@ def _record(fields: dict[str, Any], child: Child, reader: _Reader) -> Any:
 
 
 def _unpickle(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
-    where = render_path(path_to(path))
+    where = shown_path(path)
     _, _, data = reader.take(fields["entry"])
     if not reader.allow_pickle:
         fix = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."

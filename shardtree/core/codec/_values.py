@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from ._dtypes import dtype_from_name, dtype_name
-from ._nodes import Child, Decoder, Encoder, Node, Take, exactly, step_of
+from ._nodes import Child, Decoder, Encoder, Node, Take, exactly
 
 _BOUNDS = ("start", "stop", "step")
 
-PATHS: dict[str, type[PurePath]] = {
+_PATHS: dict[str, type[PurePath]] = {
     kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
 }
-"""Classes of paths by name."""
 
 
 def _itself(value: Any, child: Child) -> Node:
@@ -182,7 +181,7 @@ def _decode_set_of(kind: type[A]) -> Callable[[dict[str, Any], Child, Take], A]:
 
 def _encode_dict(value: dict[Any, Any], child: Child) -> Node:
     if "$" not in value and all(type(key) is str and is_unicode(key) for key in value):
-        return {key: child(item, step_of(key)) for key, item in value.items()}
+        return {key: child(item, key) for key, item in value.items()}
     return {"$": "dict", "items": _encode_pairs(value, child)}
 
 
@@ -199,7 +198,7 @@ def _encode_defaultdict(value: defaultdict[Any, Any], child: Child) -> Node:
 
 
 def _encode_pairs(value: dict[Any, Any], child: Child) -> list[Node]:
-    return [[child(key), child(item, step_of(key))] for key, item in value.items()]
+    return [[child(key), child(item, key)] for key, item in value.items()]
 
 
 def _fill(value: D, fields: dict[str, Any], child: Child) -> D:
@@ -208,7 +207,7 @@ def _fill(value: D, fields: dict[str, Any], child: Child) -> D:
     keys = [child(key) for key, _ in pairs]
     check_collisions(keys)
     for key, (_, item) in zip(keys, pairs, strict=True):
-        value[key] = child(item, step_of(key))
+        value[key] = child(item, key)
     if len(value) != len(pairs):
         raise ValueError("a key occurs twice in a dict")
     return value
@@ -251,7 +250,7 @@ ENCODERS: dict[type, Encoder] = {
     torch.device: lambda value, child: {"$": "torch.device", "name": str(value)},
     torch.Size: lambda value, child: {"$": "torch.Size", "lengths": [child(length) for length in value]},
     **dict.fromkeys(
-        PATHS.values(), lambda value, child: {"$": "path", "type": type(value).__name__, "text": child(str(value))}
+        _PATHS.values(), lambda value, child: {"$": "path", "type": type(value).__name__, "text": child(str(value))}
     ),
     list: _encode_items,
     tuple: lambda value, child: {"$": "tuple", "items": _encode_items(value, child)},
@@ -282,7 +281,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "path": (
         ("type", "text"),
-        lambda fields, child, take: path_of(PATHS[exactly(str, fields["type"])], child(fields["text"])),
+        lambda fields, child, take: path_of(_PATHS[exactly(str, fields["type"])], child(fields["text"])),
     ),
     "tuple": (("items",), lambda fields, child, take: tuple(_decode_items(fields, child))),
     "deque": (("maxlen", "items"), _decode_deque),

@@ -38,7 +38,6 @@ from ._problems import (
 )
 
 if typing.TYPE_CHECKING:
-    from ._coverage import Coverage, coverage
     from ._object_reshard import (
         OBJECT_RULES,
         ShapeChange,
@@ -56,7 +55,6 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "._coverage": "Coverage coverage",
             "._object_reshard": (
                 "OBJECT_RULES ShapeChange check_ruled objects_by_rule reshaped_arrays reshard_objects rules_by_key"
             ),

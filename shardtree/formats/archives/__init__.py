@@ -11,6 +11,7 @@ from ._payload import (
     archive_length,
     archive_records,
     archive_tail,
+    read_crc32,
     tensor_place,
 )
 from ._zip import Record, add_record, find_record

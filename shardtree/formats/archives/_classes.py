@@ -13,8 +13,11 @@ from typing import Any, BinaryIO, ClassVar, cast
 import torch
 
 from ...errors import UnsupportedValue, error_text
-from ...kit import Child, Record, addresses_of, exactly, named_types, type_name
+from ...kit import Record, addresses_of, exactly, named_types, type_name
 from ..pickles import Constructor, Global
+
+Child = Callable[..., Any]
+"""Copies a child of a value, which steps lead to."""
 
 # Classes that the caller allows.
 

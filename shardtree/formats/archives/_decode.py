@@ -7,13 +7,14 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from io import BytesIO
+from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
-from ...kit import PATHS, device_of, exactly, path_of
+from ...kit import device_of, exactly, path_of
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
@@ -24,6 +25,9 @@ from ._zip import open_archive, slices
 
 FACTORIES: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 """Allowed factories of a defaultdict."""
+
+PATHS: tuple[type[PurePath], ...] = (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
+"""Classes of paths that may be stored."""
 
 _MOST = 2**63 - 1  # positions and lengths have 64 bits
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
@@ -143,8 +147,8 @@ VALUES: dict[tuple[str, str], Any] = {
     ("_io", "BytesIO"): Constructor(BytesIO, _fill_buffer),
     ("io", "BytesIO"): Constructor(BytesIO, _fill_buffer),
     **{
-        (module, name): Constructor(partial(path_of, kind))
-        for name, kind in PATHS.items()
+        (module, kind.__name__): Constructor(partial(path_of, kind))
+        for kind in PATHS
         for module in ("pathlib", "pathlib._local")
     },
     ("torch", "Size"): Constructor(_size),

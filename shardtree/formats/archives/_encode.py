@@ -19,39 +19,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
+from ...errors import TreeError, TreePath, UnsupportedValue, error_text
 from ...kit import (
     HOLE,
-    MAX_DEPTH,
-    NUMPY_NAME,
-    NUMPY_SCALARS,
-    PATHS,
-    Child,
     Record,
     byte_buffer,
     check_storable,
     crc32,
     is_dense,
-    path_to,
+    is_plain_array,
     plainer,
     record_of,
     row_major_bits,
-    step_of,
+    shown_path,
     type_name,
 )
-from ._classes import named_record, save_named
-from ._decode import FACTORIES, decode_archive
+from ._classes import Child, named_record, save_named
+from ._decode import FACTORIES, PATHS, decode_archive
 from ._payload import begin_archive, finish_archive
 from ._tensors import STORAGE_KINDS
 from ._zip import WrittenRecord, descriptor, local_header
 
 # Values that can be stored: leaves unchanged, containers and tensors as plain copies.
 
+_NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
+_MAX_DEPTH = 100
+
 LEAVES: frozenset[type] = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, bytearray, range),
-        *(torch.dtype, torch.device, torch.Size, np.str_, np.bytes_, *NUMPY_SCALARS),
-        *PATHS.values(),
+        *(torch.dtype, torch.device, torch.Size, np.str_, np.bytes_, *_NUMPY_SCALARS),
+        *PATHS,
     }
 )
 
@@ -81,9 +79,7 @@ def _tensor(value: torch.Tensor, child: Child) -> Any:
 
 
 def _array(value: np.ndarray[Any, Any], child: Child) -> Any:
-    if not NUMPY_NAME.fullmatch(value.dtype.str) or value.dtype.itemsize == 0 or value.dtype.names:
-        return NotImplemented
-    return value
+    return value if is_plain_array(value) else NotImplemented
 
 
 def _items(value: Iterable[Any], child: Child) -> list[Any]:
@@ -91,7 +87,7 @@ def _items(value: Iterable[Any], child: Child) -> list[Any]:
 
 
 def _dict(value: dict[Any, Any], child: Child) -> Any:
-    return {child(key): child(item, step_of(key)) for key, item in value.items()}
+    return {child(key): child(item, key) for key, item in value.items()}
 
 
 def _defaultdict(value: defaultdict[Any, Any], child: Child) -> Any:
@@ -183,9 +179,9 @@ def _plain_copy(
     leaves: frozenset[type] = LEAVES,
 ) -> Any:
     """Return a plain copy of a value for pickling; `parents` are the values that contain it, outermost first."""
-    if len(parents) > MAX_DEPTH:
-        what = f"encode_archive: more than {MAX_DEPTH} deep, or a value that contains itself"
-        raise TreeError(error_text(f"{what}, at {render_path(path_to(path))}", fix="Flatten it, and break cycles."))
+    if len(parents) > _MAX_DEPTH:
+        what = f"encode_archive: more than {_MAX_DEPTH} deep, or a value that contains itself"
+        raise TreeError(error_text(f"{what}, at {shown_path(path)}", fix="Flatten it, and break cycles."))
     kind = type(value)
     if kind in leaves:
         return value
@@ -199,7 +195,7 @@ def _plain_copy(
         return plain
     if allow_pickle:
         return value
-    what = f"encode_archive: {render_path(path_to(path))}"
+    what = f"encode_archive: {shown_path(path)}"
     if isinstance(value, torch.Tensor):
         check_storable(value.dtype, what)
     raise UnsupportedValue(error_text(f"{what} can't be stored", found=type_name(kind), fix=plainer(value)))

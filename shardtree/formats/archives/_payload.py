@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
-from ...kit import check_storable, dtype_name
+from ...kit import Reader, check_storable, crc32, dtype_name
 from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
 from ._tensors import (
     DTYPES,
@@ -359,3 +359,17 @@ def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
     for record in records:
         seed ^= (record.crc32 + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % 2**64
     return b"%020d%020d" % (_NAMES_HASH, seed)
+
+
+_STEP_BYTES = 1024 * 1024
+
+
+def read_crc32(reader: Reader, begin: int, end: int) -> int:
+    """Read a byte range of a file and return its CRC32."""
+    scratch = memoryview(bytearray(min(_STEP_BYTES, end - begin)))
+    checksum = 0
+    for byte in range(begin, end, _STEP_BYTES):
+        part = scratch[: min(_STEP_BYTES, end - byte)]
+        reader.read_into(byte, [part])
+        checksum = crc32(part, checksum)
+    return checksum

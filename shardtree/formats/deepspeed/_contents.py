@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from ...errors import CorruptCheckpoint, error_text
-from ...kit import Checkpoint, Comparison, Storage, in_threads, is_folder, threads_of
+from ...kit import Checkpoint, Storage, in_threads, is_folder, threads_of
 from ..archives import StoredTensor
 from ..rank_archives import (
     ArchiveFile,
+    Comparison,
     Contents,
     Tensors,
     contents_of,

@@ -8,10 +8,11 @@ from math import prod
 from typing import Any
 
 from ...errors import CorruptCheckpoint, error_text
-from ...kit import Checkpoint, Comparison, Storage
+from ...kit import Checkpoint, Storage
 from ..archives import StoredTensor
 from ..rank_archives import (
     ArchiveFile,
+    Comparison,
     Contents,
     Tensors,
     ValueAt,

@@ -13,9 +13,8 @@ from ...kit import (
     Checkpoint,
     Fields,
     Storage,
-    decode_header_and_metadata,
     fields_of_backend,
-    header_length,
+    header_of,
     listed,
     parse_json,
 )
@@ -56,8 +55,7 @@ def is_whole(storage: Storage, name: str) -> bool:
         if name.endswith(INDEX_SUFFIX):
             parse_json(reader.read(), name)
         else:
-            length = header_length(reader.read(0, 8), reader.length)
-            decode_header_and_metadata(reader.read(0, 8 + length), reader.length)
+            header_of(reader.read, reader.length)
         return reader.length > 0
 
 

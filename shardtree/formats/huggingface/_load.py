@@ -18,7 +18,6 @@ from ...kit import (
     HeaderEntry,
     Index,
     IndexMetadata,
-    Reader,
     ReadReport,
     ShardColumns,
     ShardedObject,
@@ -31,8 +30,7 @@ from ...kit import (
     build_index,
     check_taken,
     collector_paused,
-    decode_header_and_metadata,
-    header_length,
+    header_of,
     in_threads,
     kind_from_file,
     load_from_index,
@@ -88,16 +86,13 @@ def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
     if size is None:
         return None
     with opened(storage, name, size) as reader:
-        length = reader.length
-        first = _bytes(reader, 0, min(length, _FIRST_BYTES))
         try:
-            end = 8 + header_length(first, length)
-            data = first + _bytes(reader, len(first), end) if end > len(first) else first
-            entries, data_start, texts = decode_header_and_metadata(data, length)
-            return WeightFile(name, length, data_start, entries, texts)
+            entries, data_start, texts = header_of(reader.read, reader.length, _FIRST_BYTES)
+            return WeightFile(name, reader.length, data_start, entries, texts)
         except CorruptCheckpoint as error:
             found, fix = str(error), "It was damaged, or not fetched to its end; fetch it again, or load another one."
-            if first.startswith(_POINTER):  # as in a model that was cloned without git-lfs
+            # As in a model that was cloned without git-lfs.
+            if bytes(reader.read(0, min(reader.length, len(_POINTER)))) == _POINTER:
                 found, fix = "a pointer of git-lfs", "Fetch the file itself: git lfs pull."
             what = f"open: {where!r} is not a sound safetensors file"
             raise CorruptCheckpoint(error_text(what, found=found, fix=fix)) from error
@@ -119,12 +114,6 @@ def read_headers(storage: Storage, listing: Listing) -> list[WeightFile]:
             for name, header in zip(names, headers, strict=True)
         ]
     return [header for header in headers if header is not None]
-
-
-def _bytes(reader: Reader, begin: int, end: int) -> bytearray:
-    data = bytearray(end - begin)
-    reader.read_into(begin, [memoryview(data)])
-    return data
 
 
 _MOST_AXES = 64  # NumPy's limit

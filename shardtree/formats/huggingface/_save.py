@@ -45,7 +45,6 @@ from ...kit import (
     move,
     remove_folder,
     replace_metadata,
-    reported_parts,
     sync_folder,
     write_parts,
 )
@@ -286,9 +285,9 @@ def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) 
     for number, file in enumerate(files):
         has_head = model.head_writer[number] == rank
         if has_head or number in own:
-            parts = reported_parts(_parts(file, own.get(number, []), has_head=has_head), pending.options.progress)
+            parts, options = _parts(file, own.get(number, []), has_head=has_head), pending.options
             name = draft_name(pending.save_id, number, len(files))
-            write_parts(pending.storage, name, file.length, parts, durable=pending.options.durable)
+            write_parts(pending.storage, name, file.length, parts, durable=options.durable, progress=options.progress)
     return digest(canonical_json(header_texts(pending.common)))
 
 

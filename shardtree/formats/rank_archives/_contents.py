@@ -14,7 +14,6 @@ from ...errors import CorruptCheckpoint, error_text
 from ...kit import (
     ByteRanges,
     Checkpoint,
-    Comparison,
     Index,
     ShardColumns,
     StoredFile,
@@ -28,6 +27,7 @@ from ...kit import (
 from ..archives import StoredTensor
 from ._copies import Copy, Stored, same_by_checksum
 from ._files import ArchiveFile
+from ._masters import Comparison
 from ._scattered import ByKey, Scattered, too_large
 
 _STATE = "optimizer.state"

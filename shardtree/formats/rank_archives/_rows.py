@@ -16,7 +16,6 @@ import torch
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from ...kit import (
     Checkpoint,
-    Comparison,
     Damage,
     Finding,
     IndexMetadata,
@@ -34,26 +33,22 @@ from ...kit import (
     chunks_of,
     fetch,
     fetch_cost,
-    file_contents,
+    file_regions,
     find_unexpected,
-    first_difference,
     in_threads,
-    memory_of,
     opened,
-    pieces_of,
     plan_load,
     plan_shards,
-    read_crc32,
-    regions_between,
     shard_columns,
     span_findings,
     threads_of,
 )
-from ..archives import Record
+from ..archives import Record, read_crc32
 from ..torch import HEADERS
 from ._contents import Contents
 from ._copies import Seen, differing_among, resolution
 from ._files import ArchiveFile, filled
+from ._masters import Comparison, first_difference, memory_of, pieces_of
 from ._scattered import in_order, read_scattered, scattered_cost
 
 
@@ -315,7 +310,7 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
 
 def _damage(contents: Contents, number: int, record: Record, what: str) -> Damage:
     begin, end = record.begin, record.begin + record.nbytes
-    regions = regions_between(contents.stored, file_contents(contents.stored, number), begin, end)
+    regions = file_regions(contents.stored, number)(begin, end)
     behind = {key for key, boxes in contents.scattered.items() if any(box.tensor.record is record for box in boxes)}
     keys = tuple(sorted({region.key for region in regions} | behind))
     return Damage(contents.files[number].name, what, begin, end, keys, regions)

@@ -22,11 +22,10 @@ from ...kit import (
     ReadReport,
     ShardedTensor,
     Verify,
-    read_crc32,
     shard_boxes,
     shard_columns,
 )
-from ..archives import StoredTensor, box_of, fill_tensor, reach
+from ..archives import StoredTensor, box_of, fill_tensor, reach, read_crc32
 from ._files import opened_at
 
 

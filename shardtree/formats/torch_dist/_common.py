@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
-from ...kit import HOLE, Checkpoint, is_hollow, is_object, is_subclass, leaves_with_paths, path_key, without_holes
+from ...kit import HOLE, Checkpoint, is_hollow, is_subclass, leaves_with_paths, path_key, without_holes
 from ..torch import load_archive
+from ..unique_keys import is_object
 from ._dict_kinds import at_paths, decode_value
 from ._listing import COMMON_OBJECT, META_FILE, has_meta, read_listing
 from ._load import unboxed

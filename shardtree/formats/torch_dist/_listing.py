@@ -23,11 +23,11 @@ from ...kit import (
     collector_paused,
     index_problem,
     int64,
-    is_object,
     stored_columns,
     text_columns,
 )
 from ..manifest import MANIFEST_FILE
+from ..unique_keys import is_object
 from ._metadata_content import MetadataFile, Places, TensorEntry
 from ._metadata_file import INDEX_FILE, read_metadata_file, unsound
 from ._pickled_columns import Ints

@@ -33,7 +33,6 @@ from ...kit import (
     check_taken,
     fetch,
     fetch_cost,
-    is_object,
     plan_shards,
     row_major_bits,
     runs_plan,
@@ -42,6 +41,7 @@ from ...kit import (
 from ...stores import MemoryStorage
 from ..archives import StoredTensor, box_of, filled_tensor
 from ..rank_archives import check_record
+from ..unique_keys import is_object
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, index_on_files, read_listing
 from ._model_states import FIX, Comparisons, differing, refuse, refused_among, states_among

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ...errors import CorruptCheckpoint, error_text
-from ...kit import Checkpoint, Column, Comparison, Index, ReadReport, ShardedTensor, dtype_name, first_difference
+from ...kit import Checkpoint, Column, Index, ReadReport, ShardedTensor, dtype_name
+from ..rank_archives import Comparison, first_difference
 from ._listing import TORCH_DIST, Listing, read_listing
 
 

@@ -19,20 +19,18 @@ from ...kit import (
     Unchecked,
     dtype_name,
     fetch_ahead,
-    file_contents,
+    file_regions,
     in_threads,
     is_damaged,
     joined_crc32,
     limits,
     opened,
-    read_crc32,
     refused_findings,
-    regions_between,
     span_findings,
     threads_of,
     untaken_findings,
 )
-from ..archives import archive_records, tensor_place
+from ..archives import archive_records, read_crc32, tensor_place
 from ..torch import HEADERS, verify_archive
 from ._common import load_dcp_common
 from ._listing import META_FILE, Listing, has_meta, read_listing
@@ -285,9 +283,9 @@ def _file_damage(listing: Listing, file: int, what: str, numbers: Sequence[int])
 
 
 def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
-    archives, contents = listing.archives, file_contents(listing.index, 0)
+    archives, regions_in = listing.archives, file_regions(listing.index, 0)
     places = [(int(archives.start[number]), int(archives.payload[number])) for number in numbers]
-    by_payload = (regions_between(listing.index, contents, start, start + payload) for start, payload in places)
+    by_payload = (regions_in(start, start + payload) for start, payload in places)
     return tuple(region for regions in by_payload for region in regions)
 
 

@@ -31,7 +31,6 @@ from ...kit import (
     sync_folder,
     tensor_buffers,
     volumes,
-    widen,
     write_hashed,
 )
 from ..archives import archive_head, archive_length, archive_tail, encode_archive
@@ -134,7 +133,7 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
 
 def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return which tensors have no elements, bool (keys,): of these, empty chunks are stored, as nothing else is."""
-    shapes = widen(box_column([kind.global_shape for kind in columns.kinds], fill=1), columns.offset.shape[1], 1)
+    shapes = box_column([kind.global_shape for kind in columns.kinds], fill=1)
     return np.asarray(volumes(shapes) == 0)
 
 

@@ -26,7 +26,6 @@ from ...kit import (
     files_in,
     int64,
     is_folder,
-    is_object,
     is_unicode,
     parse_json,
     stored_columns,
@@ -34,6 +33,7 @@ from ...kit import (
     widen,
 )
 from ..manifest import MANIFEST_FILE
+from ..unique_keys import is_object
 from ._array import Shape, StoredArray
 from ._cells import (
     MOST_CELLS,

@@ -27,7 +27,6 @@ from ...kit import (
     checked_data,
     digest,
     plan_load,
-    reported_parts,
     row_major_bits,
     row_major_strides,
     select_rows,
@@ -330,7 +329,7 @@ def write_chunk_file(
         checked_data(shards[number])
     # No rank sees all bytes of a file that several write, so that none could hash its blocks.
     if file.is_shared:
-        write_parts(storage, file.name, file.length, reported_parts(_parts(file, shards), progress), durable=durable)
+        write_parts(storage, file.name, file.length, _parts(file, shards), durable=durable, progress=progress)
         return None
     buffers, length = _buffers(file, shards), file.length
     written = write_hashed(

@@ -22,7 +22,6 @@ from ...kit import (
     Fields,
     Index,
     PendingSave,
-    ReadCache,
     Storage,
     StoredFile,
     can,
@@ -42,7 +41,6 @@ from ...kit import (
     sound_index,
     sync_folder,
     unsound_index,
-    unused_files,
     without_prefix,
     write_hashed,
 )
@@ -168,12 +166,11 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
         fix = "Remove the arrays' folders."
         raise StrategyError(error_text(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
     before, fields = read_metadata(storage)
-    current = replace(checkpoint, fields=fields, cache=ReadCache())
+    current = replace(checkpoint, fields=fields)
     old = decode_columns(*read_checked(current, "index"))
-    new = without_prefix(old, key_prefix)
-    if new is old:
+    if (thinner := without_prefix(old, key_prefix)) is None:
         return
-    members, unused_names = group_members(current), unused_files(old, new)
+    members, (new, unused_names) = group_members(current), thinner
     removed_keys = set(old.keys()) - set(new.keys())
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
     removed_folders = {

@@ -14,7 +14,6 @@ from ._blocks import (
     hashed,
     in_parts,
     reported,
-    reported_parts,
 )
 from ._buffers import (
     DeviceCopies,
@@ -46,7 +45,7 @@ from ._capabilities import (
     threads_of,
     write_parts,
 )
-from ._checked import ByteRanges, ReadReport, StoredFile, crc32_behind, joined_crc32, read_crc32, write_hashed
+from ._checked import ByteRanges, ReadReport, StoredFile, crc32_behind, joined_crc32, write_hashed
 from ._folders import (
     Directory,
     NewFolder,
@@ -80,7 +79,6 @@ from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 if typing.TYPE_CHECKING:
     from ._fetch import fetch, fetch_run
     from ._network import crosses_network
-    from ._opened import RequestReader, fetch_ahead, opened
     from ._requests import fetch_cost
 else:
     from ...core.deferred import later
@@ -90,7 +88,6 @@ else:
         {
             "._fetch": "fetch fetch_run",
             "._network": "crosses_network",
-            "._opened": "RequestReader fetch_ahead opened",
             "._requests": "fetch_cost",
         },
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any
 
+from ._blocks import reported_parts
 from ._refusals import Refusals
 from ._storage import Buffer, Sibling, SizedBuffers, Storage, whole
 
@@ -151,13 +152,28 @@ def move(storage: Storage, old: str, new: str) -> None:
 
 
 def write_parts(
-    storage: Storage, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool
+    storage: Storage,
+    name: str,
+    length: int,
+    parts: Iterable[tuple[int, Buffer]],
+    *,
+    durable: bool,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write parts of a file of `length` bytes, in order.
+    """Write parts of a file, in order.
+
+    Args:
+        storage: Folder of the file.
+        name: Name of the file.
+        length: Length of the whole file, in bytes.
+        parts: Bytes, each with the place of the first.
+        durable: Whether the file is on the medium when this returns.
+        progress: Function that is called with the number of bytes written, once a MiB or all is.
 
     Raises:
         StorageError: the storage takes files whole, and the parts aren't a whole one.
     """
+    parts = parts if progress is None else reported_parts(parts, progress)
     if (write := can(storage).write_parts) is not None:
         write(name, length, parts, durable=durable)
         return

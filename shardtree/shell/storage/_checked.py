@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...core import limits
 from ...core.codec import crc32, crc32_thread_bytes
 from ...core.deferred import notebook_html
 from ...core.geometry import Column, rows_of
@@ -27,7 +26,7 @@ from ._blocks import (
     in_parts,
     reported,
 )
-from ._storage import Buffer, Reader, SizedBuffers, Storage
+from ._storage import Buffer, SizedBuffers, Storage
 from ._threads import Task
 
 Rows = TypeVar("Rows", Runs, Strided)
@@ -263,17 +262,6 @@ def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int
             return None
         checksum = joined_crc32(checksum, part, until - at) if at > begin else part
         at = until
-    return checksum
-
-
-def read_crc32(reader: Reader, begin: int, end: int) -> int:
-    """Read a byte range of a file and return its CRC32."""
-    scratch = memoryview(bytearray(min(limits.STEP_BYTES, end - begin)))
-    checksum = 0
-    for byte in range(begin, end, limits.STEP_BYTES):
-        part = scratch[: min(limits.STEP_BYTES, end - byte)]
-        reader.read_into(byte, [part])
-        checksum = crc32(part, checksum)
     return checksum
 
 

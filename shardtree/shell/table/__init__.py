@@ -15,20 +15,13 @@ from ._actions import (
     StrategyAction,
 )
 from ._checks import (
-    Comparison,
-    Read,
     check_fit,
     check_objects_known,
     check_objects_written,
     check_seen,
-    check_taken,
     checked_data,
-    first_difference,
-    is_object,
-    memory_of,
     misfit,
     old_unique_key,
-    pieces_of,
 )
 from ._metadata import (
     check_lengths,

@@ -8,14 +8,21 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import plural, shorten, table_lines
-from ..deferred import notebook_html
-from ..geometry import Column, group_sums, volumes
-from ..offences import offence_lines
-from ._columns import ShardColumns, TensorKind, select_rows
-from ._integrity import access_problems
-from ._problems import Faults, Problem, sharding_faults
-from ._rank_trees import RankTrees, tree_columns
+from ..core.deferred import notebook_html
+from ..core.geometry import Column, group_sums, volumes
+from ..core.layouts import (
+    Faults,
+    Problem,
+    RankTrees,
+    ShardColumns,
+    TensorKind,
+    access_problems,
+    select_rows,
+    sharding_faults,
+    tree_columns,
+)
+from ..core.offences import offence_lines
+from ..errors import plural, shorten, table_lines
 
 _HEAD = ("tensor", "shape", "once", "twice", "not", "copies")
 

@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import BoundedSemaphore
 
-from ...errors import StorageError, error_text
-from ._capabilities import can
-from ._storage import Buffer, Reader, Storage
-from ._threads import in_threads
+from ..errors import StorageError, error_text
+from ..shell.storage import Buffer, Reader, Storage, can, in_threads
 
 
 def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[Reader]:
