@@ -5,6 +5,9 @@ or of plain tensors, whose keys are their paths; beside shards, plain tensors ar
 The result has new containers like the tree's. What is gone isn't in its dict; in a list, tuple or class a hole is in
 its place, but a list or tuple has none at its end, and is shorter. Layers that are new are in a dict with the keys
 "0", "1". Lazy tensors aren't read: operations on them are recorded.
+
+Places that are changed, functions by key, and states beside their parameters are here too, and shown by
+`shardtree.trees`.
 """
 
 from ._at import data_at, tree_at

@@ -18,6 +18,7 @@ from ..core.trees import (
     entries,
     flatten_visible,
     flatten_with_paths,
+    is_function,
     leaves_with_paths,
     like,
     map_data,
@@ -171,7 +172,7 @@ def _places(doing: str, tree: Any, where: Where) -> tuple[list[TreePath], bool]:
     flatten_visible(tree)  # raises where shards lie in values that aren't nodes
     if isinstance(where, tuple):
         return [_checked_path(doing, tree, where)], False
-    if callable(where) and entries(where) is None:
+    if is_function(where):
         return _marked_places(doing, tree, where)
     fits, leaves = chooser(doing, where, tree), leaves_with_paths(tree)
     places = [path for path, leaf in leaves if fits(path, leaf)]

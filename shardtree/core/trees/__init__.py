@@ -83,6 +83,7 @@ from ._partition import (
     combine,
     extract_nonpersistent,
     extract_sharded,
+    is_function,
     merge,
     names_of,
     partition,

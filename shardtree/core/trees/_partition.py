@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeGuard, overload
 
 from ...errors import TreeError, TreePath, error_text, render_path
 from ..deferred import when_called
@@ -74,19 +74,21 @@ def partition(
         equinox.partition; flax.nnx.split.
     """
     leaves, spec = flatten_visible(tree)
-    choosers = [
-        chooser("partition", wanted, tree, lambda wanted: lambda _, leaf: wanted(leaf)) for wanted in (predicate, *more)
-    ]
-    last, paths = len(choosers), [path for path, _ in leaves_with_paths(tree)]
+    conditions = (predicate, *more)
+    choosers = [chooser("partition", wanted, tree, lambda f: lambda _, leaf: f(leaf)) for wanted in conditions]
+    # Paths take several times as long as the rest, and functions of leaves need none.
+    is_named = not all(map(is_function, conditions))
+    paths = [path for path, _ in leaves_with_paths(tree)] if is_named else [()] * len(leaves)
 
     def part_of(path: TreePath, leaf: Any) -> int | None:
-        number = next((number for number, fits in enumerate(choosers) if fits(path, leaf)), last)
-        return None if leaf is HOLE else number
+        if leaf is HOLE:
+            return None
+        return next((number for number, fits in enumerate(choosers) if fits(path, leaf)), len(choosers))
 
     parts = call_on_leaves(part_of, spec, paths, leaves)
     return tuple(
         spec.unflatten(leaf if part == number else HOLE for leaf, part in zip(leaves, parts, strict=True))
-        for number in range(last + 1)
+        for number in range(len(choosers) + 1)
     )
 
 
@@ -297,7 +299,6 @@ def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any],
     """
     if isinstance(wanted, (str, re.Pattern)):
         return _name_chooser(doing, wanted, tree)
-    # An instance of a registered class is a tree, even if it can be called, as Equinox's modules can.
     if isinstance(wanted, bool) or entries(wanted) is not None:
         flags = dict(leaves_with_paths(_broadcast_prefix(wanted, tree)))
         others = [
@@ -308,6 +309,16 @@ def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any],
         return lambda path, _: flags[path]
     check_function(doing, "wanted", wanted, "a text, a pattern or a function, or a tree of booleans")
     return of_function(wanted)
+
+
+def is_function(wanted: object) -> TypeGuard[Callable[..., Any]]:
+    """Return whether a condition or place is a function, and not a tree that can be called, as Equinox's modules can.
+
+    Examples:
+        >>> is_function(len), is_function({"w": True})
+        (True, False)
+    """
+    return callable(wanted) and entries(wanted) is None
 
 
 def _name_chooser(doing: str, wanted: str | re.Pattern[str], tree: Tree) -> _Chooser:

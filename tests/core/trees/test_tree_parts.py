@@ -89,6 +89,12 @@ def test_a_leaf_is_in_the_part_of_the_first_condition_catches_the_last_one() -> 
     assert_caught(the_first_condition_counts, last_counts, trees(), CONDITIONS)
 
 
+def test_a_condition_is_not_asked_of_holes_nor_of_what_an_earlier_one_took() -> None:
+    asked: list[Any] = []
+    parts = partition([HOLE, 1, 2], lambda leaf: leaf == 1, lambda leaf: asked.append(leaf))
+    assert parts == ([HOLE, 1, HOLE], [HOLE] * 3, [HOLE, HOLE, 2]) and asked == [2]
+
+
 def test_booleans_may_be_a_prefix() -> None:
     tree = {"model": {"w": 1, "b": [2, 3]}, "step": 4}
     chosen, rest = partition(tree, {"model": {"w": False, "b": True}, "step": False})
