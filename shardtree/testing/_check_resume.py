@@ -187,7 +187,7 @@ def resume_problems(
         states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}
         samples = {offset: [rank.samples[offset] for rank in ranks] for offset in ranks[0].samples}
         trained = _Trained(states, samples)
-        nudged = [_nudged_states(job, layout, seed, states[0], run) for seed in _NUDGES]
+        nudged = _nudged_states(job, layout, states[0], run)
         for other in layouts:
             resumed = _gathered_run(run(_ranks(other), partial(_resume, job, other, place)))
             where = f"{_text(layout)} → {_text(other)}"
@@ -244,23 +244,31 @@ def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
     return _Resumed(fresh, found, after, [rank.samples for rank in ranks])
 
 
-def _nudge(job: _Job, layout: Layout, seed: int, world: World) -> tuple[Reading, Reading, Reading]:
-    """Train again; return the states before the save, after a change of all weights' last bits, and one step later."""
-    made = job.made(layout, world)
-    for number in range(job.steps):
-        job.step(made, number)
-    saved = job.read(made)
-    nudge_job(made, seed)
-    before = job.read(made)
-    job.step(made, job.steps)
-    return saved, before, job.read(made)
+def _nudge(job: _Job, layout: Layout, world: World) -> list[tuple[Reading, Reading, Reading]]:
+    """Train again, some times; return the states before the save, with other last bits, and one step after that."""
+    states = []
+    for seed in _NUDGES:
+        made = job.made(layout, world)
+        for number in range(job.steps):
+            job.step(made, number)
+        saved = job.read(made)
+        nudge_job(made, seed)
+        before = job.read(made)
+        job.step(made, job.steps)
+        states.append((saved, before, job.read(made)))
+    return states
 
 
-def _nudged_states(job: _Job, layout: Layout, seed: int, saved: JobState, run: Run) -> tuple[JobState, JobState]:
-    again, before, after = map(gathered, zip(*run(_ranks(layout), partial(_nudge, job, layout, seed)), strict=True))
-    differing = [place for place in saved.values if diff(again.values.get(place), saved.values[place])]
-    if differing:
-        what = f"check_resume: training twice on {_text(layout)} gives two states"
-        fix = "Let make and step draw from seeded generators; simulated ranks share torch's global one."
-        raise AssertionError(error_text(what, offenders=[f"{key!r}: {state}" for key, state in differing], fix=fix))
-    return before, after
+def _nudged_states(job: _Job, layout: Layout, saved: JobState, run: Run) -> list[tuple[JobState, JobState]]:
+    ranks = run(_ranks(layout), partial(_nudge, job, layout))
+    pairs = []
+    for readings in zip(*ranks, strict=True):
+        again, before, after = map(gathered, zip(*readings, strict=True))
+        differing = [place for place in saved.values if diff(again.values.get(place), saved.values[place])]
+        if differing:
+            what = f"check_resume: training twice on {_text(layout)} gives two states"
+            fix = "Let make and step draw from seeded generators; simulated ranks share torch's global one."
+            lines = [f"{key!r}: {state}" for key, state in differing]
+            raise AssertionError(error_text(what, offenders=lines, fix=fix))
+        pairs.append((before, after))
+    return pairs

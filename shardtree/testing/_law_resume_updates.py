@@ -75,7 +75,7 @@ def nudge(tensor: torch.Tensor, seed: int) -> None:
         >>> weight = torch.tensor([1.0, 1.0, 4.0])
         >>> nudge(weight, 1)
         >>> ((weight - torch.tensor([1.0, 1.0, 4.0])) * 2**23).tolist()
-        [-1.0, -1.0, 4.0]
+        [-1.0, -1.0, -4.0]
     """
     if not tensor.is_floating_point():
         return
