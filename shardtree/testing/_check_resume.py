@@ -203,9 +203,7 @@ def _text(layout: Layout) -> str:
     return f"{layout} rank{'s' * (layout != 1)}" if isinstance(layout, int) else str(layout)
 
 
-def _compare(
-    trained: _Trained, resumed: _Resumed, nudged: Sequence[tuple[JobState, JobState]]
-) -> list[ResumeProblem]:
+def _compare(trained: _Trained, resumed: _Resumed, nudged: Sequence[tuple[JobState, JobState]]) -> list[ResumeProblem]:
     states = trained.states
     near = {offset: state for offset, state in states.items() if offset}
     problems = state_problems(resumed.found, Known(states[0], resumed.fresh, near))
@@ -240,7 +238,8 @@ def _resume(job: _Job, layout: Layout, place: Any, world: World) -> _Resumed:
 
 
 def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
-    fresh, found, after = (gathered(readings) for readings in zip(*((r.fresh, r.found, r.after) for r in ranks)))
+    triples = [(rank.fresh, rank.found, rank.after) for rank in ranks]
+    fresh, found, after = (gathered(readings) for readings in zip(*triples, strict=True))
     return _Resumed(fresh, found, after, [rank.samples for rank in ranks])
 
 

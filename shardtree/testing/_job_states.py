@@ -43,7 +43,8 @@ def read_job(job: Any, shards: Shards | None = None) -> Reading:
     rows: list[tuple[Place, Any]] = []
     for member, module in modules.items():
         prefix = f"{member}." if len(modules) > 1 else ""
-        tensors = [(prefix + name, tensor, WEIGHT) for name, tensor in module.named_parameters(remove_duplicate=False)]
+        tensors: list[tuple[str, torch.Tensor, str]] = []
+        tensors += [(prefix + name, tensor, WEIGHT) for name, tensor in module.named_parameters(remove_duplicate=False)]
         tensors += [(prefix + name, each, "buffer") for name, each in module.named_buffers(remove_duplicate=False)]
         for name, tensor, state in tensors:
             names.setdefault(id(tensor), []).append(name)
@@ -101,8 +102,10 @@ def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
 def _fits(shard: ShardedTensor, state: torch.Tensor) -> bool:
     """Return whether a state is cut as its parameter is; it may have one element along some axes."""
     sizes = shard.local_shape
-    return bool(state.ndim) and len(sizes) == state.ndim and all(
-        size in (1, local) for size, local in zip(state.shape, sizes, strict=True)
+    return (
+        bool(state.ndim)
+        and len(sizes) == state.ndim
+        and all(size in (1, local) for size, local in zip(state.shape, sizes, strict=True))
     )
 
 

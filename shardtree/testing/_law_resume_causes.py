@@ -52,9 +52,7 @@ def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
     saved = known.saved
     problems = chain.from_iterable(_problems_at(place, found, known) for place in saved.values)
     extra = [place for place in found.values if place not in saved.values and not _is_nothing(found.values[place])]
-    unknown = [
-        ResumeProblem((key,), state, "unexpected", "the saved job doesn't have it") for key, state in extra
-    ]
+    unknown = [ResumeProblem((key,), state, "unexpected", "the saved job doesn't have it") for key, state in extra]
     return together([*problems, *unknown, *_tie_problems(found, saved)])
 
 
@@ -63,7 +61,9 @@ def _problems_at(place: Place, found: JobState, known: Known) -> Iterator[Resume
     saved = known.saved
     if place in saved.others:
         if saved.ranks == found.ranks:
-            ranks = [rank for rank in range(saved.ranks) if place not in found.values or _differs(place, rank, found, saved)]
+            ranks = [
+                rank for rank in range(saved.ranks) if place not in found.values or _differs(place, rank, found, saved)
+            ]
             for rank in ranks:
                 value = found.of(place, rank) if place in found.values else _MISSING
                 cause, what = cause_of(place, value, known, rank)
@@ -144,8 +144,10 @@ def _difference(found: Any, expected: Any) -> str:
 def _text(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)[:60]
-    return f"{value.item():.9g}" if not value.ndim and value.dtype is not torch.bool else (
-        f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")
+    return (
+        f"{value.item():.9g}"
+        if not value.ndim and value.dtype is not torch.bool
+        else (f"{tuple(value.shape)} {value.dtype}".replace("torch.", ""))
     )
 
 
@@ -186,7 +188,11 @@ def _earlier(place: Place, found: Any, known: Known, rank: int) -> str | None:
         if place in state.values and _explains(state.of(place, rank), found, expected):
             steps = f"{abs(offset)} step{'s' * (abs(offset) > 1)}"
             return f"stale by {steps}" if offset < 0 else f"ahead by {steps}"
-    return "not restored" if isinstance(found, torch.Tensor) and _explains(torch.zeros_like(found), found, expected) else None
+    return (
+        "not restored"
+        if isinstance(found, torch.Tensor) and _explains(torch.zeros_like(found), found, expected)
+        else None
+    )
 
 
 def _elsewhere(place: Place, found: Any, saved: JobState) -> str | None:

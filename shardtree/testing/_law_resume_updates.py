@@ -64,7 +64,8 @@ def _problem(
 
 
 def _update(key: str, before: JobState, after: JobState) -> torch.Tensor:
-    start, end = (state.values[key, WEIGHT].double() for state in (before, after))
+    start: torch.Tensor = before.values[key, WEIGHT].double()
+    end: torch.Tensor = after.values[key, WEIGHT].double()
     return (end - start).flatten()
 
 
@@ -91,7 +92,7 @@ def nudge(tensor: torch.Tensor, seed: int) -> None:
 def sample_problems(
     found: Sequence[Collection[Hashable] | None], samples: Mapping[int, Sequence[Collection[Hashable] | None]]
 ) -> list[ResumeProblem]:
-    """Return whether the first step after the resumption used other samples than in the saved job.
+    r"""Return whether the first step after the resumption used other samples than in the saved job.
 
     Args:
         found: The samples that the step used, by rank; None if steps don't return any.
@@ -99,7 +100,7 @@ def sample_problems(
 
     Examples:
         >>> samples = {-1: [{0, 1}], 0: [{2}, {3}], 1: [{4, 5}]}
-        >>> print(*sample_problems([[0, 1]], samples), *sample_problems([[4], [5]], samples), sep="\\n")
+        >>> print(*sample_problems([[0, 1]], samples), *sample_problems([[4], [5]], samples), sep="\n")
         'data': samples: repeated; those of 1 step before
         'data': samples: skipped; those of 1 step after
         >>> sample_problems([[3, 2]], samples)

@@ -37,7 +37,7 @@ def make(world: Any, mesh: st.Mesh) -> dict[str, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(1)
-    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    sizes = mesh.shape
     devices = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = Model()
     if sizes["tp"] > 1:

@@ -122,7 +122,7 @@ def test_a_fault_is_named(parallel: str, fault: Fault, key: str, state: str, cau
     problems = resume_problems(partial(make, kind), step, save, loaded_with(fault), layouts=[2], shards=shards)
     named = {(name, problem.state): problem.cause for problem in problems for name in problem.keys}
     assert named[key, state] == cause, problems
-    assert all("2 ranks → 2 ranks" == problem.layouts for problem in problems)
+    assert all(problem.layouts == "2 ranks → 2 ranks" for problem in problems)
 
 
 def test_masters_that_are_made_anew_from_weights_are_named() -> None:

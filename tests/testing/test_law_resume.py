@@ -121,7 +121,12 @@ FAULTS: dict[str, tuple[JobState, tuple[str, ...], str, str]] = {
     ),
     "another shape": (at(("a", "weight"), lambda w: w[:3]), ("a",), "weight", "another shape"),
     "an unknown change": (at(("a", "weight"), lambda w: w + 1), ("a",), "weight", "other values"),
-    "a state too many": (other_values({("a", "max_exp_avg_sq"): torch.ones(2)}), ("a",), "max_exp_avg_sq", "unexpected"),
+    "a state too many": (
+        other_values({("a", "max_exp_avg_sq"): torch.ones(2)}),
+        ("a",),
+        "max_exp_avg_sq",
+        "unexpected",
+    ),
 }
 
 
@@ -131,8 +136,15 @@ def test_a_fault_is_named(fault: str) -> None:
     problems = state_problems(found, KNOWN)
     named = {(key, problem.state): problem.cause for problem in problems for key in problem.keys}
     assert all(named[key, state] == cause for key in keys), named
-    changed = {place for place in found.values if place in SAVED.values and st.trees.diff(found.values[place], SAVED.values[place])}
-    assert all(place in changed or place not in found.values or state in ("tie", "max_exp_avg_sq") or found.others for place in named)
+    changed = {
+        place
+        for place in found.values
+        if place in SAVED.values and st.trees.diff(found.values[place], SAVED.values[place])
+    }
+    assert all(
+        place in changed or place not in found.values or state in ("tie", "max_exp_avg_sq") or found.others
+        for place in named
+    )
 
 
 def test_what_is_restored_has_no_problem() -> None:
