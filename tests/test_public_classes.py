@@ -34,6 +34,7 @@ NEWER = {
     "shardtree.storage.Refusals",
     "shardtree.storage.SaveReport",
     "shardtree.strategies.Checked",
+    "shardtree.testing.ResumeProblem",
 }
 """Classes that came after the files: rows of the table that these can't hold."""
 

@@ -91,7 +91,7 @@ def _key(name: str, parts: Mapping[str, ShardedTensor]) -> str:
 def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
     """Return a copy of what a rank holds of a tensor: shards if it is cut, else the tensor."""
     if hasattr(tensor, "to_local"):
-        leaves = shards_of(apply_factories(from_dtensors({"": tensor.detach()}, strided="fsdp2"))).values()
+        leaves = shards_of(apply_factories(from_dtensors({"tensor": tensor.detach()}, strided="fsdp2"))).values()
         return tuple(replace(leaf, data=leaf.data.detach().cpu().clone()) for leaf in leaves)
     copy = tensor.detach().cpu().clone()
     if shard is None:
