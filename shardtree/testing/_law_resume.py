@@ -169,9 +169,9 @@ def _whole_tensor(place: Place, held: Mapping[int, Sequence[ShardedTensor]]) -> 
     """Return a tensor whole, and with each rank's elements where they differ from a lower rank's."""
     first = next(iter(held.values()))[0]
     shape, dtype = first.global_shape, first.dtype
-    number = torch.arange(torch.Size(shape).numel()).view(shape)
-    whole = carried(torch.zeros(number.numel(), dtype=dtype))
-    is_there = torch.zeros(number.numel(), dtype=torch.bool)
+    number = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)
+    whole = carried(torch.zeros(number.numel(), dtype=dtype, device="cpu"))
+    is_there = torch.zeros(number.numel(), dtype=torch.bool, device="cpu")
     differing: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for rank, shards in held.items():
         for shard in shards:
