@@ -34,6 +34,7 @@ NEWER = {
     "shardtree.storage.Refusals",
     "shardtree.storage.SaveReport",
     "shardtree.strategies.Checked",
+    "shardtree.testing.ResumeProblem",
     "shardtree.trees.NumericDifference",
     "shardtree.trees.WorstElement",
 }

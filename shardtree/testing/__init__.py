@@ -6,6 +6,7 @@ is under test. A law raises AssertionError and says what differs.
 """
 
 from ._bits import assemble, bits, first_difference, outline, refilled
+from ._check_resume import check_resume, resume_problems
 from ._check_storage import check_storage
 from ._law_factory import check_factory, factories, glu, lens_factories, transposed
 from ._law_lens import LENS_CASES, LensCase, check_build_undoes_merge, check_layouts_agree, check_lens
@@ -22,6 +23,7 @@ from ._law_plans import (
 )
 from ._law_purity import check_commutes, check_pure
 from ._law_reshard import check_filled, check_reshard, check_reshard_plan
+from ._law_resume import ResumeProblem
 from ._law_schedules import check_moved, check_relayed, check_schedule, element_numbers, moved
 from ._law_trace import check_quantised, check_trace
 from ._layouts import (
@@ -76,6 +78,7 @@ __all__ = [
     "GlobalState",
     "OptimizerState",
     "Piece",
+    "ResumeProblem",
     "assemble",
     "bits",
     "buffer_options",
@@ -91,6 +94,7 @@ __all__ = [
     "check_quantised",
     "check_relayed",
     "check_reshard",
+    "check_resume",
     "check_roundtrip",
     "check_rows",
     "check_schedule",
@@ -117,6 +121,7 @@ __all__ = [
     "partition_specs",
     "regular_layouts",
     "replicas",
+    "resume_problems",
     "shapes",
     "sharded_trees",
     "state_layouts",

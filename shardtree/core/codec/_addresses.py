@@ -87,6 +87,7 @@ _HOMES = {
     "shardtree.strategies.torch_dist._write": {"strategies.torch_dist._write": "RankFile"},
     "shardtree.strategies.zarr._save": {"strategies.zarr._save": "RankFiles"},
     "shardtree.testing": {
+        "testing._law_resume": "ResumeProblem",
         "testing._layouts": "Piece",
         "testing._optimizer_states": "OptimizerState",
         "testing._states": "GlobalState",

@@ -1,0 +1,273 @@
+"""`check_resume`: whether a training job that is saved and resumed, in any layout, is the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike, fspath
+from typing import Any, Protocol, TypeAlias
+
+from ..core.geometry import refuse
+from ..core.trees import diff
+from ..errors import MetadataError, error_text
+from ..live import simulate
+from ..meshes import Mesh
+from ..shell.world import World
+from ..stores import MemoryStorage
+from ._job_states import Shards, nudge_job, read_job
+from ._law_resume import JobState, Reading, ResumeProblem, gathered, report
+from ._law_resume_causes import Known, state_problems
+from ._law_resume_updates import sample_problems, update_problems
+
+Layout: TypeAlias = int | Mesh
+Samples: TypeAlias = Collection[Hashable] | None
+
+_AFTER = 2  # steps after the save whose values and samples are known, to name what was skipped
+_NUDGES = (1, 2)
+
+
+class Run(Protocol):
+    """A function that runs another one on some ranks, such as `simulate` and `run_processes`."""
+
+    def __call__(self, size: int, fn: Callable[[World], Any], /) -> list[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job's functions, as they travel to the ranks' processes."""
+
+    make: Callable[..., Any]
+    step: Callable[[Any, int], Samples]
+    save: Callable[[Any, Any], object]
+    load: Callable[[Any, Any], Any]
+    steps: int
+    shards: Shards | None
+
+    def made(self, layout: Layout, world: World) -> Any:
+        return self.make(world) if isinstance(layout, int) else self.make(world, layout)
+
+    def read(self, job: Any) -> Reading:
+        return read_job(job, self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A run that was saved: its states and samples, by the number of steps since the save."""
+
+    states: Mapping[int, Any]
+    samples: Mapping[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumed:
+    """A run that was resumed: the states when it was made, after the load and after one step, and its samples."""
+
+    fresh: Any
+    found: Any
+    after: Any
+    samples: Any
+
+
+def check_resume(
+    make: Callable[..., Any],
+    step: Callable[[Any, int], Samples],
+    save: Callable[[Any, Any], object],
+    load: Callable[[Any, Any], Any],
+    *,
+    layouts: Sequence[Layout] = (1, 2),
+    steps: int = 3,
+    shards: Shards | None = None,
+    folder: str | PathLike[str] | None = None,
+    run: Run = simulate,
+) -> None:
+    """Raise unless a job that is saved in any of the layouts and resumed in any other goes on as the same job.
+
+    First the restored state must equal the saved one, gathered by key, bit for bit. Then both take one more step from
+    it: each parameter must get the same update, within what sums in another order change. Losses aren't looked at, nor
+    whole runs, in which faults hide.
+
+    Args:
+        make: Function of a rank's world that builds the job before its first step, in the layout of so many ranks, and
+            alike each time; of the world and the mesh where the layout is one. A job is a mapping, a sequence or an
+            object; its members are modules, optimizers, generators, whatever has a ``state_dict`` (a scheduler, a data
+            loader), and plain values, by names of your choice. Other members, such as the world, aren't compared.
+        step: Function of the job and a step's number, from 0, that takes this step. It may return the numbers of the
+            samples that the rank has used, to find data that are skipped or repeated.
+        save: Function of the job and a place that saves. An asynchronous save must be finished when it returns.
+        load: Function of the job, just made, and a place, that restores it, in place or by returning another job.
+        layouts: Numbers of ranks, or meshes.
+        steps: Number of steps before the save.
+        shards: Function of the job that describes plain tensors of which a rank has parts: a `ShardedTensor` by name of
+            the parameter. States of the parameter's shape are cut as it is. DTensors describe themselves.
+        folder: The folder in which each save gets its own; by default a place is a `MemoryStorage`, for `st.save`
+            on simulated ranks.
+        run: Function that runs ``fn(world)`` on some ranks and returns their results: `simulate`, or
+            `shardtree.live.run_processes`, for which all functions must be those of a module. Simulated ranks share
+            torch's global generator: use generators of your own there.
+
+    Raises:
+        AssertionError: names each state that differs and the likely cause.
+
+    Examples:
+        >>> import shardtree as st
+        >>> import torch
+        >>> def make(world):
+        ...     model = torch.nn.utils.skip_init(torch.nn.Linear, 3, 1)
+        ...     torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
+        ...     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "world": world}
+        >>> def step(job, number):
+        ...     job["optimizer"].zero_grad()
+        ...     job["model"](torch.tensor([1.0, 2, number])).square().sum().backward()
+        ...     job["optimizer"].step()
+        >>> def save(job, place):
+        ...     st.save({"model": job["model"].state_dict()}, place, world=job["world"])
+        >>> def load(job, place):
+        ...     job["model"].load_state_dict(st.load({}, place, world=job["world"])["model"])
+        >>> check_resume(make, step, save, load, layouts=[1])
+        Traceback (most recent call last):
+        AssertionError: check_resume: the resumed job isn't the one that was saved
+          1 rank → 1 rank: 'weight', 'bias': step: not restored; it is missing
+          ...
+    """
+    problems = resume_problems(
+        make, step, save, load, layouts=layouts, steps=steps, shards=shards, folder=folder, run=run
+    )
+    if problems:
+        raise AssertionError(report(problems))
+
+
+def resume_problems(
+    make: Callable[..., Any],
+    step: Callable[[Any, int], Samples],
+    save: Callable[[Any, Any], object],
+    load: Callable[[Any, Any], Any],
+    *,
+    layouts: Sequence[Layout] = (1, 2),
+    steps: int = 3,
+    shards: Shards | None = None,
+    folder: str | PathLike[str] | None = None,
+    run: Run = simulate,
+) -> tuple[ResumeProblem, ...]:
+    """Return what `check_resume` finds, as data: empty where a job resumes.
+
+    Args:
+        make: Function that builds the job; this and all other arguments are those of `check_resume`.
+        step: Function that takes a step.
+        save: Function that saves.
+        load: Function that restores.
+        layouts: Numbers of ranks, or meshes.
+        steps: Number of steps before the save.
+        shards: Function that describes the tensors of which a rank has parts.
+        folder: The folder for the saves.
+        run: Function that runs a function on some ranks.
+
+    Raises:
+        AssertionError: training isn't deterministic, so that nothing can be said.
+        MetadataError: there are no steps.
+
+    Examples:
+        >>> import torch
+        >>> def make(world):
+        ...     return {"position": torch.zeros(())}
+        >>> def step(job, number):
+        ...     job["position"] += 1
+        >>> def load(job, place):
+        ...     job["position"].fill_(2.0)
+        >>> print(*resume_problems(make, step, lambda job, place: None, load, layouts=[1]))
+        'position': value: stale by 1 step; found 2, expected 3
+    """
+    if steps < 1:
+        refuse("check_resume", "steps", repr(steps), "at least 1", "Train before the save.", error=MetadataError)
+    job = _Job(make, step, save, load, steps, shards)
+    problems: list[ResumeProblem] = []
+    for number, layout in enumerate(layouts):
+        place = MemoryStorage() if folder is None else f"{fspath(folder)}/saved_{number}"
+        ranks = run(_ranks(layout), partial(_train, job, layout, place))
+        states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}
+        samples = {offset: [rank.samples[offset] for rank in ranks] for offset in ranks[0].samples}
+        trained = _Trained(states, samples)
+        nudged = _nudged_states(job, layout, states[0], run)
+        for other in layouts:
+            resumed = _gathered_run(run(_ranks(other), partial(_resume, job, other, place)))
+            where = f"{_text(layout)} → {_text(other)}"
+            problems += [replace(problem, layouts=where) for problem in _compare(trained, resumed, nudged)]
+    return tuple(problems)
+
+
+def _ranks(layout: Layout) -> int:
+    return layout if isinstance(layout, int) else layout.size
+
+
+def _text(layout: Layout) -> str:
+    return f"{layout} rank{'s' * (layout != 1)}" if isinstance(layout, int) else str(layout)
+
+
+def _compare(trained: _Trained, resumed: _Resumed, nudged: Sequence[tuple[JobState, JobState]]) -> list[ResumeProblem]:
+    states = trained.states
+    near = {offset: state for offset, state in states.items() if offset}
+    problems = state_problems(resumed.found, Known(states[0], resumed.fresh, near))
+    problems += sample_problems(resumed.samples, trained.samples)
+    # Updates tell of the step alone if both begin with the same state and data.
+    return problems or update_problems(states[0], states[1], resumed.after, nudged)
+
+
+# What ranks run.
+
+
+def _train(job: _Job, layout: Layout, place: Any, world: World) -> _Trained:
+    """Train, save, and train on, so that values of later steps are known too."""
+    made = job.made(layout, world)
+    states, samples = {}, {}
+    for number in range(job.steps + _AFTER):
+        if number == job.steps:
+            job.save(made, place)
+        samples[number - job.steps] = job.step(made, number)
+        states[number + 1 - job.steps] = job.read(made)
+    return _Trained(states, samples)
+
+
+def _resume(job: _Job, layout: Layout, place: Any, world: World) -> _Resumed:
+    made = job.made(layout, world)
+    fresh = job.read(made)
+    loaded = job.load(made, place)
+    made = made if loaded is None else loaded
+    found = job.read(made)
+    samples = job.step(made, job.steps)
+    return _Resumed(fresh, found, job.read(made), samples)
+
+
+def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
+    triples = [(rank.fresh, rank.found, rank.after) for rank in ranks]
+    fresh, found, after = (gathered(readings) for readings in zip(*triples, strict=True))
+    return _Resumed(fresh, found, after, [rank.samples for rank in ranks])
+
+
+def _nudge(job: _Job, layout: Layout, world: World) -> list[tuple[Reading, Reading, Reading]]:
+    """Train again, some times; return the states before the save, with other last bits, and one step after that."""
+    states = []
+    for seed in _NUDGES:
+        made = job.made(layout, world)
+        for number in range(job.steps):
+            job.step(made, number)
+        saved = job.read(made)
+        nudge_job(made, seed)
+        before = job.read(made)
+        job.step(made, job.steps)
+        states.append((saved, before, job.read(made)))
+    return states
+
+
+def _nudged_states(job: _Job, layout: Layout, saved: JobState, run: Run) -> list[tuple[JobState, JobState]]:
+    ranks = run(_ranks(layout), partial(_nudge, job, layout))
+    pairs = []
+    for readings in zip(*ranks, strict=True):
+        again, before, after = map(gathered, zip(*readings, strict=True))
+        differing = [place for place in saved.values if diff(again.values.get(place), saved.values[place])]
+        if differing:
+            what = f"check_resume: training twice on {_text(layout)} gives two states"
+            fix = "Let make and step draw from seeded generators; simulated ranks share torch's global one."
+            lines = [f"{key!r}: {state}" for key, state in differing]
+            raise AssertionError(error_text(what, offenders=lines, fix=fix))
+        pairs.append((before, after))
+    return pairs
