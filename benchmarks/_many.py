@@ -29,9 +29,9 @@ from shardtree.layouts import (
     shard_columns,
 )
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.shell.checkpoint._consistency import Description, brief
+from shardtree.shell.checkpoint._consistency import LayoutDescription, brief
 from shardtree.shell.checkpoint._packed import PackedColumns, pack_columns, without_long_table
-from shardtree.shell.checkpoint.loading import Place
+from shardtree.shell.checkpoint.loading import ReadPlace
 from shardtree.shell.table.index import RankFiles
 from shardtree.shell.world._world import pack, unpack
 from shardtree.world import World
@@ -285,7 +285,7 @@ def voices(case: Case, columns: ShardColumns, storage: ManyFiles) -> Voices:
     described = partial(_descriptions, case, packed)
     return {
         "save: describe shards": partial(described, lambda description: (description, None)),
-        "load: describe target": partial(described, lambda description: ({}, description, Place("another", False))),
+        "load: describe target": partial(described, lambda description: ({}, description, ReadPlace("another", False))),
         "load: describe reads": lambda _: (pack("", _reads(part, case.ranks)) for part in packed()[1:]),
         "send tables": partial(_tables, packed),
         "save: write": partial(_written, case, columns, storage),
@@ -293,13 +293,13 @@ def voices(case: Case, columns: ShardColumns, storage: ManyFiles) -> Voices:
 
 
 def _descriptions(
-    case: Case, packed: Callable[[], Packed], message: Callable[[Description | None], Any], own: bytes
+    case: Case, packed: Callable[[], Packed], message: Callable[[LayoutDescription | None], Any], own: bytes
 ) -> Iterator[bytes]:
-    mine = next(each for each in unpack("", own) if isinstance(each, Description))
+    mine = next(each for each in unpack("", own) if isinstance(each, LayoutDescription))
     for rank in range(1, case.ranks):
         objects = object_columns([rng_state(rank, case.ranks)], rank)
         held = replace(mine.columns, rank=rank) if case.known else packed()[rank]
-        yield pack("", message(brief(Description(held, objects, mine.common, mine.layout), case.ranks)))
+        yield pack("", message(brief(LayoutDescription(held, objects, mine.common, mine.layout), case.ranks)))
 
 
 def _reads(part: PackedColumns, ranks: int) -> Packed:

@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
 from shardtree.core.codec import HeaderEntry, encode_header
-from shardtree.formats.torch_dist._metadata_write import Contents, encode_index_file
+from shardtree.formats.torch_dist._metadata_write import WrittenContents, encode_index_file
 from shardtree.layouts import ShardColumns, TensorKind
 from shardtree.shell.storage import BLOCK_BYTES, digest
 from shardtree.shell.table import decode_metadata, encode_metadata
@@ -224,12 +224,12 @@ def metadata_bars(settings: Settings, folder: Path) -> list[Bar]:
     return found
 
 
-def stored_chunks(tensors: int, chunks: int) -> Contents:
+def stored_chunks(tensors: int, chunks: int) -> WrittenContents:
     """Return what a `.metadata` says of so many tensors of so many chunks each."""
     row = np.arange(tensors * chunks)
     files = tuple(f"__{number}_0.distcp" for number in range(_FILES))
     length = np.full(row.size, 1024)
-    return Contents(row_shards(tensors, chunks), files, row % _FILES, row // _FILES * 1024, length, {})
+    return WrittenContents(row_shards(tensors, chunks), files, row % _FILES, row // _FILES * 1024, length, {})
 
 
 def _opened(place: Path, tensors: int) -> st.checkpoint.OpenCheckpoint:

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from ._command import FORMATS, Command, Group
+from ._command import FORMATS, Command, CommandGroup
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",
     add_completion=False,
     rich_markup_mode=None,  # rich's tables cut the names of options where a terminal is narrow
@@ -112,11 +112,11 @@ def inspect(
     allow_pickle: _AllowPickle = False,
 ) -> int:
     """Show what is in a checkpoint, and how each tensor is cut; of a run, its steps. Only --values reads a tensor."""
-    from ._inspect import View, run_inspect
+    from ._inspect import Selection, run_inspect
 
     if sum((tree, common, values is not None, layout is not None)) > 1:
         raise typer.BadParameter("give one of --tree, --common, --values and --layout")
-    view = View(tuple(key or ()), sort, limit, tree=tree, common=common, values=values, layout=layout)
+    view = Selection(tuple(key or ()), sort, limit, tree=tree, common=common, values=values, layout=layout)
     return run_inspect(checkpoint, view, as_json=as_json, allow_pickle=allow_pickle)
 
 

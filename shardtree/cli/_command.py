@@ -68,7 +68,7 @@ class Command(TyperCommand):
         raise typer.Exit(status)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """All commands together."""
 
     def get_params(self, ctx: Any) -> list[Any]:

@@ -73,7 +73,7 @@ class ObjectRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class StoredContents:
     """The tensors and objects of a checkpoint.
 
     Attributes:
@@ -111,7 +111,7 @@ def cut_text(grid: Grid | None) -> str:
     return grid.kind if grid.kind in ("whole", "empty") else f"{grid.kind} ({grid.chunks})"
 
 
-def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Contents:
+def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> StoredContents:
     """Return the rows of a checkpoint's metadata, whatever its format.
 
     Examples:
@@ -124,29 +124,29 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
         index = metadata.index
         items = map(ShardedObject.empty_from_unique_key, index.object_names())
         objects = tuple(map(_object, items, index.object_length.tolist()))
-        return Contents(_indexed_tensors(index), objects, untaken_of(metadata))
+        return StoredContents(_indexed_tensors(index), objects, untaken_of(metadata))
     tensors = tuple(
         TensorRow(one.key, dtype_name(one.dtype), one.global_shape, prod(one.global_shape) * one.dtype.itemsize, None)
         for one in metadata.values()
         if isinstance(one, ShardedTensor)
     )
     objects = tuple(_object(shard, None) for shard in metadata.values() if isinstance(shard, ShardedObject))
-    return Contents(tensors, objects)
+    return StoredContents(tensors, objects)
 
 
-def contents_at(tree: OpenCheckpoint) -> Contents:
+def contents_at(tree: OpenCheckpoint) -> StoredContents:
     """Return the rows of an open checkpoint; they say how tensors are cut where its format keeps an index."""
     return _contents(tree, index_of(tree.checkpoint, tree.strategies, tree.metadata))
 
 
-def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> Contents:
+def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> StoredContents:
     """Return the rows by the names in the files, which takes no read, unless a pattern matches none of these."""
     contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
     is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _misses(patterns, _names_in([contents]))
     return contents if is_whole else contents_at(tree)
 
 
-def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> Contents:
+def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> StoredContents:
     if metadata is None:
         return contents_of(tree.metadata)
     if isinstance(tree.metadata, DeferredMetadata):
@@ -154,7 +154,7 @@ def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> Contents:
     # A format that holds no objects leaves them to the common state's format.
     rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
     own, others = contents_of(metadata), contents_of(rest)
-    return Contents((*own.tensors, *others.tensors), (*own.objects, *others.objects), own.untaken)
+    return StoredContents((*own.tensors, *others.tensors), (*own.objects, *others.objects), own.untaken)
 
 
 def stored_index(tree: OpenCheckpoint, names: Iterable[str] = ()) -> Index | None:
@@ -163,10 +163,10 @@ def stored_index(tree: OpenCheckpoint, names: Iterable[str] = ()) -> Index | Non
     return None if metadata is None else metadata.shown
 
 
-def select(contents: Contents, patterns: Sequence[str]) -> Contents:
+def select(contents: StoredContents, patterns: Sequence[str]) -> StoredContents:
     """Return the tensors and objects whose key matches one of the patterns; all of them if there are no patterns."""
     matches = matcher(patterns)
-    return Contents(
+    return StoredContents(
         tuple(row for row in contents.tensors if matches(row.key)),
         tuple(row for row in contents.objects if matches(row.key) or matches(row.unique_key)),
     )
@@ -183,14 +183,15 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     return key_matcher(patterns) if patterns else lambda _: True
 
 
-def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents) -> None:
+def check_patterns(command: str, patterns: Sequence[str], *checkpoints: StoredContents) -> None:
     """Raise if a pattern matches no key of any checkpoint: with a misspelt one, all would seem to be well.
 
     Raises:
         KeyMismatch: names each such pattern, and the most similar key.
 
     Examples:
-        >>> check_patterns("inspect", ["*.bias"], Contents((TensorRow("fc.bias", "float32", (4,), 16, None),), ()))
+        >>> row = TensorRow("fc.bias", "float32", (4,), 16, None)
+        >>> check_patterns("inspect", ["*.bias"], StoredContents((row,), ()))
     """
     names = _names_in(checkpoints)
     misses = _misses(patterns, names)
@@ -213,7 +214,7 @@ def note_shell_patterns(option: str, patterns: Iterable[str], keys: Collection[s
         typer.echo(f"note: {option} {line}; * is one part between dots, ** any number", err=True)
 
 
-def _names_in(checkpoints: Sequence[Contents]) -> set[str]:
+def _names_in(checkpoints: Sequence[StoredContents]) -> set[str]:
     names = {row.key for contents in checkpoints for row in contents.tensors}
     return names | {name for contents in checkpoints for row in contents.objects for name in (row.key, row.unique_key)}
 

@@ -21,7 +21,7 @@ from ..inspection import (
     open_checkpoint,
 )
 from ..shell.table import LoadOptions, Strategies, StrategyAction, default_strategies
-from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
+from ._contents import StoredContents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
 from ._output import Heading, Output, Table, bar, json_text, show_table, show_verdict, size, working
 
 # The output: tables for people, a document for programs.
@@ -41,7 +41,7 @@ _NAMES = ("key", "count", "elements", "first", "left", "right", "largest")  # of
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class DiffSide:
     """One of two checkpoints.
 
     Attributes:
@@ -52,11 +52,11 @@ class Side:
 
     where: str
     tree: OpenCheckpoint
-    contents: Contents
+    contents: StoredContents
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ComparedPair:
     """Two checkpoints, and where they differ.
 
     Attributes:
@@ -67,14 +67,14 @@ class Outcome:
         is_selection: whether only some keys were compared, and no common state.
     """
 
-    left: Side
-    right: Side
+    left: DiffSide
+    right: DiffSide
     difference: CheckpointDifference
     only_structure: bool
     is_selection: bool
 
 
-def difference_tables(outcome: Outcome) -> Iterator[Table]:
+def difference_tables(outcome: ComparedPair) -> Iterator[Table]:
     """Yield a table for each kind of difference that there is."""
     apart = outcome.difference
     if apart.only_left:
@@ -94,7 +94,7 @@ def difference_tables(outcome: Outcome) -> Iterator[Table]:
         yield _pairs("other common state", list(_places("common", apart.common, *sides)))
 
 
-def document(outcome: Outcome) -> dict[str, Any]:
+def document(outcome: ComparedPair) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
     apart = outcome.difference
     return {
@@ -130,7 +130,7 @@ def value_at(tree: Any, path: TreePath) -> Any:
     return tree
 
 
-def _only(name: str, keys: tuple[str, ...], contents: Contents) -> Table:
+def _only(name: str, keys: tuple[str, ...], contents: StoredContents) -> Table:
     rows = {row.key: f"{row.dtype} {row.shape}" for row in contents.tensors}
     style = {"A": "red", "B": "green"}[name]
     headings = (Heading(f"only in {name}", style=f"bold {style}"), Heading(""))
@@ -164,7 +164,7 @@ def _brief(tree: Any, path: TreePath) -> str:
     return brief(value) or kind_of(value)
 
 
-def summary(outcome: Outcome) -> str:
+def summary(outcome: ComparedPair) -> str:
     """Return in a sentence whether two checkpoints differ, and in what."""
     # Only kinds of difference that there are, so that the line stays short.
     apart, sides = outcome.difference, f"{outcome.left.where} and {outcome.right.where}"
@@ -233,7 +233,7 @@ def run_diff(
 
 def difference_of(
     checkpoints: Sequence[tuple[str, OpenCheckpoint]], patterns: Sequence[str] = (), *, only_structure: bool
-) -> Outcome:
+) -> ComparedPair:
     """Return where two checkpoints differ, with a bar while values are read.
 
     Args:
@@ -248,7 +248,7 @@ def difference_of(
         everything = [contents_at(tree) for _, tree in checkpoints]
     check_patterns("diff", patterns, *everything)
     pairs = zip(checkpoints, everything, strict=True)
-    sides = [Side(where, tree, select(contents, patterns)) for (where, tree), contents in pairs]
+    sides = [DiffSide(where, tree, select(contents, patterns)) for (where, tree), contents in pairs]
     if only_structure:
         difference = structure_difference(*(side.contents for side in sides))
     else:
@@ -260,15 +260,15 @@ def difference_of(
             options = replace(sides[0].tree.checkpoint.options, progress=advance)
             one, other = (side.tree.checkpoint.storage for side in sides)
             difference = compare(one, other, strategies=strategies, options=options)
-    return Outcome(sides[0], sides[1], difference, only_structure, bool(patterns))
+    return ComparedPair(sides[0], sides[1], difference, only_structure, bool(patterns))
 
 
-def structure_difference(left: Contents, right: Contents) -> CheckpointDifference:
+def structure_difference(left: StoredContents, right: StoredContents) -> CheckpointDifference:
     """Return how two checkpoints differ in keys, dtypes and global shapes.
 
     Examples:
-        >>> one = Contents((TensorRow("w", "float32", (4,), 16, None),), ())
-        >>> structure_difference(one, Contents((), ())).only_left
+        >>> one = StoredContents((TensorRow("w", "float32", (4,), 16, None),), ())
+        >>> structure_difference(one, StoredContents((), ())).only_left
         ('w',)
     """
     mine, theirs = ({row.key: row for row in contents.tensors} for contents in (left, right))

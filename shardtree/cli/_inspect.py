@@ -16,8 +16,8 @@ from ..shell.table import LoadOptions
 from ..shell.table.index import DeferredMetadata
 from ._command import complain
 from ._contents import (
-    Contents,
     ObjectRow,
+    StoredContents,
     TensorRow,
     brief,
     check_patterns,
@@ -54,7 +54,7 @@ _COMMON = (Heading("common state", style="bold"), Heading("type", style="cyan"),
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class CheckpointFindings:
     """What `inspect` shows of a checkpoint.
 
     Attributes:
@@ -71,8 +71,8 @@ class Findings:
 
     where: str
     fields: Mapping[str, Any]
-    everything: Contents
-    selection: Contents
+    everything: StoredContents
+    selection: StoredContents
     common: Mapping[str, Any] | None
     problem: CheckpointingException | None
     content_metadata: Any
@@ -80,7 +80,7 @@ class Findings:
     in_files: bool
 
 
-def show_findings(console: Console, findings: Findings, limit: int | None, *, is_selection: bool) -> None:
+def show_findings(console: Console, findings: CheckpointFindings, limit: int | None, *, is_selection: bool) -> None:
     """Print tables of tensors, objects and, unless keys were selected, the common state; then the totals."""
     console.print(Text(printable(findings.where), style="bold"))
     _show_rows(console, tensor_table(findings.selection.tensors), limit)
@@ -130,16 +130,16 @@ def _length(cells: Sequence[ObjectRow]) -> str:
     return size(sum(lengths)) if len(lengths) == len(cells) else "?"
 
 
-def facts_of(findings: Findings) -> Iterable[tuple[str, str]]:
+def facts_of(findings: CheckpointFindings) -> Iterable[tuple[str, str]]:
     """Yield what there is to say of a checkpoint as a whole, as names and texts."""
-    yield "tensors", _count(Contents(findings.everything.tensors, ()))
+    yield "tensors", _count(StoredContents(findings.everything.tensors, ()))
     by_dtype = Counter[str]()
     for row in findings.everything.tensors:
         by_dtype[row.dtype] += row.elements
     if by_dtype:
         yield "elements", ", ".join(f"{count:,} {name}" for name, count in by_dtype.most_common())
     if findings.everything.objects:
-        yield "objects", _count(Contents((), findings.everything.objects))
+        yield "objects", _count(StoredContents((), findings.everything.objects))
     # The count of files stops at a limit.
     beyond = "" if findings.files.is_all else "more than "
     yield "files", f"{beyond}{plural(findings.files.count, 'file')}, {beyond}{size(findings.files.length)}"
@@ -160,7 +160,7 @@ def facts_of(findings: Findings) -> Iterable[tuple[str, str]]:
         )
 
 
-def _count(contents: Contents) -> str:
+def _count(contents: StoredContents) -> str:
     parts = []
     if contents.tensors or not contents.objects:
         elements, length = sum(row.elements for row in contents.tensors), sum(row.length for row in contents.tensors)
@@ -176,7 +176,7 @@ def _many(count: int, noun: str) -> str:
     return plural(count, noun).replace(str(count), f"{count:,}", 1)
 
 
-def document(findings: Findings, limit: int | None) -> dict[str, Any]:
+def document(findings: CheckpointFindings, limit: int | None) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
     common = findings.common
@@ -211,7 +211,7 @@ def files_record(files: Files) -> dict[str, Any]:
     return {**counts, "complete": files.is_complete, "missing": list(files.missing or ())}
 
 
-def _totals(contents: Contents) -> dict[str, int]:
+def _totals(contents: StoredContents) -> dict[str, int]:
     return {
         "tensors": len(contents.tensors),
         "elements": sum(row.elements for row in contents.tensors),
@@ -237,7 +237,7 @@ _SORTS = {"key": lambda row: row.key, "bytes": lambda row: (-(row.length or 0), 
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class Selection:
     """Which of a checkpoint's contents are shown; only one of the last four is given.
 
     Attributes:
@@ -259,7 +259,7 @@ class View:
     layout: str | None = None
 
 
-def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: bool) -> int:
+def run_inspect(checkpoint: str, view: Selection, *, as_json: bool, allow_pickle: bool) -> int:
     """Print what is in a checkpoint, or under a root of steps, and return the exit status.
 
     It is 1 where its common state can't be read, or files are missing; else 0.
@@ -280,7 +280,7 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
         steps = find_steps(checkpoint)
         if steps is None:
             raise
-        if view != View(sort=view.sort, limit=view.limit):
+        if view != Selection(sort=view.sort, limit=view.limit):
             what, fix = f"inspect: {checkpoint!r} is a folder of steps", f"Name one, such as {steps.newest}."
             raise NotACheckpoint(error_text(what, expected="a checkpoint", fix=fix)) from None
         return run_series(steps, limit=view.limit, as_json=as_json)
@@ -302,7 +302,7 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
     return 0
 
 
-def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: View, *, as_json: bool) -> int:
+def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Selection, *, as_json: bool) -> int:
     with working("reading what is stored"):
         findings = examine(where, tree, view.patterns, view.sort)
     if findings.problem is not None:
@@ -315,7 +315,7 @@ def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Vie
     return 0 if findings.common is not None and not findings.files.missing else 1
 
 
-def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort: str = "key") -> Findings:
+def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort: str = "key") -> CheckpointFindings:
     """Return what there is to show of a checkpoint, without reading a tensor.
 
     Raises:
@@ -324,7 +324,7 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
     """
     everything = contents_in_files(tree, patterns)
     selection, order = _select(everything, patterns), _SORTS[sort]
-    selection = Contents(tuple(sorted(selection.tensors, key=order)), tuple(sorted(selection.objects, key=order)))
+    selection = StoredContents(tuple(sorted(selection.tensors, key=order)), tuple(sorted(selection.objects, key=order)))
     common: dict[str, Any] | None = None
     problem = None
     try:
@@ -335,7 +335,7 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
     content = load_content_metadata(preloaded_state_dict=common or {})
     if common is not None:
         common = {name: value for name, value in common.items() if name != "content_metadata"}
-    return Findings(
+    return CheckpointFindings(
         where,
         tree.checkpoint.fields,
         everything,
@@ -348,6 +348,6 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
     )
 
 
-def _select(everything: Contents, patterns: Sequence[str]) -> Contents:
+def _select(everything: StoredContents, patterns: Sequence[str]) -> StoredContents:
     check_patterns("inspect", patterns, everything)
     return select(everything, patterns)

@@ -32,8 +32,8 @@ from ..shell.table import LoadOptions, VerifyReport
 from ..shell.table.index import texts
 from ._command import TROUBLE, options_as_typed, shell_words
 from ._contents import TensorRow, cut_text, shape_text, stored_index
-from ._diff import Outcome, difference_of, difference_tables, summary
-from ._inspect import Findings, examine, facts_of, object_table, tensor_table
+from ._diff import ComparedPair, difference_of, difference_tables, summary
+from ._inspect import CheckpointFindings, examine, facts_of, object_table, tensor_table
 from ._output import Heading, Output, Table, printable, show_verdict, size
 from ._verify import find_damage, unchecked_lines, verdict
 from ._views import COMMON, KEYS, common_rows, key_rows
@@ -61,7 +61,7 @@ class Side:
 
     where: str
     tree: OpenCheckpoint | None
-    findings: Findings | None
+    findings: CheckpointFindings | None
     problem: str
     verification: VerifyReport | None
 
@@ -121,7 +121,7 @@ def _examine(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
     return Side(where, tree, findings, "" if verification.damage else problem, verification)
 
 
-def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome | None, str]:
+def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[ComparedPair | None, str]:
     if left.tree is None or right.tree is None:
         return None, "They can't be compared, since one of them can't be opened."
     try:
@@ -130,7 +130,7 @@ def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome 
         return None, f"They can't be compared.\n  {_in_the_shell(error)}"
 
 
-def _verdicts(sides: Sequence[Side], outcome: Outcome | None) -> Iterator[tuple[bool | None, str]]:
+def _verdicts(sides: Sequence[Side], outcome: ComparedPair | None) -> Iterator[tuple[bool | None, str]]:
     """Yield what was found in a sentence each, and whether it is good; None where that isn't known."""
     for side in sides:
         if side.verification is None:
@@ -144,7 +144,7 @@ def _verdicts(sides: Sequence[Side], outcome: Outcome | None) -> Iterator[tuple[
 # The page.
 
 
-def report_page(sides: Sequence[Side], outcome: Outcome | None, problem: str = "") -> str:
+def report_page(sides: Sequence[Side], outcome: ComparedPair | None, problem: str = "") -> str:
     """Return the page: one file of HTML, with nothing from elsewhere and no script.
 
     Args:
@@ -156,7 +156,7 @@ def report_page(sides: Sequence[Side], outcome: Outcome | None, problem: str = "
     return html_page(f"Report on {title}", _parts(title, sides, outcome, problem))
 
 
-def _parts(title: str, sides: Sequence[Side], outcome: Outcome | None, problem: str) -> Iterator[str]:
+def _parts(title: str, sides: Sequence[Side], outcome: ComparedPair | None, problem: str) -> Iterator[str]:
     yield element_html("h1", title)
     for is_good, text in _verdicts(sides, outcome):
         yield element_html("p", text, {None: "dim", True: "good", False: "bad"}[is_good])
@@ -296,7 +296,7 @@ def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
 # Differences.
 
 
-def _differences(outcome: Outcome) -> Iterator[str]:
+def _differences(outcome: ComparedPair) -> Iterator[str]:
     if outcome.difference:
         yield element_html("h2", "differences")
         yield from map(_html, difference_tables(outcome))

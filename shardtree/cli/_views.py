@@ -43,9 +43,9 @@ _WIDEST = 24  # characters of a row's key, so that all columns fit an ordinary t
 
 
 @dataclass(slots=True)
-class _Node:
+class _RowNode:
     row: TensorRow | None = None
-    inner: dict[str, _Node] = field(default_factory=dict)
+    inner: dict[str, _RowNode] = field(default_factory=dict)
     count: int = 0
     length: int = 0
 
@@ -58,17 +58,17 @@ def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
         >>> [cells[0] for cells in key_rows(rows)]
         ['layers.0-2', '  w']
     """
-    root = _Node()
+    root = _RowNode()
     for row in tensors:
         node = root
         for part in row.key.split(".", _DEEPEST):
-            node = node.inner.setdefault(part, _Node())
+            node = node.inner.setdefault(part, _RowNode())
             node.count, node.length = node.count + 1, node.length + row.length
         node.row = row
     return list(_rows(root, 0))
 
 
-def _rows(node: _Node, depth: int) -> Iterator[tuple[str, ...]]:
+def _rows(node: _RowNode, depth: int) -> Iterator[tuple[str, ...]]:
     for names, one in _groups(node.inner):
         label = _INDENT * depth + _range(names)
         # What holds nothing but one entry shares its row, as long as that stays narrow. Layers don't: below them stands
@@ -91,9 +91,9 @@ def _range(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
 
 
-def _groups(inner: Mapping[str, _Node]) -> list[tuple[list[str], _Node]]:
+def _groups(inner: Mapping[str, _RowNode]) -> list[tuple[list[str], _RowNode]]:
     """Return the entries in order, numbers by value; neighbours by number that are alike are one entry."""
-    groups: list[tuple[list[str], _Node]] = []
+    groups: list[tuple[list[str], _RowNode]] = []
     last: tuple[Any, ...] | None = None
     for name in sorted(inner, key=lambda name: (True, int(name), name) if _is_number(name) else (False, 0, name)):
         node = inner[name]
@@ -110,7 +110,7 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) < 10
 
 
-def _outline(node: _Node) -> tuple[Any, ...]:
+def _outline(node: _RowNode) -> tuple[Any, ...]:
     """Return what layers that are alike have in common."""
     row = node.row
     own = None if row is None else (row.dtype, row.shape, cut_text(row.grid))

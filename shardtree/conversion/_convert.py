@@ -46,7 +46,7 @@ from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._report import ConversionReport, report_of
 from ._single import in_one_file, single_file
 from ._source import open_alike
-from ._write import Batches, Destination, Turn, rehearse_common, rehearse_tensors, write_batches
+from ._write import Batches, ConversionTarget, Turn, rehearse_common, rehearse_tensors, write_batches
 
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
 
@@ -132,7 +132,7 @@ def convert(
     arguments |= {"plain": repr(plain), "prune": prune, "max_bytes_in_flight": max_bytes_in_flight, "verify": verify}
     arguments |= alike(load_options, "load_options.") | alike(save_options, "save_options.")
 
-    def look() -> tuple[LoadOptions, Destination]:
+    def look() -> tuple[LoadOptions, ConversionTarget]:
         reading = given_options("convert", load_options, LoadOptions)
         writing = given_options("convert", save_options, SaveOptions)
         writing = replace(writing, progress=in_turn(writing.progress))  # of batches side by side
@@ -178,12 +178,12 @@ def _destination(
     common_backend: str | tuple[str, int] | None,
     strategies: Strategies | None,
     options: SaveOptions,
-) -> Destination:
+) -> ConversionTarget:
     backends = backends_of(backend, common_backend, strategies)
     formats = Formats((backend, common_backend), strategies, backends)
     if (single := single_file(where, backends)) is not None:
-        return Destination(single.draft(), formats._replace(strategies=in_one_file(strategies)), options, single)
-    return Destination(in_larger_requests(with_own_refusals(storage_at(where))), formats, options)
+        return ConversionTarget(single.draft(), formats._replace(strategies=in_one_file(strategies)), options, single)
+    return ConversionTarget(in_larger_requests(with_own_refusals(storage_at(where))), formats, options)
 
 
 def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
@@ -196,7 +196,7 @@ def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
 
 
 def _check(
-    target: Destination,
+    target: ConversionTarget,
     journal: Journal,
     plan: Plan,
     passage: Passage,
@@ -218,7 +218,7 @@ def _check(
         raise
 
 
-def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
+def _finish(target: ConversionTarget, journal: Journal, *, is_old: bool) -> None:
     save_id = begun_save(journal) if is_old or not can(target.storage).late_requests else None
     if save_id is not None:
         # A call that was killed right after its commit left its note there, or couldn't remove it.
@@ -232,7 +232,7 @@ def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
         remove_folder(target.single.above, target.single.folder)
 
 
-def _write(target: Destination, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
+def _write(target: ConversionTarget, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
     """Write what isn't written yet, and return how many batches were, and whether an existing checkpoint isn't ours.
 
     Raises:
@@ -260,7 +260,7 @@ _UNFINISHED, _OURS, _OF_OTHERS = range(3)  # what is at the destination
 
 
 def _begin_or_resume(
-    target: Destination, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, claims: ExitStack
+    target: ConversionTarget, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, claims: ExitStack
 ) -> tuple[str, int]:
     """Return the name of the save, begun now or earlier, and what is at the destination; on rank 0.
 
@@ -299,7 +299,7 @@ def _begin_or_resume(
     return save_id, _UNFINISHED
 
 
-def _look(target: Destination, journal: Journal) -> tuple[str, Start | None, bool]:
+def _look(target: ConversionTarget, journal: Journal) -> tuple[str, Start | None, bool]:
     """Return the name of the save, how it starts unless an earlier call has begun it, and if it may be committed.
 
     Raises:
@@ -326,7 +326,7 @@ def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
         raise StorageError(error_text(what, fix="Convert to a folder on storage that all ranks share."))
 
 
-def _begin(target: Destination, journal: Journal, start: Start) -> Claim:
+def _begin(target: ConversionTarget, journal: Journal, start: Start) -> Claim:
     """Make the folder and the journal of a new conversion, and return the mark that it is alive."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     with ExitStack() as undo:

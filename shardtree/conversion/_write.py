@@ -76,7 +76,7 @@ class Turn(World):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Destination:
+class ConversionTarget:
     """Where a conversion writes to, and in which format.
 
     Attributes:
@@ -92,7 +92,7 @@ class Destination:
     single: SingleFile | None = None
 
 
-def rehearse_common(destination: Destination, common: Any) -> None:
+def rehearse_common(destination: ConversionTarget, common: Any) -> None:
     """Raise if the destination's format can't hold a common state, which is written to memory alone.
 
     A format whose common state can't be written alone raises only at the commit, which can be tried again without it.
@@ -112,7 +112,7 @@ def rehearse_common(destination: Destination, common: Any) -> None:
         raise
 
 
-def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor], common: Any) -> None:
+def rehearse_tensors(destination: ConversionTarget, tensors: Sequence[ShardedTensor], common: Any) -> None:
     """Raise if the destination's format can't hold one of the tensors; their save is prepared and not run.
 
     Args:
@@ -148,7 +148,7 @@ class Batches:
         first: the request of batch 0 on rank 0, once it is made.
     """
 
-    destination: Destination
+    destination: ConversionTarget
     journal: Journal
     save_id: str
     plan: Plan

@@ -12,7 +12,7 @@ from ..core import plans
 from ..core.geometry import Column
 from ..core.layouts import ShardColumns, join_checked, shard_columns, sharding_problems
 from ..live import cuts_shards, foretold_exchange, foretold_groups
-from ..shell.checkpoint import AlikeColumns, Description, KnownLayout, check_together, describe
+from ..shell.checkpoint import AlikeColumns, KnownLayout, LayoutDescription, check_together, describe
 from ..shell.checkpoint.loading import (
     RAISING,
     RANK_VALUES,
@@ -138,7 +138,7 @@ def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any],
     with findings.record(range(len(trees))):
         usable_device(request.device)
     stored = Stored(checkpoint, choices)
-    checkpoint_keys, ranks, descriptions = stored_keys(stored.listing), list[int](), list[Description]()
+    checkpoint_keys, ranks, descriptions = stored_keys(stored.listing), list[int](), list[LayoutDescription]()
     target_keys, tensors, layouts, columns = set[str](), set[str](), list[KnownLayout | None](), AlikeColumns()
     for rank in range(len(trees)):
         with findings.record([rank]):
@@ -160,7 +160,11 @@ def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any],
 
 
 def check_alike(
-    alike: AlikeColumns, descriptions: Sequence[Description], layout: KnownLayout | None = None, *, tiling: bool = True
+    alike: AlikeColumns,
+    descriptions: Sequence[LayoutDescription],
+    layout: KnownLayout | None = None,
+    *,
+    tiling: bool = True,
 ) -> None:
     """Raise the errors of `check_together`, without all ranks' shards at once: many ranks may hold the same.
 

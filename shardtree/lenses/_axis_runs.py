@@ -90,7 +90,7 @@ def _check_runs(runs: AxisRuns) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class AxisBlock:
     """An interval of a stored axis, and where the model holds it.
 
     Attributes:
@@ -160,7 +160,7 @@ def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns
     return AxisRuns(runs.length, np.where(is_stored, 0, PADDING), start, (sum(runs.sizes),))
 
 
-def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[Block]:
+def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[AxisBlock]:
     """Return where an interval of the held axis is stored: the fewest blocks, by part, then place.
 
     Examples:
@@ -179,7 +179,7 @@ def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[Block]:
     follows = (part[1:] == part[:-1]) & (start[1:] == start[:-1] + length[:-1])
     bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
     return [
-        Block(int(part[low]), int(start[low]), _interval_places(place[low:high], length[low:high]))
+        AxisBlock(int(part[low]), int(start[low]), _interval_places(place[low:high], length[low:high]))
         for low, high in pairwise(bounds)
         if low < high
     ]

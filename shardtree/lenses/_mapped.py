@@ -15,7 +15,7 @@ from ..core.lazy import as_integers
 from ..core.mapping import ShardedTensor
 from ..core.trees import full_data, join_data, padding_like
 from ..errors import CheckpointingException, MetadataError, ShapeError, error_text
-from ._axis_runs import PADDING, AxisRuns, Block, grouped_runs, joined_parts, stored_blocks
+from ._axis_runs import PADDING, AxisBlock, AxisRuns, grouped_runs, joined_parts, stored_blocks
 from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, device_of, positive, with_values
 from ._renamed import check_names, replaced_part
 
@@ -100,12 +100,12 @@ def _stored_form(shard: ShardedTensor, at: int, runs: AxisRuns, keys: Sequence[s
     begin = shard.global_offset[place]
     blocks = stored_blocks(runs, begin, begin + shard.local_shape[at])
     if not shard.global_shape[place]:  # an empty tensor must be stored too, or it would be missing
-        blocks = [Block(each, 0, np.zeros(0, dtype=np.int64)) for each in range(len(runs.sizes))]
+        blocks = [AxisBlock(each, 0, np.zeros(0, dtype=np.int64)) for each in range(len(runs.sizes))]
     shards = tuple(_stored_box(shard, at, block, keys[block.part], runs.sizes[block.part]) for block in blocks)
     return StoredForm(shards, lambda parts: _merge_blocks(shard, at, blocks, parts, fill))
 
 
-def _stored_box(shard: ShardedTensor, at: int, block: Block, key: str, size: int) -> ShardedTensor:
+def _stored_box(shard: ShardedTensor, at: int, block: AxisBlock, key: str, size: int) -> ShardedTensor:
     place = at + shard.prepend_axis_num
     return replace(
         shard,
@@ -130,7 +130,7 @@ def _gather(data: Any, at: int, index: Column) -> Any:
     return torch.cat([data.narrow(at, int(index[low]), high - low) for low, high in pairwise(cuts)], dim=at)
 
 
-def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts: Sequence[Any], fill: float) -> Any:
+def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[AxisBlock], parts: Sequence[Any], fill: float) -> Any:
     length = shard.local_shape[at]
     places = np.concatenate([*(block.places for block in blocks), np.zeros(0, dtype=np.int64)])
     absent = np.setdiff1d(np.arange(length), places)

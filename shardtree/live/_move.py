@@ -153,7 +153,7 @@ def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class MessagePieces:
     """The pieces that one rank sends, or receives, in one step, in the order of the messages.
 
     Attributes:
@@ -179,7 +179,7 @@ class Pieces:
         return dict(zip(self.peer.tolist(), ends.tolist(), strict=True))  # a peer's last piece ends its message
 
 
-def step_pieces(route: Route, step: int) -> tuple[Pieces, Pieces]:
+def step_pieces(route: Route, step: int) -> tuple[MessagePieces, MessagePieces]:
     """Return what a rank sends and what it receives in a step."""
     plan, schedule = route.plan, route.schedule
     first, last = np.searchsorted(schedule.step, [step, step + 1])
@@ -194,11 +194,11 @@ def step_pieces(route: Route, step: int) -> tuple[Pieces, Pieces]:
         peer, end = other[row], np.cumsum(schedule.nbytes[row])
         begin = end - schedule.nbytes[row]
         byte = begin - begin[np.searchsorted(peer, peer)]  # from the first piece of the same message on
-        sides.append(Pieces(peer, schedule.transfer[row], schedule.start[row], schedule.stop[row], size, byte))
+        sides.append(MessagePieces(peer, schedule.transfer[row], schedule.start[row], schedule.stop[row], size, byte))
     return sides[0], sides[1]
 
 
-def pack(route: Route, pieces: Pieces, messages: dict[int, torch.Tensor]) -> None:
+def pack(route: Route, pieces: MessagePieces, messages: dict[int, torch.Tensor]) -> None:
     """Write what a rank sends in a step into messages; where its shards' memory can be sent itself, that is one."""
     plan, transfers = route.plan, route.plan.transfers
     for passed_on, columns, memories in ((False, plan.source, route.sources), (True, plan.target, route.targets)):
@@ -214,7 +214,10 @@ def pack(route: Route, pieces: Pieces, messages: dict[int, torch.Tensor]) -> Non
 
 
 def _make_room(
-    route: Route, pieces: Pieces, messages: dict[int, torch.Tensor], arrivals: list[tuple[Column, Regions, Regions]]
+    route: Route,
+    pieces: MessagePieces,
+    messages: dict[int, torch.Tensor],
+    arrivals: list[tuple[Column, Regions, Regions]],
 ) -> None:
     """Put shards' memory that can be filled itself in place of messages; add what is copied out of the others."""
     plan, transfers = route.plan, route.plan.transfers
@@ -229,7 +232,7 @@ def _make_room(
 
 
 def _boxes(
-    plan: ReshardPlan, pieces: Pieces, shard: Column, element: Column, stride: Column
+    plan: ReshardPlan, pieces: MessagePieces, shard: Column, element: Column, stride: Column
 ) -> tuple[Column, Boxes, Column]:
     """Return the boxes that pieces consist of: piece, box in the shard's data, first element in the piece."""
     whole = plan.transfers.shape[pieces.transfer]
@@ -240,7 +243,7 @@ def _boxes(
 
 
 def _own_memory(
-    route: Route, pieces: Pieces, peer: Column, transfer: Column, shape: Column, regions: Regions
+    route: Route, pieces: MessagePieces, peer: Column, transfer: Column, shape: Column, regions: Regions
 ) -> dict[int, torch.Tensor]:
     """Return, by their row, boxes that are a message each, as they lie in a shard's memory: consecutive, and not cast.
 
@@ -272,7 +275,7 @@ def _is_cast(plan: ReshardPlan, transfer: int) -> bool:
 
 
 def _message_regions(
-    pieces: Pieces, piece: Column, position: Column, shape: Column, messages: Mapping[int, torch.Tensor]
+    pieces: MessagePieces, piece: Column, position: Column, shape: Column, messages: Mapping[int, torch.Tensor]
 ) -> Regions:
     """Return the places of pieces' boxes in messages.
 

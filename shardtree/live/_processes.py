@@ -23,7 +23,7 @@ _GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by th
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _RankEnd:
     """How a rank ended: with a value, or with an error and the text of its traceback."""
 
     value: Any = None
@@ -112,10 +112,10 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _outcomes(ends: Sequence[tuple[Any, Any]]) -> Mapping[int, _Outcome]:
+def _outcomes(ends: Sequence[tuple[Any, Any]]) -> Mapping[int, _RankEnd]:
     """Return how the ranks ended, in the order in which they did; ranks that hang after a failure are left out."""
     waiting = {receiver: rank for rank, (_, receiver) in enumerate(ends)}
-    outcomes: dict[int, _Outcome] = {}
+    outcomes: dict[int, _RankEnd] = {}
     deadline: float | None = None
     while waiting and (deadline is None or time.monotonic() < deadline):
         for receiver in connection.wait(list(waiting), None if deadline is None else deadline - time.monotonic()):
@@ -126,15 +126,15 @@ def _outcomes(ends: Sequence[tuple[Any, Any]]) -> Mapping[int, _Outcome]:
     return outcomes
 
 
-def _outcome(rank: int, process: Any, receiver: Any) -> _Outcome:
+def _outcome(rank: int, process: Any, receiver: Any) -> _RankEnd:
     try:
-        outcome: _Outcome = receiver.recv()
+        outcome: _RankEnd = receiver.recv()
     except EOFError:
         process.join()
         code = process.exitcode
         found = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         error = WorldError(error_text(f"run_processes: rank {rank} ended without a result", found=found))
-        return _Outcome(error=error, reported=False)
+        return _RankEnd(error=error, reported=False)
     return outcome
 
 
@@ -158,7 +158,7 @@ def _packed_outcome(rank: int, size: int, port: int, timeout: float, fn: Callabl
     try:
         store = TCPStore("127.0.0.1", port, timeout=patience)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
-        return pickle.dumps(_Outcome(fn(distributed(timeout=timeout))))
+        return pickle.dumps(_RankEnd(fn(distributed(timeout=timeout))))
     except BaseException as error:
         return _packed_error(error)
 
@@ -166,11 +166,11 @@ def _packed_outcome(rank: int, size: int, port: int, timeout: float, fn: Callabl
 def _packed_error(error: BaseException) -> bytes:
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
-        data = pickle.dumps(_Outcome(error=error, trace=trace))
+        data = pickle.dumps(_RankEnd(error=error, trace=trace))
         pickle.loads(data)  # some exceptions can be pickled but not unpickled
     except Exception:
         substitute = WorldError(f"{type(error).__name__}: {error}")
-        data = pickle.dumps(_Outcome(error=substitute, trace=trace))
+        data = pickle.dumps(_RankEnd(error=substitute, trace=trace))
     return data
 
 

@@ -20,7 +20,7 @@ from ..core.layouts import place_text
 from ..errors import IntegrityError, error_text, shorten
 from ..shell.world import World, agree, gather, share
 from ._memory import DOING
-from ._move import Pieces, Route, Transport, first_failure, pack
+from ._move import MessagePieces, Route, Transport, first_failure, pack
 
 _FACTOR, _MODULUS = 0x9E3779B97F4A7C15, 1 << 64
 Sums = dict[int, int]
@@ -147,7 +147,7 @@ def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
         transfer, first, last = (each[row : row + 1] for each in (schedule.transfer, schedule.start, schedule.stop))
         size = plan.target.item_size[plan.transfers.key[transfer]]
         messages = {0: route.buffers.memory[: int(schedule.nbytes[row])]}
-        pack(route, Pieces(start, transfer, first, last, size, start), messages)
+        pack(route, MessagePieces(start, transfer, first, last, size, start), messages)
         yield row, bytes_total(messages[0])
 
 

@@ -32,8 +32,8 @@ from ..shell.checkpoint.loading import (
     CPU,
     ExchangeChoice,
     Kinds,
-    Place,
     Reading,
+    ReadPlace,
     Shards,
     as_stored,
     by_dtype,
@@ -234,7 +234,7 @@ def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, li
 def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[ShardColumns] | None) -> ExchangeChoice:
     """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
     remote = crosses_network(checkpoint.storage)
-    places = [Place(str(rank), remote) for rank in range(ranks)]
+    places = [ReadPlace(str(rank), remote) for rank in range(ranks)]
     saved_bytes = None if columns is None else bytes_wanted_twice(columns)
     choice = exchange_choice(checkpoint.options.exchange, places, saved_bytes)
     others = " On one machine, each would read by itself."

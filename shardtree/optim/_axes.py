@@ -17,7 +17,7 @@ from ._state_dict import ShardedParam, check_param
 WhereCut: TypeAlias = Literal["refuse", "equal", "own"]
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """A state's axis as this rank has it.
 
     Attributes:
@@ -36,7 +36,7 @@ def placed(
     shard: ShardedTensor,
     state_key: str,
     state: OptimizerState,
-    axes: Sequence[Cut | None],
+    axes: Sequence[AxisCut | None],
     replica_id: ReplicaId,
 ) -> ShardedTensor:
     """Return a state's shard, there and back: cut axes are as given, of others the state knows the size.
@@ -53,7 +53,7 @@ def placed(
         axis_texts = ["any" if cut is None else str(cut.size) for cut in axes]
         text = f"({', '.join(axis_texts)}{',' * (len(axes) == 1)}) for {shard.data_shape}"
         raise ShapeError(error_text(f"{rule}: {state_key!r} of {shard.key!r}", found=found, expected=text))
-    cuts = [cut or Cut(size, 0, size) for cut, size in zip(axes, sizes, strict=True)]
+    cuts = [cut or AxisCut(size, 0, size) for cut, size in zip(axes, sizes, strict=True)]
     return ShardedTensor(
         f"{PREFIX}.{state_key}.{shard.key}",
         state.data,
@@ -80,10 +80,10 @@ def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: s
     return TreeError(error_text(f"{rule}: {state_key!r} of {param.key!r}", found=found, expected=expected, fix=fix))
 
 
-def cuts_of(shard: ShardedTensor) -> list[Cut]:
+def cuts_of(shard: ShardedTensor) -> list[AxisCut]:
     """Return how a parameter's own axes are cut."""
     front = shard.prepend_axis_num
-    return list(map(Cut, shard.local_shape, shard.global_offset[front:], shard.global_shape[front:]))
+    return list(map(AxisCut, shard.local_shape, shard.global_offset[front:], shard.global_shape[front:]))
 
 
 def check_where_cut(rule: str, where_cut: object, choices: Sequence[str] = ("refuse", "equal", "own")) -> None:
@@ -133,7 +133,7 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
     return rule
 
 
-def copies(shard: ShardedTensor, apart: Sequence[Cut]) -> ReplicaId:
+def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
     """Return the replica id of what shards have alike although they differ along axes of the parameter."""
     replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else shard.replica_id
     # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
@@ -217,7 +217,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
         place = _place(shard, local, state_key, where_cut)
         keeps_axis = own.axes(shard.prepend_axis_num) == axes
         cuts = cuts_of(shard)
-        cuts[local : local + 1] = [Cut(1, place.index, place.pieces)] if keeps_axis else []
+        cuts[local : local + 1] = [AxisCut(1, place.index, place.pieces)] if keeps_axis else []
         if place.pieces > 1 and not keeps_axis:
             return _one_per_piece(shard, state_key, own, cuts, place.pieces)
         return placed("reduced_axis", shard, state_key, own, cuts, place.replica_id)
@@ -226,7 +226,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
 
 
 def _one_per_piece(
-    shard: ShardedTensor, state_key: str, own: OptimizerState, cuts: Sequence[Cut], pieces: int
+    shard: ShardedTensor, state_key: str, own: OptimizerState, cuts: Sequence[AxisCut], pieces: int
 ) -> ShardedTensor | ShardedObject:
     """Return the shard of a state without the axis that each piece of a parameter has reduced by itself."""
     # A stored one has an axis for each of the grid's in front; of one with one axis in all it couldn't be told which.
@@ -294,7 +294,7 @@ def _place(shard: ShardedTensor, local: int, state_key: str, where_cut: WhereCut
     if size == whole:
         return _Place(1, 0, shard.replica_id)
     if where_cut == "equal":
-        return _Place(1, 0, copies(shard, [Cut(size, offset, whole)]))
+        return _Place(1, 0, copies(shard, [AxisCut(size, offset, whole)]))
     if where_cut == "refuse":
         found = f"{size} of {whole} indices of axis {at}"
         raise unfit("reduced_axis", shard, state_key, found, "all of them; or where_cut='equal' or 'own'")

@@ -13,7 +13,7 @@ from ..core.geometry import as_int
 from ..core.mapping import ShardedTensor
 from ..errors import ShapeError, TreeError, error_text
 from ..meshes import Mesh, PartitionSpec, abstract_at, from_local
-from ._axes import Cut, WhereCut, check_where_cut, cuts_of, one_per_shard, placed, unfit
+from ._axes import AxisCut, WhereCut, check_where_cut, cuts_of, one_per_shard, placed, unfit
 from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._per_parameter import built_shards, first_element, per_parameter
 from ._state_dict import ShardedParam, check_param
@@ -175,7 +175,7 @@ def block_scales(block_size: int) -> OptimizerRule:
         if count and not (_are_consecutive(param, begin, count) and is_aligned):
             found = f"{param.local_shape} at {param.global_offset} of {param.global_shape}, blocks of {block_size}"
             raise unfit("block_scales", param, state_key, found, "whole blocks of the whole parameter")
-        blocks = Cut(*(-(-elements // block_size) for elements in (count, begin, whole)))
+        blocks = AxisCut(*(-(-elements // block_size) for elements in (count, begin, whole)))
         return placed("block_scales", param, state_key, OptimizerState.of(state), [blocks], param.replica_id)
 
     return rule

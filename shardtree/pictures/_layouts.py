@@ -17,12 +17,12 @@ from ..core.trees import near_names
 from ..errors import KeyMismatch, error_text, plural, size_text
 from ..meshes import Mesh, PartitionSpec, mesh_columns, splits
 from ._picture import Bar, Bars, Cell, Entry, Picture, Plane
-from ._regions import Regions, places, regions_of
+from ._regions import PlaneRegions, places, regions_of
 from ._style import rank_labels, rank_words
 from ._tensors import (
     ELSEWHERE,
     RANKS,
-    Holders,
+    HolderNames,
     digit,
     faults_legend,
     notes_on,
@@ -74,7 +74,7 @@ def shard_picture(shard: ShardedTensor) -> Picture:
     """
     # A replica alone would be a hole: here only its place matters.
     columns = shard_columns([replace(shard, replica_id=0, data=None)])
-    this = Holders(lambda _: "this shard", lambda _: ("this shard", "shard"), ELSEWHERE)
+    this = HolderNames(lambda _: "this shard", lambda _: ("this shard", "shard"), ELSEWHERE)
     return _tensor_picture(columns, shard.key, this, with_gaps=False)
 
 
@@ -102,7 +102,7 @@ def stored_picture(layout: StoredLayout) -> Picture:
 
     if not keys:
         return Picture("no tensors", ())
-    holders = Holders(words, labels, Entry("hole", "stored in no file", "!"))
+    holders = HolderNames(words, labels, Entry("hole", "stored in no file", "!"))
     one = len(keys) == 1
     picture = _tensor_picture(layout.columns, keys[0], holders) if one else _overview(layout.columns, holders, "file")
     return replace(picture, rows=(*picture.rows, (_file_bars(layout),)))
@@ -136,7 +136,7 @@ def checked_key(keys: Sequence[str], key: object) -> str:
     raise KeyMismatch(error_text("draw: no such tensor", found=repr(key)[:200], fix=fix))
 
 
-def _tensor_picture(columns: ShardColumns, key: str, holders: Holders, *, with_gaps: bool = True) -> Picture:
+def _tensor_picture(columns: ShardColumns, key: str, holders: HolderNames, *, with_gaps: bool = True) -> Picture:
     number = columns.keys.index(key)
     kind, title = columns.kinds[number], f"{key!r} {columns.kinds[number]}"
     sheets = tensor_sheets(columns, key, most=MOST_REGIONS, with_gaps=with_gaps)
@@ -153,7 +153,7 @@ def _tensor_picture(columns: ShardColumns, key: str, holders: Holders, *, with_g
     return Picture(title, _in_rows(planes), (*notes, *notes_on(sheets)), faults_legend(planes))
 
 
-def _overview(columns: ShardColumns, holders: Holders, noun: str) -> Picture:
+def _overview(columns: ShardColumns, holders: HolderNames, noun: str) -> Picture:
     """Return the picture of several tensors, those with faults first, then the largest, each small."""
     faulty = set(np.unique(sharding_faults(select_rows(columns, np.flatnonzero(columns.main))).key).tolist())
     length = [np.prod(kind.global_shape, dtype=np.float64) for kind in columns.kinds]
@@ -163,7 +163,7 @@ def _overview(columns: ShardColumns, holders: Holders, noun: str) -> Picture:
     return _small_planes(counts, columns, order, holders)
 
 
-def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], holders: Holders) -> Picture:
+def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], holders: HolderNames) -> Picture:
     """Return the picture of the first of some tensors, each small; all of a rank's own, where that is all there is."""
     is_one_rank = holders.absent is ELSEWHERE
     keys = [columns.keys[number] for number in order[:_MOST_TENSORS]]
@@ -207,7 +207,7 @@ def tree_picture(columns: ShardColumns) -> Picture:
         ("one rank's 2 tensors, 48 B", 2)
     """
     order = np.argsort(-group_sums(columns.key, columns.nbytes, len(columns.keys)), kind="stable").tolist()
-    this = Holders(lambda _: "held here", lambda _: ("held here", "here"), ELSEWHERE)
+    this = HolderNames(lambda _: "held here", lambda _: ("held here", "here"), ELSEWHERE)
     mine = replace(columns, main=np.ones(len(columns), dtype=np.bool_), rank=np.zeros(len(columns), dtype=np.int64))
     return _small_planes(f"one rank's {plural(len(order), 'tensor')}", mine, order, this)
 
@@ -336,7 +336,7 @@ def _grid(
     )
 
 
-def _band_names(regions: Regions, axis: int) -> tuple[str, ...]:
+def _band_names(regions: PlaneRegions, axis: int) -> tuple[str, ...]:
     edges = (regions.row_edges, regions.column_edges)[axis].tolist()
     if len(edges) == 2 and edges[1] == 1:
         return ()

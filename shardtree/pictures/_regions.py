@@ -16,7 +16,7 @@ _MERGED_BANDS, _MERGED_SQUARE = 32, 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class PlaneRegion:
     """A rectangle of a plane.
 
     Attributes:
@@ -31,7 +31,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Regions:
+class PlaneRegions:
     """A plane in regions that don't overlap and leave nothing out.
 
     Attributes:
@@ -43,17 +43,17 @@ class Regions:
 
     row_edges: Column
     column_edges: Column
-    regions: tuple[Region, ...]
+    regions: tuple[PlaneRegion, ...]
     is_merged: bool
 
-    def place(self, region: Region) -> tuple[slice, slice]:
+    def place(self, region: PlaneRegion) -> tuple[slice, slice]:
         """Return which elements a region has, along both axes."""
         (top, bottom), (left, right) = region.rows, region.columns
         row, column = self.row_edges.tolist(), self.column_edges.tolist()
         return slice(row[top], row[bottom]), slice(column[left], column[right])
 
 
-def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Column, most: int) -> Regions:
+def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Column, most: int) -> PlaneRegions:
     """Return a plane's regions: as the boxes cut it, or coarser where there would be too many.
 
     Args:
@@ -89,8 +89,8 @@ def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Colum
     regions = []
     for top, bottom, left, right in _rectangles(_names_of_sets(spans, rows.size - 1, columns.size - 1)):
         is_here = (spans[0] < bottom) & (spans[1] > top) & (spans[2] < right) & (spans[3] > left)
-        regions.append(Region((top, bottom), (left, right), np.flatnonzero(is_here)))
-    return Regions(rows, columns, tuple(regions), bands != (exact[0].size - 1, exact[1].size - 1))
+        regions.append(PlaneRegion((top, bottom), (left, right), np.flatnonzero(is_here)))
+    return PlaneRegions(rows, columns, tuple(regions), bands != (exact[0].size - 1, exact[1].size - 1))
 
 
 def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from ..core.geometry import Column, distinct, rows_of
 from ..core.layouts import ShardColumns, TensorKind, place_text, select_rows, shard_boxes, sharding_faults
 from ._picture import TONES, Cell, Entry, Plane
-from ._regions import Region, Regions, places, regions_of
+from ._regions import PlaneRegion, PlaneRegions, places, regions_of
 from ._style import rank_labels, rank_words
 
 _MOST_SLICES = 8
@@ -22,7 +22,7 @@ ELSEWHERE = Entry("none", "on other ranks", ".")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holders:
+class HolderNames:
     """How those who hold pieces are named: ranks, or files.
 
     Attributes:
@@ -36,7 +36,7 @@ class Holders:
     absent: Entry = HOLE
 
 
-RANKS = Holders(rank_words, rank_labels)
+RANKS = HolderNames(rank_words, rank_labels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Sheet:
     kind: TensorKind
     axes: tuple[int | None, int]
     others: dict[int, slice]
-    regions: Regions
+    regions: PlaneRegions
     holders: tuple[Column, ...]
     lead: tuple[int, ...]
     faults: tuple[str, ...]
@@ -209,7 +209,7 @@ def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
 def plane_of(
     sheet: Sheet,
     tones: dict[int, str],
-    holders: Holders,
+    holders: HolderNames,
     *,
     heading: str = "",
     short_heading: str = "",
@@ -256,7 +256,7 @@ def _aspect(sheet: Sheet) -> float:
 
 
 def _looks(
-    sheet: Sheet, number: int, region: Region, tones: dict[int, str], holders: Holders
+    sheet: Sheet, number: int, region: PlaneRegion, tones: dict[int, str], holders: HolderNames
 ) -> tuple[str, str, tuple[str, ...], str]:
     """Return a region's tone, title, labels and mark."""
     place = place_text(_box(sheet, region))
@@ -283,7 +283,7 @@ def digit(holder: int) -> str:
     return _DIGITS[holder % len(_DIGITS)] if holder >= 0 else "."
 
 
-def _box(sheet: Sheet, region: Region) -> tuple[slice, ...]:
+def _box(sheet: Sheet, region: PlaneRegion) -> tuple[slice, ...]:
     """Return a region's place in the global tensor."""
     rows, columns = sheet.regions.place(region)
     spans = sheet.others | {sheet.axes[1]: columns} | ({} if sheet.axes[0] is None else {sheet.axes[0]: rows})

@@ -93,7 +93,7 @@ class FileMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StepRecord:
     """The content of a step's record.
 
     Attributes:
@@ -109,11 +109,11 @@ class Record:
     removing: tuple[FileMark, ...] = ()
 
 
-def encode_record(record: Record) -> bytes:
+def encode_record(record: StepRecord) -> bytes:
     """Return a record's bytes.
 
     Examples:
-        >>> encode_record(Record(12.5, {"loss": float("nan")}))
+        >>> encode_record(StepRecord(12.5, {"loss": float("nan")}))
         b'{"metrics":{"loss":"nan"},"pinned":false,"removing":[],"step_record":1,"time":12.5}'
     """
     # JSON has no NaN and no infinity.
@@ -123,7 +123,7 @@ def encode_record(record: Record) -> bytes:
     return canonical_json({"step_record": _VERSION, **fields})
 
 
-def decode_record(data: bytes, where: str) -> Record:
+def decode_record(data: bytes, where: str) -> StepRecord:
     """Return the record of a file's bytes.
 
     Raises:
@@ -135,14 +135,14 @@ def decode_record(data: bytes, where: str) -> Record:
             raise ValueError("not a record of this version")
         metrics = {str(name): _number(value) for name, value in fields["metrics"].items()}
         removing = tuple(FileMark(_text(name), _whole(size), _time(when)) for name, size, when in fields["removing"])
-        return Record(_time(fields["time"]), metrics, fields["pinned"], removing)
+        return StepRecord(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         fix = "It was damaged, or made by another program or a later version; the step is kept."
         what = f"series: {where!r} isn't a record of a step"
         raise CorruptCheckpoint(error_text(what, found=error, fix=fix)) from None
 
 
-def read_record(root: Storage, folder: str) -> Record | None:
+def read_record(root: Storage, folder: str) -> StepRecord | None:
     """Return the record of a step, None if it has none.
 
     Raises:
@@ -164,7 +164,7 @@ def read_record(root: Storage, folder: str) -> Record | None:
         raise
 
 
-def write_record(root: Storage, folder: str, record: Record) -> None:
+def write_record(root: Storage, folder: str, record: StepRecord) -> None:
     """Replace the record of a step atomically; its folder must exist."""
     root.replace(f"{folder}/{RECORD_FILE}", encode_record(record), durable=True)
 
@@ -279,20 +279,20 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
             raise
         return None  # removed in between
     if record.removing:
-        record = Record()  # that one was of a checkpoint which another save has replaced since
+        record = StepRecord()  # that one was of a checkpoint which another save has replaced since
     return SavedStep(number, time, record.metrics, record.pinned, folder)
 
 
-def sound_record(root: Storage, folder: str) -> Record:
+def sound_record(root: Storage, folder: str) -> StepRecord:
     """Return a step's record; one that can't be read counts as pinned, which the step may have been."""
     try:
-        return read_record(root, folder) or Record()
+        return read_record(root, folder) or StepRecord()
     except CorruptCheckpoint as error:
         logger.warning("%s", error)
-        return Record(pinned=True)
+        return StepRecord(pinned=True)
 
 
-def is_being_removed(root: Storage, folder: str, record: Record) -> bool:
+def is_being_removed(root: Storage, folder: str, record: StepRecord) -> bool:
     """Return whether a removal of the checkpoint that is in a folder was begun, and wasn't finished.
 
     If the file that makes it a checkpoint is another one by now, a save that didn't know of the removal has put a new

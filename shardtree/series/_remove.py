@@ -30,7 +30,7 @@ from ..shell.table import Strategies, is_save_folder, is_surely_orphaned, remove
 from ._listing import (
     RECORD_FILE,
     FileMark,
-    Record,
+    StepRecord,
     is_being_removed,
     list_steps,
     mark,
@@ -198,7 +198,7 @@ def _is_as_planned(root: Storage, item: StepFiles) -> bool:
 def _note(root: Storage, item: StepFiles) -> bool:
     """Note in a step's folder which files go; return False if another process has removed it since the first look."""
     try:
-        write_record(root, item.folder, Record(removing=item.files))
+        write_record(root, item.folder, StepRecord(removing=item.files))
     except StorageError:
         if any(mark(root, item.folder, file.name) == file for file in item.files):
             raise

@@ -13,7 +13,7 @@ from ..errors import MetadataError, error_text
 from ..shell.checkpoint import is_checkpoint
 from ..shell.storage import Storage, folder_in, remove_folder
 from ..shell.table import AsyncRequest, Strategies
-from ._listing import RECORD_FILE, Record, read_record, sound_record, step_folder, step_number, write_record
+from ._listing import RECORD_FILE, StepRecord, read_record, sound_record, step_folder, step_number, write_record
 from ._remove import finish_removal
 from .policies import SavedStep
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class SavePlace:
     """Where one save of a step goes.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
 
     root: Storage
     folder: str
-    record: Record
+    record: StepRecord
     strategies: Strategies | None
 
     @property
@@ -99,7 +99,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
     return folder
 
 
-def with_record(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
+def with_record(request: AsyncRequest[T], place: SavePlace) -> AsyncRequest[T]:
     """Return a save that leaves a record of its step, written on rank 0."""
     if request.world.rank != 0:
         return request.add_finalize_fn(nothing)  # ranks finalize together: each has as many functions
@@ -126,19 +126,19 @@ def nothing() -> None:
     """Do nothing: a finalizer of ranks that have nothing to do then."""
 
 
-def _announce(place: Place, before: list[bytes | None]) -> None:
+def _announce(place: SavePlace, before: list[bytes | None]) -> None:
     """Write the record before the checkpoint counts; while an old checkpoint is there, it has the pins of both."""
     data = place.root.read(place.name) if place.root.length(place.name) is not None else None
     record = replace(place.record, time=time.time())
     if place.is_finished():
         # Without metrics and time: a crash before the commit must not leave the old checkpoint with the new one's.
         pinned = record.pinned or sound_record(place.root, place.folder).pinned
-        record = Record(pinned=pinned)
+        record = StepRecord(pinned=pinned)
     before[:] = [data]  # first: where the write fails, the old one is to be restored
     write_record(place.root, place.folder, record)
 
 
-def _take_back(place: Place, before: bytes | None) -> None:
+def _take_back(place: SavePlace, before: bytes | None) -> None:
     """Restore the record that was there before, None if there was none. Never raises."""
     try:
         if before is not None:
@@ -150,12 +150,12 @@ def _take_back(place: Place, before: bytes | None) -> None:
         logger.warning("series: what a failed save noted stays in %s: %s", place.root.where(place.folder), error)
 
 
-def change_record(root: Storage, step: SavedStep, change: Callable[[Record], Record]) -> None:
+def change_record(root: Storage, step: SavedStep, change: Callable[[StepRecord], StepRecord]) -> None:
     """Change the record of a finished step; its time stays.
 
     Raises:
         CorruptCheckpoint: the record that is there can't be read.
     """
-    before = read_record(root, step.folder) or Record()
-    record = Record() if before.removing else before
+    before = read_record(root, step.folder) or StepRecord()
+    record = StepRecord() if before.removing else before
     write_record(root, step.folder, replace(change(record), time=step.time))

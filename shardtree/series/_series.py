@@ -20,10 +20,10 @@ from ..shell.checkpoint.saving import save
 from ..shell.storage import Directory, Storage, folder_in, storage_at
 from ..shell.table import AsyncRequest, SaveOptions, Strategies
 from ..shell.world import World, agree, current_world, on_rank_zero
-from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
+from ._listing import StepRecord, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
 from ._remove import apply_policy, clean, drop_after, plan_removal, remove_steps
-from ._save import Place, alike_step, change_record, checked_step, folder_for, nothing, with_record
+from ._save import SavePlace, alike_step, change_record, checked_step, folder_for, nothing, with_record
 from .policies import Choose, SavedStep
 
 logger = logging.getLogger("shardtree")
@@ -220,7 +220,7 @@ class CheckpointSeries:
             # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
             arguments["options"] = replace(arguments.get("options") or SaveOptions(), snapshot=False)
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
-        place = Place(self._storage, folder, Record(None, values, bool(pinned)), arguments["strategies"])
+        place = SavePlace(self._storage, folder, StepRecord(None, values, bool(pinned)), arguments["strategies"])
         noting = with_record(request, place)
         if self.keep is not None:
             noting = noting.add_finalize_fn(self._apply(self.keep, number) if ranks.rank == 0 else nothing)
@@ -374,7 +374,7 @@ class CheckpointSeries:
             logger.warning("series: step %d is passed over: %s", step.number, wrong)
         return None
 
-    def _change(self, step: int | SavedStep, change: Callable[[Record], Record]) -> None:
+    def _change(self, step: int | SavedStep, change: Callable[[StepRecord], StepRecord]) -> None:
         def run() -> None:
             change_record(self._storage, self._find(step), change)
 

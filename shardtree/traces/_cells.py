@@ -14,14 +14,14 @@ from ..core.codec import dtype_name, format_tag, is_tagged
 from ..errors import shorten
 from ._arguments import is_ordinary, tensors_in
 from ._moves import Move, Written, read_of, through, whole
-from ._refusals import Refusals, caller
+from ._refusals import RunRefusals, caller
 from ._steps import Constant, Kind, bits, reread, seen_through
 
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
 
 
-class Cell:
+class MemoryCell:
     """What a storage holds while code runs.
 
     Attributes:
@@ -65,11 +65,11 @@ class Tracer(torch.Tensor):
     """A tensor without data: a view of a cell, of which a meta tensor has shape and strides."""
 
     record: Cells
-    cell: Cell
+    cell: MemoryCell
     meta: torch.Tensor
 
     @staticmethod
-    def __new__(cls, record: Cells, cell: Cell, meta: torch.Tensor) -> Tracer:
+    def __new__(cls, record: Cells, cell: MemoryCell, meta: torch.Tensor) -> Tracer:
         if torch.is_inference_mode_enabled():
             # Sources are made outside of it, and torch takes no inference tensors for slices of others.
             with torch.inference_mode(mode=False):
@@ -174,9 +174,9 @@ class Cells(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cells: dict[int, Cell] = {}
+        self.cells: dict[int, MemoryCell] = {}
         self.lent: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.refusals = Refusals()
+        self.refusals = RunRefusals()
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
         self.storages: dict[int, torch.TypedStorage] = {}  # what code was given for storages, by their addresses
@@ -191,13 +191,13 @@ class Cells(TorchDispatchMode):
         """Return the tracer of a source."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-        return Tracer(self, Cell(kind.numel, kind.dtype, whole(name, kind.numel)), meta)
+        return Tracer(self, MemoryCell(kind.numel, kind.dtype, whole(name, kind.numel)), meta)
 
     def fresh(self, meta: torch.Tensor) -> Tracer:
         """Return a new tensor like a meta one, of which nothing is written."""
-        return Tracer(self, Cell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
+        return Tracer(self, MemoryCell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
 
-    def find_cell(self, tensor: torch.Tensor) -> Cell | None:
+    def find_cell(self, tensor: torch.Tensor) -> MemoryCell | None:
         """Return a tensor's cell, None for an ordinary one that nothing is recorded of."""
         if isinstance(tensor, Tracer):
             return tensor.cell
@@ -211,7 +211,7 @@ class Cells(TorchDispatchMode):
             cell.numel, cell.dtype = cell.numel * cell.dtype.itemsize // tensor.itemsize, tensor.dtype
         return cell
 
-    def cell(self, tensor: torch.Tensor) -> Cell:
+    def cell(self, tensor: torch.Tensor) -> MemoryCell:
         """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
         cell = self.find_cell(tensor)
         if cell is None:
@@ -219,7 +219,7 @@ class Cells(TorchDispatchMode):
                 self.refuse(f"what is made with a {type(tensor).__name__}", [])
             storage = tensor.untyped_storage()
             count = storage.nbytes() // tensor.itemsize
-            cell = Cell(count, tensor.dtype, keep=storage)
+            cell = MemoryCell(count, tensor.dtype, keep=storage)
             if storage._cdata not in self.lent:  # those may have other elements at any time
                 self.cells[storage._cdata] = cell
             if tensor.device.type != "meta" and count:
@@ -242,7 +242,7 @@ class Cells(TorchDispatchMode):
         meta = meta.conj() if value.is_conj() else meta
         return Tracer(self, cell, torch._neg_view(meta) if value.is_neg() else meta)
 
-    def seen(self, cell: Cell, view: torch.Tensor) -> tuple[Any, ...]:
+    def seen(self, cell: MemoryCell, view: torch.Tensor) -> tuple[Any, ...]:
         """Return the steps that a storage's elements go through in a view of it."""
         return (*reread(cell.dtype, view.dtype), *seen_through(view))
 
@@ -279,7 +279,7 @@ class Cells(TorchDispatchMode):
 
     # Whose memory it is.
 
-    def held(self, tensor: torch.Tensor) -> Cell | None:
+    def held(self, tensor: torch.Tensor) -> MemoryCell | None:
         """Return the cell of a tensor that holds traced values, which are in no memory; else None."""
         if isinstance(tensor, Tracer) or not is_ordinary(tensor):
             return tensor.cell if isinstance(tensor, Tracer) else None
@@ -316,7 +316,7 @@ class Cells(TorchDispatchMode):
         """Return which sources are in tensors, for a message."""
         return self.names_in([cell for each in tensors if (cell := self.find_cell(each)) is not None])
 
-    def names_in(self, cells: Sequence[Cell]) -> str:
+    def names_in(self, cells: Sequence[MemoryCell]) -> str:
         """Return which sources are in cells, for a message."""
         moves = (move for cell in cells for move in cell.writes if not isinstance(move.root, Constant))
         roots = dict.fromkeys(repr(str(move.root)) for move in moves)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ._arguments import is_ordinary, tensors_in
 from ._cells import Cells, Tracer, become
 from ._steps import kind_of
-from ._storages import Storage, is_asked_by_torch
+from ._storages import LentStorage, is_asked_by_torch
 
 Args = tuple[Any, ...]
 Options = Mapping[str, Any]
@@ -126,7 +126,7 @@ def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Option
         return _give(record, func, args, kwargs)
     with torch._C._DisableTorchDispatch():
         true = func(*args, **kwargs)
-    storage = Storage(record, tensor, true, _name(func))
+    storage = LentStorage(record, tensor, true, _name(func))
     # Torch has one untyped object for each storage, which code may compare.
     return record.storages.setdefault(true._cdata, storage) if is_untyped else storage
 

@@ -12,7 +12,7 @@ from ..core.lazy import is_view
 from ..errors import TraceError, error_text
 from . import _operations as operations
 from ._arguments import elements_of, is_composite, is_ordinary, is_plain, mapped, tensors_in, written
-from ._cells import Cell, Cells, Tracer, meta_of
+from ._cells import Cells, MemoryCell, Tracer, meta_of
 from ._memory import Watch
 from ._steps import Constant, operator_name
 from ._writes import copy_into
@@ -22,7 +22,7 @@ _LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of
 _FILLS = ("copy_", "fill_", "zero_")
 
 
-class Record(Cells):
+class RecordingMode(Cells):
     """One run: how each of torch's operations is recorded."""
 
     @classmethod
@@ -176,7 +176,7 @@ class Record(Cells):
             self.own(result)
             if is_empty and result.numel():
                 storage = result.untyped_storage()
-                self.cells[storage._cdata] = Cell(storage.nbytes() // result.itemsize, result.dtype, keep=storage)
+                self.cells[storage._cdata] = MemoryCell(storage.nbytes() // result.itemsize, result.dtype, keep=storage)
 
     def check_unchanged(self) -> None:
         """Raise unless all changes of tensors that were met are recorded.

@@ -14,7 +14,7 @@ from ..errors import TraceError, error_text
 _OURS = (__file__.removesuffix("_refusals.py"), *torch.__path__)
 
 
-class Refusals:
+class RunRefusals:
     """The refusals of one run."""
 
     def __init__(self) -> None:

@@ -18,13 +18,13 @@ _WHICH = {
 """What tells which storage it is, and nothing of its elements."""
 
 
-class Storage(torch.TypedStorage):
+class LentStorage(torch.TypedStorage):
     """A tensor's storage, whose memory is lent once more is asked for than which one it is.
 
     Torch's functions in C take the `_untyped_storage` of a typed one, so none gets at the memory unseen.
     """
 
-    def __new__(cls, *args: Any) -> Storage:
+    def __new__(cls, *args: Any) -> LentStorage:
         return object.__new__(cls)  # that of typed ones makes memory
 
     def __init__(self, record: Cells, tensor: torch.Tensor, true: Any, name: str) -> None:
@@ -35,7 +35,7 @@ class Storage(torch.TypedStorage):
     def __getattribute__(self, word: str) -> Any:
         record, alias, true, name = object.__getattribute__(self, "_which")
         if word == "__class__":
-            return Storage
+            return LentStorage
         if word == "dtype":
             return alias.dtype
         if word not in _WHICH and not record.is_done:
@@ -52,7 +52,7 @@ class Storage(torch.TypedStorage):
 
 
 def _lends(word: str) -> Callable[..., Any]:
-    def forward(self: Storage, *args: Any) -> Any:
+    def forward(self: LentStorage, *args: Any) -> Any:
         return getattr(self, word)(*args)
 
     return forward
@@ -69,7 +69,7 @@ for _word in (
     "__deepcopy__",
     "__reduce__",
 ):
-    setattr(Storage, _word, _lends(_word))
+    setattr(LentStorage, _word, _lends(_word))
 
 
 def is_asked_by_torch() -> bool:

@@ -10,7 +10,7 @@ import torch
 from ..errors import TraceError
 from ._memory import Watch
 from ._outputs import checked_outputs, collected
-from ._recording import Record
+from ._recording import RecordingMode
 from ._steps import kind_of
 from ._threads import recorded
 from ._trace import Trace
@@ -61,7 +61,7 @@ def trace(
     References:
         `jax.make_jaxpr`, for the form.
     """
-    record = Record()
+    record = RecordingMode()
     # An open checkpoint's metadata: its values would be made, and its objects read.
     entries = getattr(sources, "metadata", sources)
     kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..core.mapping import ShardedBase, ShardedObject
 from ..core.trees import entries, like
 from ..errors import CheckpointingException, TreeError
-from ._places import Entry, Flat, entry_of
+from ._places import Flat, PlacedName, entry_of
 
 _LISTS: Final = ("params", "param_names")
 
@@ -73,11 +73,11 @@ class NamedParameters:
             those = self.ends.get(name, ())
             owners = [name] if name in those else those
             if self.changed.keys().isdisjoint(owners):
-                flat[Entry(f"\0{number}", (number,))] = name
+                flat[PlacedName(f"\0{number}", (number,))] = name
             elif len(owners) > 1:
                 raise TreeError(f"{name!r} is of {' or '.join(map(repr, sorted(owners)))}")
             else:
-                flat[Entry(owners[0], (number,))] = self.changed[owners[0]].without_data()
+                flat[PlacedName(owners[0], (number,))] = self.changed[owners[0]].without_data()
                 roots[number] = owners[0].removesuffix(name)
         if not roots:
             return names

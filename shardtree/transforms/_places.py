@@ -20,7 +20,7 @@ Flat = Mapping[str, Any]
 """A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
 
 
-class Entry(str):
+class PlacedName(str):
     """A name in the flat form of a tree, which knows the place that its leaf is from.
 
     Attributes:
@@ -37,25 +37,25 @@ class Entry(str):
 
     def __new__(
         cls, name: str, place: TreePath, *, is_plain: bool = False, is_moved: bool = False, says_place: bool = True
-    ) -> Entry:
+    ) -> PlacedName:
         entry = super().__new__(cls, name)
         entry.place, entry.is_plain, entry.is_moved, entry.says_place = place, is_plain, is_moved, says_place
         return entry
 
-    def of_kind(self, other: Entry) -> Entry:
+    def of_kind(self, other: PlacedName) -> PlacedName:
         """Return the same name and place, of a leaf that is plain where another entry's is."""
         how = {"is_moved": self.is_moved, "says_place": self.says_place}
-        return Entry(self, self.place, is_plain=other.is_plain, **how)
+        return PlacedName(self, self.place, is_plain=other.is_plain, **how)
 
 
-def entry_of(name: str) -> Entry:
+def entry_of(name: str) -> PlacedName:
     """Return a name as an entry: of a dict that is flat already, the path is the name.
 
     Examples:
         >>> entry_of("h.0.w").place
         ('h.0.w',)
     """
-    return name if isinstance(name, Entry) else Entry(name, (name,))
+    return name if isinstance(name, PlacedName) else PlacedName(name, (name,))
 
 
 def name_of(entry: str, leaf: ShardedBase) -> str:
@@ -68,7 +68,7 @@ def name_of(entry: str, leaf: ShardedBase) -> str:
     return leaf.unique_key if isinstance(leaf, ShardedObject) and not entry_of(entry).is_plain else leaf.key
 
 
-def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> Entry:
+def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
     """Return the entry of a leaf that is made of another one; what precedes the key in the name stays.
 
     Args:
@@ -88,7 +88,7 @@ def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> Entry:
     lead, front = _fronts(before, known)
     says_place = front is not None and after.startswith(lead)
     name = f"{front}{after.removeprefix(lead)}" if says_place else after
-    return Entry(name, known.place, is_plain=known.is_plain, is_moved=True, says_place=says_place)
+    return PlacedName(name, known.place, is_plain=known.is_plain, is_moved=True, says_place=says_place)
 
 
 def _fronts(key: str, entry: str) -> tuple[str, str | None]:
@@ -132,7 +132,7 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
     for name, path in _named(doing, old).items():
         leaf = old.leaves[path] if path in old.leaves else old.containers[path]
         box = leaf if isinstance(leaf, ShardedBase) else _boxed(name, leaf, has_shards)
-        flat[Entry(name, path, is_plain=box is not None and box is not leaf)] = leaf if box is None else box
+        flat[PlacedName(name, path, is_plain=box is not None and box is not leaf)] = leaf if box is None else box
     return planted(doing, tree, [_placed(old, entry_of(name), leaf) for name, leaf in change(flat).items()])
 
 
@@ -182,7 +182,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_lazy
 
 
-def _placed(old: Places, entry: Entry, leaf: Any) -> tuple[Place, Any]:
+def _placed(old: Places, entry: PlacedName, leaf: Any) -> tuple[Place, Any]:
     value = leaf.data if entry.is_plain else leaf
     if not entry.is_moved:
         return kept_place(old, entry.place), value

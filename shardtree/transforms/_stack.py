@@ -13,8 +13,8 @@ import torch
 from ..core.geometry import check_type, integers
 from ..core.mapping import ShardedBase, ShardedTensor
 from ..core.trees import (
+    FormPiece,
     KeyForm,
-    Piece,
     check_stars,
     fill_key,
     join_data,
@@ -64,7 +64,7 @@ def stack_layers(tree: Any, prefix: str) -> Any:
                 [2, 2]])
     """
     # Without leading zeros: unstacking must give back the same keys.
-    form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("number"), text_piece("."), Piece("rest")))
+    form = KeyForm((*key_form(prefix).pieces, text_piece("."), FormPiece("number"), text_piece("."), FormPiece("rest")))
 
     def stacked(flat: Flat) -> dict[str, Any]:
         new = _stacks(flat, form)
@@ -154,7 +154,7 @@ def unstack_layers(tree: Any, prefix: str) -> Any:
         >>> {key: shard.data.tolist() for key, shard in unstack_layers({"h.w": stacked}, "h").items()}
         {'h.0.w': [0, 1], 'h.1.w': [2, 3], 'h.2.w': [4, 5]}
     """
-    form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("rest without number")))
+    form = KeyForm((*key_form(prefix).pieces, text_piece("."), FormPiece("rest without number")))
 
     def layers(tree: Flat) -> dict[str, list[ShardedTensor]]:
         tensors = flat_tensors(tree)
@@ -197,8 +197,8 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
 
 # Keeping some layers.
 
-_STATE, _GROUP = (text_piece("state."), Piece("part"), text_piece(".")), (text_piece("param_group."),)
-_STATES = one_of((Piece("parts before"), text_piece("optimizer."), one_of(_STATE, _GROUP)), ())
+_STATE, _GROUP = (text_piece("state."), FormPiece("part"), text_piece(".")), (text_piece("param_group."),)
+_STATES = one_of((FormPiece("parts before"), text_piece("optimizer."), one_of(_STATE, _GROUP)), ())
 """What precedes a parameter's key where an optimizer's states, or its groups, are stored."""
 
 
@@ -230,8 +230,8 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
         ['h.0.w', 'h.1.w', 'optimizer.state.exp_avg.h.1.w']
     """
     layers, absent = integers("keep_layers", "layers", layers), integers("keep_layers", "absent", absent)
-    end = one_of((text_piece("."), Piece("rest")), ())
-    form = KeyForm((_STATES, *key_form(prefix).pieces, text_piece("."), Piece("number"), end))
+    end = one_of((text_piece("."), FormPiece("rest")), ())
+    form = KeyForm((_STATES, *key_form(prefix).pieces, text_piece("."), FormPiece("number"), end))
     # Behind an optimizer's name, a number of these layers that no parameter in the tree explains.
     numbered = re.compile(rf"(?:.+\.)?{re.escape(prefix.rpartition('.')[2])}\.[0-9]+(?:\..+)?", re.DOTALL)
 

@@ -11,7 +11,7 @@ import torch
 import shardtree as st
 from shardtree.core.trees import differing_prefix
 from shardtree.errors import CheckpointingException, IntegrityError, TreeError
-from shardtree.formats.torch_dist._buckets import Piece, is_bucket
+from shardtree.formats.torch_dist._buckets import BucketPiece, is_bucket
 from shardtree.formats.torch_dist._parameter_order import full_name, known_orders, layer_of
 from shardtree.transforms import keep_layers, stack_layers, unstack_layers
 from tests.faults.absurd_numbers import QUICK, entry_points
@@ -66,7 +66,7 @@ def test_a_huge_number_of_a_layer_is_counted_and_not_listed() -> None:
 
 @pytest.mark.parametrize("key", ["layers." * 100_000 + "\n", "embedding" * 100_000 + "\n", LONG["digits"]])
 def test_parameters_are_put_in_order_by_keys_of_any_length(key: str) -> None:
-    piece = Piece(key, (), (), ())
+    piece = BucketPiece(key, (), (), ())
     for order in known_orders(None):
         order.place(piece)
     assert len(full_name(piece)) >= len(key) and layer_of(piece)[0] in (0, None)

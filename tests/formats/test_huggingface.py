@@ -24,7 +24,7 @@ from shardtree.errors import (
     UnsupportedValue,
 )
 from shardtree.formats import huggingface
-from shardtree.formats.huggingface._listing import Listing
+from shardtree.formats.huggingface._listing import ModelListing
 from shardtree.formats.huggingface._load import read_headers
 from shardtree.storage import MemoryStorage, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
@@ -467,5 +467,5 @@ def test_headers_of_a_remote_model_are_in_flight_together():
     names = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
     for name in names:
         storage.write(name, [memoryview(safetensors.torch.save({name: torch.zeros(2, 3)}))], durable=False)
-    found = read_headers(storage, Listing("model.safetensors.index.json", tuple(names)))
+    found = read_headers(storage, ModelListing("model.safetensors.index.json", tuple(names)))
     assert [file.name for file in found] == names == [file.entries[0].name for file in found]

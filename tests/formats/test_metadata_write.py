@@ -13,7 +13,7 @@ from hypothesis import strategies as hs
 
 from shardtree.formats.pickles import Reduced, write_pickle
 from shardtree.formats.torch_dist import _metadata_write as module
-from shardtree.formats.torch_dist._metadata_write import Archive, Contents, Paths, encode_index_file
+from shardtree.formats.torch_dist._metadata_write import Archive, Paths, WrittenContents, encode_index_file
 from shardtree.layouts import ShardColumns, TensorKind
 
 NUMBERS = hs.one_of(
@@ -26,7 +26,7 @@ DTYPES = hs.sampled_from([torch.float32, torch.bfloat16, torch.int8])
 
 
 def one_by_one(
-    stored: Contents, save_id: str, values: dict[str, Archive] | None = None, paths: Paths | None = None
+    stored: WrittenContents, save_id: str, values: dict[str, Archive] | None = None, paths: Paths | None = None
 ) -> bytes:
     """Return the file as the writer of pickles makes it from a value for each record."""
     columns, archives, new = stored.columns, stored.objects | (values or {}), module._new
@@ -59,7 +59,7 @@ def one_by_one(
     return write_pickle(new("Metadata", **metadata))
 
 
-def stored_of(tensors: list[Any], files: tuple[str, ...], objects: dict[str, Archive]) -> Contents:
+def stored_of(tensors: list[Any], files: tuple[str, ...], objects: dict[str, Archive]) -> WrittenContents:
     """Return tensors as (key, kind, rows), each row (offset, shape, file, byte, length), as a save has them."""
     width = max((len(kind.global_shape) for _, kind, _ in tensors), default=0)
     rows = [(number, *row) for number, (_, _, rows) in enumerate(tensors) for row in rows]
@@ -83,11 +83,11 @@ def stored_of(tensors: list[Any], files: tuple[str, ...], objects: dict[str, Arc
         np.zeros(len(rows), dtype=np.int64),
         np.ones(len(rows), dtype=np.bool_),
     )
-    return Contents(columns, files, *(column([row[at] for row in rows]) for at in (3, 4, 5)), objects)
+    return WrittenContents(columns, files, *(column([row[at] for row in rows]) for at in (3, 4, 5)), objects)
 
 
 @hs.composite
-def saves(draw: hs.DrawFn) -> tuple[Contents, dict[str, Archive], Paths | None]:
+def saves(draw: hs.DrawFn) -> tuple[WrittenContents, dict[str, Archive], Paths | None]:
     files = tuple(f"__{number}_0.distcp" for number in range(draw(hs.integers(1, 4))))
     archives = hs.tuples(hs.sampled_from(files), NUMBERS, NUMBERS)
     names = draw(hs.lists(KEYS, unique=True, max_size=8))
@@ -103,7 +103,7 @@ def saves(draw: hs.DrawFn) -> tuple[Contents, dict[str, Archive], Paths | None]:
     return stored_of(tensors, files, others), draw(hs.sampled_from([{}, {"step": (files[0], 1, 2)}])), paths
 
 
-def law_of_bytes(save: tuple[Contents, dict[str, Archive], Paths | None]) -> None:
+def law_of_bytes(save: tuple[WrittenContents, dict[str, Archive], Paths | None]) -> None:
     stored, values, paths = save
     assert encode_index_file(stored, "id", values, paths) == one_by_one(stored, "id", values, paths)
 
@@ -114,7 +114,7 @@ def test_records_from_columns_have_the_bytes_of_records_one_by_one(save: Any, at
         law_of_bytes(save)
 
 
-def regular(tensors: int = 40, chunks: int = 9) -> tuple[Contents, dict[str, Archive], Paths | None]:
+def regular(tensors: int = 40, chunks: int = 9) -> tuple[WrittenContents, dict[str, Archive], Paths | None]:
     rows = [((300 * row, 0), (300, 7), row % 5, 2**33 + 1024 * row, 1024) for row in range(chunks)]
     names = [f"layers.{number:05}.weight" for number in range(tensors)]
     listed = [(name, TensorKind(torch.float32, (300 * chunks, 7), 0), rows) for name in names]

@@ -15,7 +15,7 @@ from torch import nn
 import shardtree as st
 from shardtree.errors import CheckpointingException, KeyMismatch, ShapeError
 from shardtree.interop.dtensor import ModuleKeys, _module_hooks, _module_walk, load_module
-from shardtree.interop.dtensor._module_names import Stored
+from shardtree.interop.dtensor._module_names import UnreadValue
 from shardtree.storage import MemoryStorage
 
 State = dict[str, torch.Tensor]
@@ -384,7 +384,7 @@ def test_a_load_state_dict_of_its_own_is_called() -> None:
 
 def test_a_stored_state_is_a_dict_of_what_is_read() -> None:
     def state() -> Any:
-        entries = {"a": Stored("a", (2,)), "b": 1}
+        entries = {"a": UnreadValue("a", (2,)), "b": 1}
         return _module_walk.StoredState(entries, lambda name, _: f"{name} was read")
 
     whole = {"a": "a was read", "b": 1}
@@ -392,7 +392,7 @@ def test_a_stored_state_is_a_dict_of_what_is_read() -> None:
         assert copied(state()) == whole
     assert [*state().values()] == [*whole.values()] and [*reversed(state())] == ["b", "a"]
     assert state().pop("a") == state().get("a") == state().setdefault("a", 3) == "a was read"
-    assert state().entries()["a"] == Stored("a", (2,))
+    assert state().entries()["a"] == UnreadValue("a", (2,))
     assert isinstance(state(), dict) and state() == whole
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.shell.checkpoint.loading import _choice
-from shardtree.shell.checkpoint.loading._choice import Place, exchange_choice
+from shardtree.shell.checkpoint.loading._choice import ReadPlace, exchange_choice
 from shardtree.shell.storage import _network, crosses_network
 from shardtree.storage import Capabilities, LocalStorage, MemoryStorage, ReadReport
 from shardtree.testing import watched
@@ -24,7 +24,7 @@ MIB = 2**20
 
 @given(some.lists(some.tuples(some.sampled_from("ab"), some.booleans()), min_size=1), some.none() | some.integers(0))
 def test_ranks_read_for_each_other_where_all_three_hold(places: list[tuple[str, bool]], saved: int | None) -> None:
-    found = exchange_choice("auto", [Place(*place) for place in places], saved)
+    found = exchange_choice("auto", [ReadPlace(*place) for place in places], saved)
     several, remote = len({host for host, _ in places}) > 1, any(far for _, far in places)
     much = saved is None or saved >= 128 * MIB * len(places)
     assert found.together is (several and remote and much)

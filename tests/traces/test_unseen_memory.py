@@ -18,7 +18,7 @@ from torch import nn
 import shardtree as st
 from shardtree.errors import TraceError
 from shardtree.traces import _memory
-from shardtree.traces._storages import Storage
+from shardtree.traces._storages import LentStorage
 from tests.traces.test_recording import Tensors, Wrapped, eager_and_traced
 
 GIVEN = {"a": torch.arange(24.0).view(4, 6)}
@@ -99,7 +99,7 @@ def shows(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(shows, value))
     if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
-        return not isinstance(value, Storage) or shows(list(value))
+        return not isinstance(value, LentStorage) or shows(list(value))
     return value == POISON if isinstance(value, (int, float, complex)) else isinstance(value, str) and "1234" in value
 
 

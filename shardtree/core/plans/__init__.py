@@ -3,8 +3,8 @@
 import typing
 
 from ._save import (
+    HeldLine,
     Holders,
-    Line,
     Parts,
     deal_out,
     find_holders,

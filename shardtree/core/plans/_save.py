@@ -152,7 +152,7 @@ _MANY_SETS = 2000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
+class HeldLine:
     """Pieces that one set of ranks holds, laid end to end as a line, and where the line may be cut.
 
     Attributes:
@@ -178,7 +178,7 @@ class Parts:
     sender: Column
 
 
-def deal_out(alone: Parts, lines: list[Line], load: Column, shortest_cut: int) -> Parts:
+def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: int) -> Parts:
     """Return who sends, or reads, what: of each line its holders take parts, so that ranks are level.
 
     Args:
@@ -189,7 +189,8 @@ def deal_out(alone: Parts, lines: list[Line], load: Column, shortest_cut: int) -
 
     Examples:
         >>> none, one = np.zeros(0, dtype=np.int64), np.array([100])
-        >>> parts = deal_out(Parts(*[none] * 4), [Line(one * 0, one, one // 50, np.arange(2))], np.array([20, 0]), 1)
+        >>> line = HeldLine(one * 0, one, one // 50, np.arange(2))
+        >>> parts = deal_out(Parts(*[none] * 4), [line], np.array([20, 0]), 1)
         >>> parts.sender.tolist(), parts.begin.tolist(), parts.end.tolist()
         ([0, 1], [0, 40], [40, 100])
     """
@@ -217,7 +218,7 @@ def _add_load(load: Column, parts: Parts, sign: int) -> Column:
     return load
 
 
-def _assign_line(line: Line, load: Column, shortest_cut: int) -> Parts:
+def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
     """Return a line's pieces with their senders: each holder gets a interval whose length levels its load."""
     end = np.cumsum(line.size)
     begin = end - line.size

@@ -44,7 +44,7 @@ from ._factories import (
 )
 from ._hidden import flatten_visible
 from ._join import Record, is_hollow, join, left_out, misfits
-from ._key_forms import KeyForm, Piece, one_of, text_piece
+from ._key_forms import FormPiece, KeyForm, one_of, text_piece
 from ._key_patterns import (
     check_patterns_fit,
     check_stars,

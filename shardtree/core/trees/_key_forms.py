@@ -18,7 +18,7 @@ from operator import or_
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class FormPiece(NamedTuple):
     """A part of a pattern.
 
     Attributes:
@@ -29,17 +29,17 @@ class Piece(NamedTuple):
 
     kind: str
     text: str = ""
-    choices: tuple[tuple[Piece, ...], ...] = ()
+    choices: tuple[tuple[FormPiece, ...], ...] = ()
 
 
-def text_piece(text: str) -> Piece:
+def text_piece(text: str) -> FormPiece:
     """Return the piece that matches a text alone."""
-    return Piece("text", text)
+    return FormPiece("text", text)
 
 
-def one_of(*choices: Sequence[Piece]) -> Piece:
+def one_of(*choices: Sequence[FormPiece]) -> FormPiece:
     """Return the piece that matches what one of several sequences of pieces does; the first that fits counts."""
-    return Piece("or", choices=tuple(map(tuple, choices)))
+    return FormPiece("or", choices=tuple(map(tuple, choices)))
 
 
 _EXPRESSIONS = {
@@ -56,12 +56,12 @@ _BY_PARTS, _BY_CHARACTERS = ("parts before",), ("characters", "anything", "parts
 """Kinds that can be matched in several ways, as many as a key has parts or characters."""
 
 
-def expression_of(pieces: Sequence[Piece], *, groups: bool = True) -> str:
+def expression_of(pieces: Sequence[FormPiece], *, groups: bool = True) -> str:
     """Return pieces as a regular expression, with a group for each that is no text."""
     return "".join(_expression(piece, groups) for piece in pieces)
 
 
-def _expression(piece: Piece, groups: bool) -> str:
+def _expression(piece: FormPiece, groups: bool) -> str:
     if piece.kind == "text":
         return re.escape(piece.text)
     choices = "|".join(expression_of(choice, groups=False) for choice in piece.choices)
@@ -83,7 +83,7 @@ class KeyForm:
         pieces: in the order of the key.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FormPiece, ...]
 
     @cached_property
     def expression(self) -> re.Pattern[str]:
@@ -115,7 +115,7 @@ class KeyForm:
         """Return what each piece that is no text matches in a key, None where the key has another form.
 
         Examples:
-            >>> form = KeyForm((Piece("parts before"), text_piece("layers."), Piece("number")))
+            >>> form = KeyForm((FormPiece("parts before"), text_piece("layers."), FormPiece("number")))
             >>> form.match("model.layers.7"), form.match("model.layers.07")
             (('model.', '7'), None)
         """
@@ -138,11 +138,11 @@ def is_quick(key: str, lengths: Sequence[int]) -> bool:
 # whose carry goes through it.
 
 
-def match_in_order(pieces: Sequence[Piece], key: str) -> tuple[str, ...] | None:
+def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | None:
     """Return what `KeyForm.match` does, without a regular expression.
 
     Examples:
-        >>> match_in_order((Piece("parts before"), text_piece("x"), Piece("parts after")), "x.x.x")
+        >>> match_in_order((FormPiece("parts before"), text_piece("x"), FormPiece("parts after")), "x.x.x")
         ('x.x.', '')
     """
     text = _Text(key)
@@ -224,7 +224,7 @@ def _numbers(text: _Text) -> int:
     return _flood((ends & digits) << 1, digits)
 
 
-def _places(pieces: Sequence[Piece], end: int, text: _Text) -> list[int]:
+def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
     """Return the places at which each of some pieces, with all that follow, fits; and those that were given."""
     places = [end]
     for piece in reversed(pieces):
@@ -238,7 +238,7 @@ def _places(pieces: Sequence[Piece], end: int, text: _Text) -> list[int]:
     return places[::-1]
 
 
-def _walk(pieces: Sequence[Piece], places: Sequence[int], at: int, text: _Text) -> tuple[int, list[str]]:
+def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Text) -> tuple[int, list[str]]:
     """Return where some pieces end that begin at an index, and what each that is no text matches."""
     parts = []
     for piece, after in zip(pieces, places[1:], strict=True):

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from itertools import chain, islice, zip_longest
 
 from ...errors import KeyMismatch, TreeError, error_text, plural
-from ._key_forms import KeyForm, Piece, expression_of, is_quick, text_piece
+from ._key_forms import FormPiece, KeyForm, expression_of, is_quick, text_piece
 
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
 # With ** goes the dot beside it, which is absent too where ** matches no part.
@@ -42,7 +42,7 @@ def key_form(pattern: str) -> KeyForm:
 @lru_cache
 def _key_form(pattern: str) -> KeyForm:
     texts = map(text_piece, _STAR.split(pattern))
-    between = [Piece(_KINDS.get(star[0]) or _star_kind(pattern, star)) for star in _STAR.finditer(pattern)]
+    between = [FormPiece(_KINDS.get(star[0]) or _star_kind(pattern, star)) for star in _STAR.finditer(pattern)]
     pieces = chain.from_iterable(zip_longest(texts, between, fillvalue=text_piece("")))
     return KeyForm(tuple(piece for piece in pieces if piece != text_piece("")))
 

@@ -65,7 +65,7 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
         what, fix = f"register_dataclass: {cls.__name__} is a container itself", "Hold the container in a field."
         raise MetadataError(error_text(what, fix=fix))
     fixed = tuple(field.name for field in fields(cls) if field.name in static or _is_static(field))
-    node = _Node(cls, tuple(name for name in names if name not in fixed), fixed)
+    node = _DataclassNode(cls, tuple(name for name in names if name not in fixed), fixed)
     register: Any = optree.register_pytree_node
     known = register.get(cls, namespace=NAMESPACE)
     if known is None or known.type is not cls:
@@ -95,7 +95,7 @@ def _is_static(field: Field[Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _DataclassNode:
     """How a dataclass is taken apart and made again.
 
     Attributes:

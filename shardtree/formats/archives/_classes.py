@@ -234,7 +234,7 @@ def _save_record(pickler: Any, record: Record) -> None:
     pickler.write(pickle.BUILD)
 
 
-class _Pickler(pickle._Pickler):
+class _NamePickler(pickle._Pickler):
     """Also writes names of classes that can't be imported here; pickle's own pickler imports each to check it."""
 
     dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
@@ -244,4 +244,4 @@ class _Pickler(pickle._Pickler):
     }
 
 
-_MODULE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+_MODULE = SimpleNamespace(__name__="pickle", Pickler=_NamePickler)

@@ -227,7 +227,7 @@ class StoredDTensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Description:
+class ArchiveDescription:
     """An archive's value without its tensors' elements.
 
     Attributes:
@@ -247,7 +247,7 @@ def describe_archive(
     file: str,
     classes: Mapping[tuple[str, str], Any] | None = None,
     types: Iterable[type] = (),
-) -> Description:
+) -> ArchiveDescription:
     r"""Return the value that torch.save saved, with descriptions in place of tensors; the bytes may be untrusted.
 
     Only the directory and the pickle are read. DTensors are described without torch.distributed.
@@ -292,7 +292,7 @@ def describe_archive(
     content = archive.checked_data("data.pkl")
     helpers = frozenset({StorageKind, StorageReference, TensorSubclass})
     value = read_pickle(content, names, what=what, persistent_load=storage_reference, fix=_FIX, helpers=helpers)
-    return Description(value, tuple(archive.records.values()))
+    return ArchiveDescription(value, tuple(archive.records.values()))
 
 
 def _with_lazy_bits(tensor: StoredTensor, extra: Any) -> StoredTensor:

@@ -262,7 +262,7 @@ def streamed_archive(value: Any) -> Iterator[memoryview]:
             error_text("streamed_archive: instances of classes can't be stored", found=names, fix=fix)
         )
     file = BytesIO()
-    pickler = _Pickler(file)
+    pickler = _TensorPickler(file)
     pickler.dump(plain)
     return _buffers(file.getvalue(), pickler.tensors)
 
@@ -296,7 +296,7 @@ class _Storage:
     id: tuple[Any, ...]
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Writes tensors as torch.save does, and notes them instead of their bytes."""
 
     def __init__(self, file: BytesIO) -> None:

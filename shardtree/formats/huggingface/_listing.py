@@ -113,7 +113,7 @@ _INDEX_BYTES = 512 * 1024 * 1024  # of an index: guards against one that fills t
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ModelListing:
     """The files of a model, known before one is opened.
 
     Attributes:
@@ -129,7 +129,7 @@ class Listing:
     total_size: float | None = None
 
 
-def read_listing(checkpoint: Checkpoint) -> Listing:
+def read_listing(checkpoint: Checkpoint) -> ModelListing:
     """Return the files of a model.
 
     Raises:
@@ -143,17 +143,17 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
             and all(_is_inside(name) for name in tensor_files)
             and len(set(tensor_files)) == len(tensor_files)
         ):
-            return Listing("metadata.json", tuple(tensor_files))
+            return ModelListing("metadata.json", tuple(tensor_files))
         raise _unsound("metadata.json", f"tensor_files = {tensor_files!r}"[:500], "names of files in the same folder")
     name = find_weights(checkpoint.storage)
     if name is None:
         where = checkpoint.storage.where()
         expected = "one .safetensors file, or one .safetensors.index.json"
         raise CorruptCheckpoint(error_text(f"open: {where!r} holds no model's weights", expected=expected))
-    return read_index_json(checkpoint.storage, name) if name.endswith(INDEX_SUFFIX) else Listing(name, (name,))
+    return read_index_json(checkpoint.storage, name) if name.endswith(INDEX_SUFFIX) else ModelListing(name, (name,))
 
 
-def read_index_json(storage: Storage, name: str) -> Listing:
+def read_index_json(storage: Storage, name: str) -> ModelListing:
     """Return the content of an index file.
 
     Raises:
@@ -172,7 +172,7 @@ def read_index_json(storage: Storage, name: str) -> Listing:
     for key, file in weight_map.items():
         if not isinstance(file, str) or file not in inside:
             raise _unsound(where, f"{key[:200]!r}: {file!r}"[:500], "names of files in the same folder")
-    return Listing(name, tuple(sorted(set(weight_map.values()))), weight_map, _total_size(value))
+    return ModelListing(name, tuple(sorted(set(weight_map.values()))), weight_map, _total_size(value))
 
 
 def _total_size(value: Mapping[str, Any]) -> float | None:

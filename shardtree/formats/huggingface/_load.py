@@ -39,7 +39,7 @@ from ...kit import (
     threads_of,
     untaken_findings,
 )
-from ._listing import INDEX_FILE, Listing, are_tied, find_weights, read_index_json, read_listing
+from ._listing import INDEX_FILE, ModelListing, are_tied, find_weights, read_index_json, read_listing
 from ._texts import TEXTS, joined_texts
 
 # Reading the header of a safetensors file of any writer
@@ -98,7 +98,7 @@ def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
             raise CorruptCheckpoint(error_text(what, found=found, fix=fix)) from error
 
 
-def read_headers(storage: Storage, listing: Listing) -> list[WeightFile]:
+def read_headers(storage: Storage, listing: ModelListing) -> list[WeightFile]:
     """Return the headers of a model's files, read side by side: where each is a request, all of them at once.
 
     Of a model with an index, files may be missing, as in a download that wasn't finished; not all of them.
@@ -123,7 +123,7 @@ _MOST_NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Contents:
+class ModelContents:
     """What is in a model's files.
 
     Attributes:
@@ -139,7 +139,7 @@ class Contents:
     needed: Mapping[str, int]
 
 
-def read_contents(checkpoint: Checkpoint) -> Contents:
+def read_contents(checkpoint: Checkpoint) -> ModelContents:
     """Return what is in a model's files; their headers are read once.
 
     Raises:
@@ -148,7 +148,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     return checkpoint.once(parse)
 
 
-def parse(checkpoint: Checkpoint) -> Contents:
+def parse(checkpoint: Checkpoint) -> ModelContents:
     """Return what one rank reads of a model for all, so that not every rank reads every file's header."""
     # An entry for each tensor and no garbage, through which the collector would look again and again.
     with collector_paused():
@@ -156,7 +156,7 @@ def parse(checkpoint: Checkpoint) -> Contents:
         return contents(listing, read_headers(checkpoint.storage, listing))
 
 
-def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
+def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContents:
     """Return what is in a model's files, given their headers.
 
     A tensor that the index doesn't list isn't part of the model, whatever file it lies in. One that it lists and that
@@ -180,10 +180,10 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
         files=[StoredFile(file.name, file.length) for file in files],
     )
     needed = dict.fromkeys(listing.files, 0) | {file.name: file.length for file in files}
-    return Contents(index, refusals, joined_texts((file.name, file.texts) for file in files), needed)
+    return ModelContents(index, refusals, joined_texts((file.name, file.texts) for file in files), needed)
 
 
-def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, HeaderEntry]]:
+def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int, HeaderEntry]]:
     """Return the entries that belong to the model, each with the number of its file."""
     rows: dict[str, tuple[int, HeaderEntry]] = {}
     for number, file in enumerate(files):
@@ -206,7 +206,7 @@ def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Head
     return list(rows.values())
 
 
-def absent(listing: Listing, files: Sequence[WeightFile]) -> dict[str, str]:
+def absent(listing: ModelListing, files: Sequence[WeightFile]) -> dict[str, str]:
     """Return why tensors aren't there that the index lists, by key."""
     there = {file.name: {entry.name for entry in file.entries} for file in files}
     lacking = {key: file for key, file in (listing.weight_map or {}).items() if key not in there.get(file, ())}
@@ -259,7 +259,7 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
     return IndexMetadata(model_contents.index, untaken=model_contents.refusals, files=files)
 
 
-def _needed_files(model_contents: Contents) -> Mapping[str, int]:
+def _needed_files(model_contents: ModelContents) -> Mapping[str, int]:
     return model_contents.needed
 
 
@@ -288,7 +288,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     return (*damage, *_unchecked_files(checkpoint, listing), *untaken)
 
 
-def _unchecked_files(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
+def _unchecked_files(checkpoint: Checkpoint, listing: ModelListing) -> Iterator[Unchecked]:
     index = INDEX_FILE if listing.name == METADATA_FILE else listing.name
     for name in dict.fromkeys([index, *listing.files]):
         length = checkpoint.storage.length(name)
@@ -296,7 +296,7 @@ def _unchecked_files(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unche
             yield Unchecked(name, _WHY, length)
 
 
-def _damage_beside(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
+def _damage_beside(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]:
     """Return what is wrong with the index beside a metadata.json: other programs read the model by it."""
     # It is written after metadata.json, which is the commit: a save that was killed in between has none.
     if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:
@@ -307,7 +307,7 @@ def _damage_beside(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ..
         return (Damage(INDEX_FILE, str(error)),)
 
 
-def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
+def _damage(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]:
     files, damages, keys = list[WeightFile](), list[Damage](), _keys(listing)
     for name in listing.files:
         try:
@@ -318,7 +318,7 @@ def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
     return tuple(damages) or _contradictions(checkpoint.storage, listing, files)
 
 
-def _keys(listing: Listing) -> dict[str, list[str]]:
+def _keys(listing: ModelListing) -> dict[str, list[str]]:
     """Return the tensors that the index lists, by file."""
     by_file: dict[str, list[str]] = {}
     for key, file in (listing.weight_map or {}).items():
@@ -326,7 +326,7 @@ def _keys(listing: Listing) -> dict[str, list[str]]:
     return by_file
 
 
-def _contradictions(storage: Storage, listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:
+def _contradictions(storage: Storage, listing: ModelListing, files: list[WeightFile]) -> tuple[Damage, ...]:
     """Return where an index and sound files contradict each other."""
     try:
         contents(listing, files)

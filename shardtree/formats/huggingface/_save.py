@@ -65,7 +65,7 @@ class Model:
 
 
 @dataclass(slots=True, eq=False)
-class Saving:
+class ModelSaving:
     """What the rows of one save have planned and done, for those that come after.
 
     Attributes:
@@ -82,7 +82,7 @@ def publish(pending: PendingSave, fields: Fields) -> None:
 
     If another format keeps the common state, metadata.json comes before the index: it publishes then.
     """
-    saving: Saving = pending.state
+    saving: ModelSaving = pending.state
     files, final_names = saving.model.files, saving.final_names
     count = len(files)
     alone = fields["common_backend"] == BACKEND
@@ -136,7 +136,7 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
         raise AlreadyACheckpoint(error_text(what, offenders=there, fix="Remove them, or save to another folder."))
 
 
-def abandon(pending: PendingSave, saving: Saving) -> None:
+def abandon(pending: PendingSave, saving: ModelSaving) -> None:
     """Remove the files of a failed save, unless it is a model already. Never raises."""
     if pending.world.rank != 0:
         return
@@ -202,7 +202,7 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
         what = f"save: a Hugging Face model holds tensors and the strings of {TEXTS!r} only, not these values"
         fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
         raise UnsupportedValue(error_text(what, offenders=map(render_path, paths), fix=fix))
-    if not isinstance(pending.state, Saving):
+    if not isinstance(pending.state, ModelSaving):
         fix = f"Save the shards as ({BACKEND!r}, {VERSION}) too, or {_NATIVE_COMMON}."
         raise StrategyError(error_text(f"save: no shards were written in the format {BACKEND!r}", fix=fix))
     return {}
@@ -217,13 +217,13 @@ def _prepare(
         raise UnsupportedValue(
             error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
         )
-    if isinstance(pending.state, Saving):  # of another rank that this process plays
+    if isinstance(pending.state, ModelSaving):  # of another rank that this process plays
         model = pending.state.model
     else:
         is_whole = can(pending.storage).write_parts is None and pending.world.size > 1
         ranks = pending.world.size if is_whole else None
         model = _model(_layout(pending), max_file_bytes, ranks, header_texts(pending.common))
-    saving = Saving(model)
+    saving = ModelSaving(model)
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     return AsyncRequest(
         world=pending.world,

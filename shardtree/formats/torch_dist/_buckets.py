@@ -66,7 +66,7 @@ class Bucket:
     edges: Ints
 
 
-class Piece(NamedTuple):
+class BucketPiece(NamedTuple):
     """A stored chunk of a tensor of the model.
 
     Attributes:
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
     global_shape: tuple[int, ...]
 
 
-Candidate = tuple[Piece, ...]
+Candidate = tuple[BucketPiece, ...]
 """What a parameter may be: one piece, or two that the parameter holds one after the other (a gated fc1's halves)."""
 
 
@@ -146,16 +146,18 @@ def _place(bucket: Bucket) -> tuple[str, tuple[int, str], int]:
     return bucket.group, bucket.buffer, bucket.number
 
 
-def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[Piece]]:
+def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[BucketPiece]]:
     """Return the pieces that may be parameters, by dtype as torch names it."""
-    by_dtype: dict[str, list[Piece]] = defaultdict(list)
+    by_dtype: dict[str, list[BucketPiece]] = defaultdict(list)
     for key, entry in tensors.items():
         if entry.dtype is not None and entry.dtype.is_floating_point and not is_bucket(key):
-            by_dtype[str(entry.dtype).removeprefix("torch.")] += [Piece(key, *box, entry.shape) for box in entry.boxes]
+            by_dtype[str(entry.dtype).removeprefix("torch.")] += [
+                BucketPiece(key, *box, entry.shape) for box in entry.boxes
+            ]
     return by_dtype
 
 
-def halves(pieces: Sequence[Piece]) -> Iterator[Candidate]:
+def halves(pieces: Sequence[BucketPiece]) -> Iterator[Candidate]:
     """Yield the pairs of pieces that a rank may hold as one parameter: gate rows, then up rows of a `linear_fc1`.
 
     Megatron-Core stores them as chunks r and r + n / 2 of n along an axis, or under two keys that end in `_w` and `_v`.
@@ -170,12 +172,12 @@ def halves(pieces: Sequence[Piece]) -> Iterator[Candidate]:
         yield from ((piece, other) for other in others if other is not None and other.shape == piece.shape)
 
 
-def may_be_gated(piece: Piece) -> bool:
+def may_be_gated(piece: BucketPiece) -> bool:
     """Return whether a piece may be one half of what a rank holds as one parameter."""
     return "linear_fc1" in piece.key
 
 
-def _half_further(piece: Piece, axis: int) -> Ints:
+def _half_further(piece: BucketPiece, axis: int) -> Ints:
     offset = piece.offset
     return (*offset[:axis], offset[axis] + piece.global_shape[axis] // 2, *offset[axis + 1 :])
 

@@ -83,13 +83,13 @@ def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, An
         >>> nested({("model", "w"): HOLE, ("steps", 0): 3, ("steps", 1, "lr"): 0.1})
         {'model': HOLE, 'steps': [3, {'lr': 0.1}]}
     """
-    root = _Node()
+    root = _Container()
     root.kind = kinds.get((), {})
     for path, value in leaves.items():
         node = root
         for depth, entry in enumerate(path[:-1], 1):
-            child = node.setdefault(entry, _Node())
-            if not isinstance(child, _Node):
+            child = node.setdefault(entry, _Container())
+            if not isinstance(child, _Container):
                 raise ValueError(f"{render_path(path)} lies inside of another value")
             child.kind = kinds.get(path[:depth], {}) if kinds else {}
             node = child
@@ -100,7 +100,7 @@ def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, An
     return _container(root)
 
 
-class _Node(dict[str | int, Any]):
+class _Container(dict[str | int, Any]):
     """A container that is being filled, by name or by position.
 
     Attributes:
@@ -110,13 +110,13 @@ class _Node(dict[str | int, Any]):
     kind: dict[Any, Any] = {}  # noqa: RUF012 (never changed)
 
 
-def _check_lists(root: _Node) -> None:
+def _check_lists(root: _Container) -> None:
     """Raise unless each container has either names or positions, and its positions leave few places empty."""
     # With a list of nodes, not by recursion: paths come from a file.
     gaps, nodes = 0, [root]
     while nodes:
         node = nodes.pop()
-        nodes += [child for child in node.values() if isinstance(child, _Node)]
+        nodes += [child for child in node.values() if isinstance(child, _Container)]
         positions = [entry for entry in node if isinstance(entry, int)]
         if positions and (len(positions) != len(node) or min(positions) < 0):
             raise ValueError("a container has both names and positions as entries")
@@ -127,9 +127,9 @@ def _check_lists(root: _Node) -> None:
         raise ValueError(f"lists with {gaps} positions without a stored value")
 
 
-def _container(node: _Node) -> dict[Any, Any] | list[Any]:
+def _container(node: _Container) -> dict[Any, Any] | list[Any]:
     """Return a container as the dict or list that it is."""
-    children = {entry: _close(child) if isinstance(child, _Node) else child for entry, child in node.items()}
+    children = {entry: _close(child) if isinstance(child, _Container) else child for entry, child in node.items()}
     if any(isinstance(entry, int) for entry in children):
         return [children.get(position) for position in range(int(max(children)) + 1)]
     container = node.kind.copy()
@@ -137,7 +137,7 @@ def _container(node: _Node) -> dict[Any, Any] | list[Any]:
     return container
 
 
-def _close(node: _Node) -> Any:
+def _close(node: _Container) -> Any:
     """Return a container that lies in another one: a hole if it holds nothing but holes."""
     container = _container(node)
     inside = container.values() if isinstance(container, dict) else container

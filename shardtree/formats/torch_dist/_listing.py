@@ -28,7 +28,7 @@ from ...kit import (
 )
 from ..manifest import MANIFEST_FILE
 from ..unique_keys import is_object
-from ._metadata_content import MetadataFile, Places, TensorEntry
+from ._metadata_content import ArchivePlaces, MetadataFile, TensorEntry
 from ._metadata_file import INDEX_FILE, read_metadata_file, unsound
 from ._pickled_columns import Ints
 
@@ -80,7 +80,7 @@ class Archives:
 
 
 def archives_of(
-    names: Sequence[str], places: Places, rows: Column, shapes: Column, axes: Column, payload: Column
+    names: Sequence[str], places: ArchivePlaces, rows: Column, shapes: Column, axes: Column, payload: Column
 ) -> tuple[Archives, Column]:
     """Return archives in the order in which they lie, and each given one's number there, int64 (archives,).
 
@@ -149,7 +149,7 @@ def _check_apart(
         raise ValueError(f"{one!r} and {other!r} share bytes of {files[int(file[shared[0]])]!r}")
 
 
-def _refusal_rows(places: Places, rows: Column) -> Iterator[tuple[int, int]]:
+def _refusal_rows(places: ArchivePlaces, rows: Column) -> Iterator[tuple[int, int]]:
     """Yield the positions in some places of those that can't be read, and their numbers."""
     if places.refusals:
         yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
@@ -159,7 +159,7 @@ def _refusal_rows(places: Places, rows: Column) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
+class ChunkBoxes:
     """The chunks of one tensor: boxes of it, or flat ranges of such boxes.
 
     Attributes:
@@ -175,7 +175,7 @@ class Boxes:
     flat: Column | None
 
 
-def true_boxes(entry: TensorEntry) -> Boxes:
+def true_boxes(entry: TensorEntry) -> ChunkBoxes:
     """Return the boxes of a stored tensor's chunks in the tensor that was sharded.
 
     A tensor that was cut into a grid of cells, each of which ranks shared as flat ranges, was stored as one of shape
@@ -194,7 +194,7 @@ def true_boxes(entry: TensorEntry) -> Boxes:
         [[9, 24]]
     """
     if entry.grid_shape is None:
-        return Boxes(entry.shape, entry.offsets, entry.shapes, None)
+        return ChunkBoxes(entry.shape, entry.offsets, entry.shapes, None)
     cell = _cell(entry.shape, entry.grid_shape)
     start, stop = entry.offsets[:, -1], entry.offsets[:, -1] + entry.shapes[:, -1]
     in_grid = (entry.offsets[:, :-1] >= 0) & (entry.offsets[:, :-1] < entry.shape[:-1]) & (entry.shapes[:, :-1] == 1)
@@ -204,7 +204,7 @@ def true_boxes(entry: TensorEntry) -> Boxes:
         raise ValueError(f"its chunk {size} at {at} isn't a range of one cell of {entry.shape}")
     shape = np.array(cell, dtype=np.int64)
     offsets, shapes = entry.offsets[:, :-1] * shape, np.tile(shape, (len(start), 1))
-    return Boxes(entry.grid_shape, offsets, shapes, np.stack([start, stop], axis=1))
+    return ChunkBoxes(entry.grid_shape, offsets, shapes, np.stack([start, stop], axis=1))
 
 
 def _cell(stored_shape: Ints, shape: Ints) -> Ints:
@@ -233,7 +233,7 @@ _MOST_NUMBERS = 2**25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Listing:
+class ArchiveListing:
     """What is in a checkpoint and where.
 
     Loads are planned on one virtual file of all payloads, with a byte between two of them so that no run spans both:
@@ -254,7 +254,7 @@ class Listing:
     values: Mapping[str, int]
 
 
-def read_listing(checkpoint: Checkpoint) -> Listing:
+def read_listing(checkpoint: Checkpoint) -> ArchiveListing:
     """Return what is in a checkpoint and where, read once.
 
     Raises:
@@ -264,7 +264,7 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
     return checkpoint.once(parse)
 
 
-def parse(checkpoint: Checkpoint) -> Listing:
+def parse(checkpoint: Checkpoint) -> ArchiveListing:
     """Return what one rank reads of a checkpoint for all: `.metadata` of a large one takes many seconds to parse."""
     try:
         # It makes an object for each tensor and no garbage, through which the collector would look.
@@ -274,7 +274,7 @@ def parse(checkpoint: Checkpoint) -> Listing:
         raise unsound(checkpoint.storage.where(INDEX_FILE), error) from error
 
 
-def index_on_files(listing: Listing, index: Index) -> Index:
+def index_on_files(listing: ArchiveListing, index: Index) -> Index:
     """Return an index with the data files in place of the virtual one; a chunk begins there where its archive does.
 
     For people alone: a chunk's elements come after the head of its archive, whose length isn't known.
@@ -304,7 +304,7 @@ def _hidden_names(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset({COMMON_OBJECT} if in_object else ())
 
 
-def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> Listing:
+def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> ArchiveListing:
     tensors = {key: contents.tensors[key] for key in sorted(contents.tensors)}
     boxes, unknown = _readable(tensors)
     columns = _columns(tensors, boxes)
@@ -325,10 +325,10 @@ def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> Listing:
     index = build_index(columns, np.zeros_like(start), start, files=[archives.virtual], objects=objects)
     if problem := index_problem(index):
         raise ValueError(problem)
-    return Listing(index, archives, contents, unknown, values)
+    return ArchiveListing(index, archives, contents, unknown, values)
 
 
-def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, Boxes], dict[str, str]]:
+def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, ChunkBoxes], dict[str, str]]:
     """Return where the chunks of tensors lie, by key, in their order; and why those of others can't be read."""
     boxes, unknown = {}, {}
     for key, entry in tensors.items():
@@ -342,7 +342,7 @@ def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, Boxes], dic
     return boxes, unknown
 
 
-def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, Boxes]) -> ShardColumns:
+def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, ChunkBoxes]) -> ShardColumns:
     kinds = {key: _kind(tensors[key], tensor_boxes) for key, tensor_boxes in boxes.items()}
     counts = [len(tensor_boxes.offsets) for tensor_boxes in boxes.values()]
     chunks = sum(counts)
@@ -375,7 +375,7 @@ def _right_aligned(parts: Sequence[Column], fill: int) -> Column:
     return column
 
 
-def _kind(entry: TensorEntry, boxes: Boxes) -> TensorKind:
+def _kind(entry: TensorEntry, boxes: ChunkBoxes) -> TensorKind:
     assert entry.dtype is not None
     return TensorKind(entry.dtype, boxes.global_shape, 0)
 

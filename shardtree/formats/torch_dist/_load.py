@@ -43,7 +43,7 @@ from ..archives import StoredTensor, box_of, filled_tensor
 from ..rank_archives import check_record
 from ..unique_keys import is_object
 from ._buckets import is_bucket, is_groups
-from ._listing import Listing, index_on_files, read_listing
+from ._listing import ArchiveListing, index_on_files, read_listing
 from ._model_states import FIX, Comparisons, differing, refuse, refused_among, states_among
 from ._optimizer import STEP, States, optimizer_index, state_copies
 from ._payloads import (
@@ -60,7 +60,7 @@ from ._payloads import (
 
 
 def read_archives(
-    checkpoint: Checkpoint, listing: Listing, plan: LoadPlan, memories: Sequence[torch.Tensor]
+    checkpoint: Checkpoint, listing: ArchiveListing, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
     """Execute a plan that was made on a listing's index, and return how much was read; an archive counts as a block.
 
@@ -90,7 +90,7 @@ def read_archives(
 
 
 def archives_cost(
-    checkpoint: Checkpoint, listing: Listing, shards: Sequence[ShardedTensor], plan: LoadPlan
+    checkpoint: Checkpoint, listing: ArchiveListing, shards: Sequence[ShardedTensor], plan: LoadPlan
 ) -> ReadCost:
     """Return the cost of a plan on a listing's index, assuming each tensor in row-major order and with a checksum.
 
@@ -122,7 +122,7 @@ def archives_cost(
     return replace(cost, bytes_wanted=plan.bytes_read, bytes_read=cost.bytes_read + decoded_bytes, files=files)
 
 
-def _file_plan(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
+def _file_plan(listing: ArchiveListing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
     """Return a plan on the virtual file as one on the real files, given the archive of each of its rows."""
     archives = listing.archives
     run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
@@ -132,7 +132,7 @@ def _file_plan(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column
     return replace(plan, runs=runs, strided=strided)
 
 
-def _files(listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
+def _files(listing: ArchiveListing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
     """Return the files of some payloads, by number, with the payloads as byte ranges that have a checksum."""
     archives, files = listing.archives, dict[int, StoredFile]()
     for file in np.unique(archives.file[numbers]).tolist():
@@ -146,7 +146,7 @@ def _files(listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, S
 
 def _read_scattered(
     checkpoint: Checkpoint,
-    listing: Listing,
+    listing: ArchiveListing,
     place: StoredTensor | None,
     number: int,
     plan: LoadPlan,
@@ -249,7 +249,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     return replace(_load(checkpoint, listing, index, shards), uncompared=states)
 
 
-def _load(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
+def _load(checkpoint: Checkpoint, listing: ArchiveListing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
     steps = [shard for shard in shards if shard.key.startswith(STEP) and index is not listing.index]
     if not steps:
         return _fill(checkpoint, listing, index, shards)
@@ -260,7 +260,7 @@ def _load(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequen
     return _fill(checkpoint, listing, index, [shard for shard in shards if not shard.key.startswith(STEP)])
 
 
-def _step(checkpoint: Checkpoint, listing: Listing) -> float:
+def _step(checkpoint: Checkpoint, listing: ArchiveListing) -> float:
     """Return the step of a distributed optimizer, which each model-parallel rank stored with its groups."""
     steps = {step for _, step in _steps(checkpoint, listing)}
     if len(steps) != 1:
@@ -269,7 +269,7 @@ def _step(checkpoint: Checkpoint, listing: Listing) -> float:
     return steps.pop()
 
 
-def _steps(checkpoint: Checkpoint, listing: Listing) -> Iterator[tuple[str, float]]:
+def _steps(checkpoint: Checkpoint, listing: ArchiveListing) -> Iterator[tuple[str, float]]:
     """Yield the steps that there are, with the object that has each."""
     names = [name for name in listing.values if is_groups(name)]
     objects = load_objects(checkpoint, [ShardedObject.empty_from_unique_key(name) for name in names])
@@ -277,29 +277,29 @@ def _steps(checkpoint: Checkpoint, listing: Listing) -> Iterator[tuple[str, floa
         yield from ((name, float(group["step"])) for group in each["param_groups"] if "step" in group)
 
 
-def _copies(checkpoint: Checkpoint, listing: Listing) -> Iterator[Copies]:
+def _copies(checkpoint: Checkpoint, listing: ArchiveListing) -> Iterator[Copies]:
     yield from state_copies(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
     tensor = partial(torch.tensor, dtype=torch.float64, device="cpu")
     steps = [(name, partial(tensor, step)) for name, step in _steps(checkpoint, listing)]
     yield from [Copies(STEP.rstrip("."), (), steps)] if steps else ()
 
 
-def _fill(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
+def _fill(checkpoint: Checkpoint, listing: ArchiveListing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
     plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
     return read_archives(checkpoint, listing, plan, [shard.data for shard in shards])
 
 
-def _has_states(listing: Listing, keys: Set[str] | None) -> bool:
+def _has_states(listing: ArchiveListing, keys: Set[str] | None) -> bool:
     """Return whether some keys may be states that are in buckets."""
     are_tensors = keys is not None and keys <= listing.contents.tensors.keys()
     return not are_tensors and any(map(is_bucket, listing.contents.tensors))
 
 
-def _states(checkpoint: Checkpoint, listing: Listing) -> Index:
+def _states(checkpoint: Checkpoint, listing: ArchiveListing) -> Index:
     return optimizer_index(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
 
 
-def _compare(checkpoint: Checkpoint, listing: Listing, keys: Set[str]) -> tuple[str, ...]:
+def _compare(checkpoint: Checkpoint, listing: ArchiveListing, keys: Set[str]) -> tuple[str, ...]:
     """Compare masters with weights, once, if states are among some keys; return those that weren't to be compared."""
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
@@ -311,7 +311,7 @@ def _compare(checkpoint: Checkpoint, listing: Listing, keys: Set[str]) -> tuple[
     return ()
 
 
-def _differing(checkpoint: Checkpoint, listing: Listing, share: int, shares: int) -> dict[str, str]:
+def _differing(checkpoint: Checkpoint, listing: ArchiveListing, share: int, shares: int) -> dict[str, str]:
     return differing(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index), share, shares)
 
 

@@ -20,7 +20,7 @@ Paths = dict[str, tuple[str | int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class ArchivePlaces:
     """Where archives lie.
 
     Attributes:
@@ -124,7 +124,7 @@ class MetadataFile:
     tensors: Mapping[str, TensorEntry]
     values: dict[str, int]
     paths: Paths | None
-    places: Places
+    places: ArchivePlaces
 
 
 # An allowlist of the names in `.metadata`, of all versions that wrote it: none is imported, each becomes a stub

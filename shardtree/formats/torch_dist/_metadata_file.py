@@ -13,9 +13,9 @@ from ...kit import METADATA_FILE, Checkpoint, Column, read_if_there
 from ..manifest import check_listed
 from ..pickles import Irregular, Run, Stub, read_pickle
 from ._metadata_content import (
+    ArchivePlaces,
     MetadataFile,
     Paths,
-    Places,
     TensorEntries,
     field_of,
     is_a,
@@ -232,10 +232,10 @@ class _PlaceTable:
         self._columns.append(self._places[:, rows])
         self.runs += 2
 
-    def columns(self) -> tuple[Column, Places]:
+    def columns(self) -> tuple[Column, ArchivePlaces]:
         """Return each place's offset as a row of the table of shapes, and where it is."""
         offset, byte, length = np.concatenate([np.zeros((3, 0), dtype=np.int64), *self._columns], axis=1)
-        return offset, Places(self.file, byte, length, self.refusals)
+        return offset, ArchivePlaces(self.file, byte, length, self.refusals)
 
 
 def _is_refused(file: str) -> bool:

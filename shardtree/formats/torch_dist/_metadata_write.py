@@ -26,7 +26,7 @@ Archive = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Contents:
+class WrittenContents:
     """Everything that a checkpoint's ranks wrote.
 
     Attributes:
@@ -57,7 +57,7 @@ Paths = Mapping[str, TreePath]
 
 
 def encode_index_file(
-    contents: Contents, save_id: str, values: Mapping[str, Archive] | None = None, paths: Paths | None = None
+    contents: WrittenContents, save_id: str, values: Mapping[str, Archive] | None = None, paths: Paths | None = None
 ) -> bytes:
     """Return `.metadata`'s bytes: a pickle of protocol 4 of a `Metadata` of torch.distributed.checkpoint.
 
@@ -185,7 +185,7 @@ def _write_paths(paths: Paths, writer: PickleWriter) -> None:
             writer.out += (code, code, b"\x85")
 
 
-def _write_places(archives: Mapping[str, Archive], contents: Contents, writer: PickleWriter) -> None:
+def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, writer: PickleWriter) -> None:
     """Write where each value and chunk lies."""
     for name, archive in archives.items():
         writer.write(_index(name), _DEPTH)
@@ -200,7 +200,7 @@ def _write_places(archives: Mapping[str, Archive], contents: Contents, writer: P
     writer.out.append(_place_records(writer, contents).part(1, len(columns)))
 
 
-def _place_records(writer: PickleWriter, contents: Contents) -> Records:
+def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
     """Return the places of all chunks but the first, from which the names of all but files are known."""
     columns, axes = contents.columns, _axes(contents.columns)
     key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)

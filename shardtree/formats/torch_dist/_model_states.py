@@ -16,7 +16,7 @@ import torch
 from ...errors import CorruptCheckpoint, error_text
 from ...kit import Checkpoint, Column, Index, ReadReport, ShardedTensor, dtype_name
 from ..rank_archives import Comparison, first_difference
-from ._listing import TORCH_DIST, Listing, read_listing
+from ._listing import TORCH_DIST, ArchiveListing, read_listing
 
 
 class Comparisons:
@@ -40,7 +40,7 @@ Read = Callable[[Sequence[ShardedTensor]], ReadReport]
 _ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
-def states_among(checkpoint: Checkpoint, listing: Listing, keys: Iterable[str]) -> list[str]:
+def states_among(checkpoint: Checkpoint, listing: ArchiveListing, keys: Iterable[str]) -> list[str]:
     """Return those of some keys that are states of parameters whose masters can be compared with weights, sorted."""
     if (checkpoint.fields.get("sharded_backend"), checkpoint.fields.get("sharded_backend_version")) != TORCH_DIST:
         return []  # other programs' keys may mean something else
@@ -49,7 +49,7 @@ def states_among(checkpoint: Checkpoint, listing: Listing, keys: Iterable[str]) 
     return states if pairs else []
 
 
-def refused_among(listing: Listing, keys: Iterable[str]) -> Mapping[str, str]:
+def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, str]:
     """Return why tensors can't be read, by key: those that `.metadata` lists so, and states that are in no tensor."""
     if not any(map(_GATHERED.match, listing.values)):
         return listing.unknown
@@ -78,7 +78,7 @@ def _comparable(index: Index) -> Iterator[tuple[str, Comparison]]:
 
 def differing(
     checkpoint: Checkpoint,
-    listing: Listing,
+    listing: ArchiveListing,
     read: Read,
     share: int = 0,
     shares: int = 1,

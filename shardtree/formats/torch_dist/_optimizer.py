@@ -42,8 +42,8 @@ from ..rank_archives import piece_columns
 from ._buckets import (
     MASTER,
     Bucket,
+    BucketPiece,
     Candidate,
-    Piece,
     Reading,
     Unit,
     buckets_of,
@@ -54,7 +54,7 @@ from ._buckets import (
     pieces_of,
     read_bucket,
 )
-from ._listing import Listing
+from ._listing import ArchiveListing
 from ._parameter_order import Match, choose, decide, full_name, known_orders
 
 Fill = Callable[[Sequence[ShardedTensor]], object]
@@ -77,7 +77,7 @@ class States:
         self.index: Index | None = None
 
 
-def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Index:
+def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Index:
     """Return the index of a checkpoint with its buckets as states of the model's parameters.
 
     All weights and masters are read for that, once: no name in the file says which parameter is where. Steps are rows
@@ -93,7 +93,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
     return states.index
 
 
-def state_copies(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Iterator[Copies]:
+def state_copies(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Iterator[Copies]:
     """Yield what several data-parallel groups have of the same states: of what isn't cut over tensor-parallel ranks."""
     for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
         for state in sorted(
@@ -106,7 +106,7 @@ def state_copies(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Iterat
                 begin += _size(piece)
 
 
-def _copy(fill: Fill, match: Match, state: str, begin: int, piece: Piece) -> torch.Tensor | None:
+def _copy(fill: Fill, match: Match, state: str, begin: int, piece: BucketPiece) -> torch.Tensor | None:
     dtype = dict(match.bucket.states).get(state)
     if dtype is None:
         return None
@@ -115,7 +115,7 @@ def _copy(fill: Fill, match: Match, state: str, begin: int, piece: Piece) -> tor
     return data.view(piece.shape)
 
 
-def _matches(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> list[Match]:
+def _matches(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> list[Match]:
     tensors = listing.contents.tensors
     buckets, pieces = buckets_of(tensors), pieces_of(tensors)
     candidates = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
@@ -138,9 +138,9 @@ Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
 """What has given values: by the hash of a piece, or by the hashes of two."""
 
 
-def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
+def _candidates(fill: Fill, dtype: str, pieces: Sequence[BucketPiece]) -> Candidates:
     """Return all that a parameter may be, by hashes of the values."""
-    kind, hashes = dtype_from_name(dtype), dict[Piece, str]()
+    kind, hashes = dtype_from_name(dtype), dict[BucketPiece, str]()
     groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, limits.CHECKED_BYTES)]
     memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind, device="cpu")
     for group in groups:
@@ -151,11 +151,11 @@ def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
     return by_hashes
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: BucketPiece) -> int:
     return prod(piece.shape)
 
 
-def _hashes_of(fill: Fill, pieces: Sequence[Piece], memory: torch.Tensor) -> list[str]:
+def _hashes_of(fill: Fill, pieces: Sequence[BucketPiece], memory: torch.Tensor) -> list[str]:
     sizes = [*map(_size, pieces)]
     data = memory[: sum(sizes)].split_with_sizes(sizes)
     fill(
@@ -185,7 +185,7 @@ def _rounded_bytes(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]
 def _readings(
     fill: Fill,
     bucket: Bucket,
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[BucketPiece]],
     candidates: Candidates,
     memory: torch.Tensor,
 ) -> list[Reading]:
@@ -251,7 +251,7 @@ def _hashes(fill: Fill, unit: Unit | Match) -> Iterator[str]:
 # The index: each stored chunk of a bucket is a range of one or two of the model's boxes
 
 
-def _index(listing: Listing, matches: Sequence[Match]) -> Index:
+def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
     own, own_byte, objects = _without_buckets(listing.index)
     ranges = [span for match in matches for state in match.bucket.states for span in _ranges(listing, match, *state)]
     step = _step_byte(listing)
@@ -270,7 +270,7 @@ def _index(listing: Listing, matches: Sequence[Match]) -> Index:
     return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
 
 
-def _step_byte(listing: Listing) -> int:
+def _step_byte(listing: ArchiveListing) -> int:
     """Return where the first object with groups begins in the virtual file: that is the place to show of a step."""
     names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
@@ -300,7 +300,9 @@ def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str
     return columns, index.chunk_byte[chunks], [row for row in objects if not is_bucket_size(row[0])]
 
 
-def _ranges(listing: Listing, match: Match, state: str, dtype: torch.dtype) -> Iterator[tuple[TensorKind, Range]]:
+def _ranges(
+    listing: ArchiveListing, match: Match, state: str, dtype: torch.dtype
+) -> Iterator[tuple[TensorKind, Range]]:
     """Yield the stored ranges of a parameter's state, in order, each with the kind of the state."""
     first = match.begin
     begins, bytes_at = _chunks(listing.index, f"{match.bucket.name}.{state}")

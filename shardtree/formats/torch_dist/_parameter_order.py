@@ -10,12 +10,12 @@ from itertools import cycle, groupby
 from typing import NamedTuple
 
 from ...errors import UnsupportedValue, error_text
-from ._buckets import MOST_READINGS, Bucket, Candidate, Piece, Reading, Unit, may_be_gated
+from ._buckets import MOST_READINGS, Bucket, BucketPiece, Candidate, Reading, Unit, may_be_gated
 
 # Where a parameter stands in a model: by its key, and by the layer, which is a prepended axis or a part of the key
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A parameter's place in the order of `named_parameters()`; places compare as they follow each other.
 
     Attributes:
@@ -75,17 +75,17 @@ class Order:
     modules: tuple[str, ...] = ()
     names: Mapping[str, int] | None = None
 
-    def place(self, piece: Piece) -> Place | None:
+    def place(self, piece: BucketPiece) -> ParameterPlace | None:
         """Return a parameter's place, None where this order doesn't have it."""
         layer, inside = layer_of(piece)
         if self.names is not None:
             number = self.names.get(full_name(piece))
-            return None if number is None else Place(number, -1 if layer is None else layer, 0, ())
+            return None if number is None else ParameterPlace(number, -1 if layer is None else layer, 0, ())
         section = _first_match(_SECTIONS, piece.key)
         if section is None or layer is None:
-            return None if section is None or section == 1 else Place(section, -1, _ending(piece.key), ())
+            return None if section is None or section == 1 else ParameterPlace(section, -1, _ending(piece.key), ())
         module = _first_match(self.modules, inside)
-        return None if module is None else Place(1, layer, module * 4 + _ending(piece.key), piece.offset[1:])
+        return None if module is None else ParameterPlace(1, layer, module * 4 + _ending(piece.key), piece.offset[1:])
 
 
 def known_orders(parameter_names: Sequence[str] | None) -> tuple[Order, ...]:
@@ -95,13 +95,13 @@ def known_orders(parameter_names: Sequence[str] | None) -> tuple[Order, ...]:
     return Order(_LOCAL), Order(_FUSED)
 
 
-def layer_of(piece: Piece) -> tuple[int | None, str]:
+def layer_of(piece: BucketPiece) -> tuple[int | None, str]:
     """Return the number of the layer that a parameter belongs to, None outside of layers, and its name in there.
 
     Examples:
-        >>> layer_of(Piece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
+        >>> layer_of(BucketPiece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
         (3, 'mlp.linear_fc2.bias')
-        >>> layer_of(Piece("decoder.layers.7.mlp.linear_fc2.bias", (0,), (16,), (16,)))
+        >>> layer_of(BucketPiece("decoder.layers.7.mlp.linear_fc2.bias", (0,), (16,), (16,)))
         (7, 'mlp.linear_fc2.bias')
     """
     match = _LAYER.fullmatch(piece.key)
@@ -110,11 +110,11 @@ def layer_of(piece: Piece) -> tuple[int | None, str]:
     return (next(iter(piece.offset), 0) if match["number"] is None else int(match["number"])), match["inside"]
 
 
-def full_name(piece: Piece) -> str:
+def full_name(piece: BucketPiece) -> str:
     """Return a parameter's name with the number of its layer in it.
 
     Examples:
-        >>> full_name(Piece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
+        >>> full_name(BucketPiece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
         'decoder.layers.3.mlp.linear_fc2.bias'
     """
     match, (layer, inside) = _LAYER.fullmatch(piece.key), layer_of(piece)
@@ -175,7 +175,7 @@ def _has_form(unit: Unit, counts: set[int]) -> bool:
 
 def _descends(reading: Reading, order: Order) -> bool:
     """Return whether the parameters of a reading can follow each other in the reverse of an order."""
-    last: Place | None = None
+    last: ParameterPlace | None = None
     for unit in reading:
         places = [order.place(pieces[0]) for pieces in unit.candidates]
         known_places = [place for place in places if place is not None]
@@ -332,10 +332,10 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
 
 def _runs(
     rows: Sequence[int], units: Sequence[Unit], order: Order
-) -> Iterator[tuple[list[int], Place | None, Place | None]]:
+) -> Iterator[tuple[list[int], ParameterPlace | None, ParameterPlace | None]]:
     """Yield the undecided units between two unique ones, with the places of these; a buffer is in reverse order."""
     run: list[int] = []
-    above: Place | None = None
+    above: ParameterPlace | None = None
     for row in rows:
         if len(units[row].candidates) > 1:
             run.append(row)
@@ -350,7 +350,9 @@ def _runs(
         yield run, above, None
 
 
-def _between(place: Place | None, above: Place | None, below: Place | None) -> Place | None:
+def _between(
+    place: ParameterPlace | None, above: ParameterPlace | None, below: ParameterPlace | None
+) -> ParameterPlace | None:
     """Return a place that lies between two others, and in a layer of one of them or in none; else None."""
     bounds = [bound for bound in (above, below) if bound is not None]
     if place is None or (above is not None and place > above) or (below is not None and place < below):

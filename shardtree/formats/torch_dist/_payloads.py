@@ -28,7 +28,7 @@ from ...kit import (
 from ..archives import StoredTensor, archive_ends, tensor_place
 from ..manifest import check_listed
 from ..torch import decode_with_holes
-from ._listing import Listing, read_listing
+from ._listing import ArchiveListing, read_listing
 
 _UNKNOWN, SCATTERED = -1, -2
 """In place of a payload's first byte: it hasn't been looked up; its bytes aren't in row-major order."""
@@ -51,7 +51,7 @@ class Payloads:
     places: dict[int, StoredTensor]
 
 
-def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Payloads:
+def payloads_of(checkpoint: Checkpoint, listing: ArchiveListing, numbers: Column) -> Payloads:
     """Return where payloads begin, with those of the given archives looked up.
 
     Raises:
@@ -88,14 +88,14 @@ _LOOKED_UP = 4096
 """Archives whose ends are held at a time."""
 
 
-def ends_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def ends_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the bytes of a file that tell where the payloads of some archives in it are."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield from ((byte + begin, byte + end) for begin, end in archive_ends(int(listing.archives.length[number])))
 
 
-def batches(listing: Listing, numbers: Iterable[int]) -> Iterator[list[int]]:
+def batches(listing: ArchiveListing, numbers: Iterable[int]) -> Iterator[list[int]]:
     """Yield archives of one file, so many at a time that they may be held."""
     batch: list[int] = []
     size = 0
@@ -112,14 +112,14 @@ def batches(listing: Listing, numbers: Iterable[int]) -> Iterator[list[int]]:
 _BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
 
 
-def wholes_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def wholes_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the bytes of a file that some archives in it are."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield byte, byte + int(listing.archives.length[number])
 
 
-def check_readable(listing: Listing, numbers: Column) -> None:
+def check_readable(listing: ArchiveListing, numbers: Column) -> None:
     """Raise if any of some archives can't be read at all.
 
     Raises:
@@ -135,7 +135,7 @@ def check_readable(listing: Listing, numbers: Column) -> None:
         raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(reasons), fix=fix))
 
 
-def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> int:
+def check_reach(checkpoint: Checkpoint, listing: ArchiveListing, file: int, numbers: Sequence[int]) -> int:
     """Return the length of a data file, in bytes, after checking that it is long enough for the given archives.
 
     Raises:
@@ -162,7 +162,9 @@ def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Se
 
 
 @contextmanager
-def open_data_file(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
+def open_data_file(
+    checkpoint: Checkpoint, listing: ArchiveListing, file: int, numbers: Sequence[int]
+) -> Iterator[Reader]:
     """Open a data file, after checking that it is long enough for the given archives.
 
     Raises:
@@ -177,7 +179,7 @@ def open_data_file(checkpoint: Checkpoint, listing: Listing, file: int, numbers:
         yield reader
 
 
-def archive_name(checkpoint: Checkpoint, listing: Listing, number: int) -> str:
+def archive_name(checkpoint: Checkpoint, listing: ArchiveListing, number: int) -> str:
     """Return an archive's name in messages."""
     archives = listing.archives
     path = checkpoint.storage.where(archives.files[archives.file[number]])
@@ -194,7 +196,7 @@ def _none_yet(checkpoint: Checkpoint) -> Payloads:
     return Payloads(np.full(count, _UNKNOWN, dtype=np.int64), np.zeros(count, dtype=np.int64), {}, {})
 
 
-def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> StoredTensor | None:
+def _look_up(checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int) -> StoredTensor | None:
     """Return an archive's tensor as its file has it; None where the archive has to be decoded whole."""
     archives = listing.archives
     byte, length = int(archives.byte[number]), int(archives.length[number])
@@ -209,7 +211,7 @@ def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: i
     return replace(place, file=archives.files[archives.file[number]], begin=byte + place.begin, record=record)
 
 
-def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.Tensor:
+def check_tensor(listing: ArchiveListing, number: int, value: Any, what: str) -> torch.Tensor:
     """Return an archive's value, after checking that it is the tensor that `.metadata` lists.
 
     Raises:
@@ -222,7 +224,7 @@ def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.
     return value
 
 
-def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...], what: str) -> None:
+def check_kind(listing: ArchiveListing, number: int, dtype: str, shape: tuple[int, ...], what: str) -> None:
     """Raise unless an archive's tensor is the one that `.metadata` lists.
 
     Raises:
@@ -250,7 +252,7 @@ Decode = Callable[[Buffer, str, LoadOptions], Any]
 
 
 def decoded_at(
-    checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, decode: Decode = decode_with_holes
+    checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, decode: Decode = decode_with_holes
 ) -> Any:
     """Return what an archive of an open file holds.
 
@@ -265,7 +267,7 @@ def decoded_at(
 
 
 def decoded(
-    checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int], decode: Decode = decode_with_holes
+    checkpoint: Checkpoint, listing: ArchiveListing, numbers: Sequence[int], decode: Decode = decode_with_holes
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number of each archive and what it holds, file by file.
 

@@ -37,13 +37,13 @@ from ._common import check_names, named_values, without_hollow
 from ._dict_kinds import KindsAt, kinds_of, with_kinds
 from ._listing import DCP, META_FILE, TORCH_DIST
 from ._metadata_file import INDEX_FILE
-from ._metadata_write import Archive, Contents, encode_index_file
+from ._metadata_write import Archive, WrittenContents, encode_index_file
 from ._write import RankFile, data_file, file_layout, write_file
 
 # What all ranks wrote, combined and checked on rank 0 before any file refers to it
 
 
-def collect(storage: Storage, rank_files: Sequence[RankFile]) -> Contents:
+def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents:
     """Return what all ranks wrote, given by rank, as one value.
 
     Raises:
@@ -60,7 +60,7 @@ def collect(storage: Storage, rank_files: Sequence[RankFile]) -> Contents:
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(rank_files, number, strict=False)])
     # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
     rows = _sorted_once(columns)
-    return Contents(
+    return WrittenContents(
         select_rows(columns, rows),
         tuple(part.file for part in rank_files if part.file is not None),
         file[rows],
@@ -113,12 +113,12 @@ class Saving:
     """
 
     backend: str
-    contents: Contents | None = None
+    contents: WrittenContents | None = None
     values: tuple[StoredValue, ...] = ()
     names: list[str] = field(default_factory=list)
 
 
-def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, Contents]:
+def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, WrittenContents]:
     """Return the state of a save whose shards are in a backend's format, and what was stored of these.
 
     Raises:

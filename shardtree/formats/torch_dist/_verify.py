@@ -33,7 +33,7 @@ from ...kit import (
 from ..archives import archive_records, read_crc32, tensor_place
 from ..torch import HEADERS, verify_archive
 from ._common import load_dcp_common
-from ._listing import META_FILE, Listing, has_meta, read_listing
+from ._listing import META_FILE, ArchiveListing, has_meta, read_listing
 from ._load import master_damage
 from ._metadata_file import INDEX_FILE
 from ._payloads import archive_name, batches, check_kind, check_tensor, decoded_at, ends_of, part_of, wholes_of
@@ -87,7 +87,9 @@ class _BatchResult:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, result: _BatchResult) -> None:
+def _check_archive(
+    checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, result: _BatchResult
+) -> None:
     """Add what is known of one archive of an open file."""
     archives = listing.archives
     if number in archives.refusals:
@@ -103,7 +105,7 @@ def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, num
         result.damage.append(archive_damage(listing, number, str(error), begin, begin + length))
 
 
-def _records_are_right(listing: Listing, reader: Reader, number: int, what: str, result: _BatchResult) -> bool:
+def _records_are_right(listing: ArchiveListing, reader: Reader, number: int, what: str, result: _BatchResult) -> bool:
     """Add the ranges of an archive's records, and return whether those that are read now have their CRC32."""
     byte, length = int(listing.archives.byte[number]), int(listing.archives.length[number])
     try:
@@ -124,7 +126,7 @@ def _records_are_right(listing: Listing, reader: Reader, number: int, what: str,
     return len(result.damage) == damages
 
 
-def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, what: str) -> None:
+def _check_value(checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, what: str) -> None:
     """Raise unless an archive's value is what `.metadata` lists."""
     archives, is_tensor = listing.archives, listing.archives.shape(number) is not None
     byte, length = int(archives.byte[number]), int(archives.length[number])
@@ -208,7 +210,7 @@ def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     return findings
 
 
-def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], int, list[int]]:
+def _check_file(checkpoint: Checkpoint, listing: ArchiveListing, file: int) -> tuple[list[Damage], int, list[int]]:
     """Return what is wrong with a file as a whole, its length, and the archives in it that can be checked."""
     archives, storage = listing.archives, checkpoint.storage
     name = archives.files[file]
@@ -236,7 +238,7 @@ def _begins_an_archive(reader: Reader, byte: int) -> bool:
     return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
 
 
-def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _BatchResult:
+def _check_batch(checkpoint: Checkpoint, listing: ArchiveListing, batch: _Batch) -> _BatchResult:
     archives, name = listing.archives, listing.archives.files[batch.file]
     result = _BatchResult(batch.file)
     try:
@@ -260,19 +262,19 @@ def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _Ba
     return result
 
 
-def _read_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _read_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     for number in numbers:
         yield from (ends_of if listing.archives.length[number] > _LARGE_BYTES else wholes_of)(listing, [number])
 
 
-def archive_damage(listing: Listing, number: int, what: str, begin: int, end: int) -> Damage:
+def archive_damage(listing: ArchiveListing, number: int, what: str, begin: int, end: int) -> Damage:
     """Return the damage of one archive, with the region of the tensor that it holds."""
     archives = listing.archives
     name = archives.files[archives.file[number]]
     return Damage(name, what, begin, end, (archives.names[number],), _regions(listing, [number]))
 
 
-def _file_damage(listing: Listing, file: int, what: str, numbers: Sequence[int]) -> Damage:
+def _file_damage(listing: ArchiveListing, file: int, what: str, numbers: Sequence[int]) -> Damage:
     """Return the damage of archives of one file as a whole."""
     archives = listing.archives
     begin, end = int(archives.byte[numbers].min()), int((archives.byte + archives.length)[numbers].max())
@@ -282,14 +284,16 @@ def _file_damage(listing: Listing, file: int, what: str, numbers: Sequence[int])
     return Damage(archives.files[file], what, begin, end, keys, regions)
 
 
-def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
+def _regions(listing: ArchiveListing, numbers: Sequence[int]) -> tuple[Region, ...]:
     archives, regions_in = listing.archives, file_regions(listing.index, 0)
     places = [(int(archives.start[number]), int(archives.payload[number])) for number in numbers]
     by_payload = (regions_in(start, start + payload) for start, payload in places)
     return tuple(region for regions in by_payload for region in regions)
 
 
-def _wrong_large(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[LargeRecord]:
+def _wrong_large(
+    checkpoint: Checkpoint, listing: ArchiveListing, results: Iterable[_BatchResult]
+) -> Iterator[LargeRecord]:
     """Yield the large records whose CRC32 differs; several threads read each."""
     large = [record for one in results for record in one.large]
     # A CRC32 can be joined from those of pieces, so that one huge tensor keeps all threads busy.
@@ -309,7 +313,7 @@ def _wrong_large(checkpoint: Checkpoint, listing: Listing, results: Iterable[_Ba
             yield record
 
 
-def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int, int]) -> int:
+def _piece_crc32(checkpoint: Checkpoint, listing: ArchiveListing, piece: tuple[int, int, int]) -> int:
     file, begin, end = piece
     with opened(checkpoint.storage, listing.archives.files[file], end) as reader:
         crc32 = read_crc32(reader, begin, end)
@@ -317,7 +321,7 @@ def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int
     return crc32
 
 
-def _coverage(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[Finding]:
+def _coverage(checkpoint: Checkpoint, listing: ArchiveListing, results: Iterable[_BatchResult]) -> Iterator[Finding]:
     """Yield how many bytes of each file have a CRC32, and those that have none."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for one in results:

@@ -42,7 +42,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ArchivedBox:
     """A box of a shard, which is written as an archive of one tensor.
 
     Attributes:
@@ -75,7 +75,7 @@ class FileLayout:
     """
 
     objects: tuple[tuple[str, bytes], ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ArchivedBox, ...]
     columns: ShardColumns
     byte: Column
     length: Column
@@ -113,7 +113,7 @@ def _encode(item: ShardedObject, allow_pickle: bool) -> bytes:
         return encode_archive([item.data], allow_pickle=allow_pickle)
 
 
-def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tuple[Piece, ...], ShardColumns]:
+def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tuple[ArchivedBox, ...], ShardColumns]:
     """Return the boxes of shards, several for a flat range, and their columns."""
     # Flat ranges are written as boxes: megatron-core 0.16 has no flat ranges any more, and older releases read both.
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
@@ -127,7 +127,7 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
         shard = shards[int(boxes.shard[row])]
         axes = len(shard.global_shape)
         shape = tuple(boxes.shape[row, boxes.shape.shape[1] - axes :].tolist())
-        pieces.append(Piece(shard, shape, -1 if shard.flattened_range is None else int(boxes.position[row])))
+        pieces.append(ArchivedBox(shard, shape, -1 if shard.flattened_range is None else int(boxes.position[row])))
     return tuple(pieces), select_rows(whole, rows)
 
 
@@ -206,7 +206,7 @@ def _buffers(layout: FileLayout) -> Iterator[Buffer]:
         yield from _piece_buffers(piece, length)
 
 
-def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
+def _piece_buffers(piece: ArchivedBox, length: int) -> Iterator[Buffer]:
     """Yield the bytes of a piece's archive; its CRC32 is computed by another thread, one buffer behind at most."""
     checked_data(piece.shard)
     head = archive_head(piece.shard.dtype, piece.shape)

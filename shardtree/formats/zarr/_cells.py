@@ -22,7 +22,7 @@ MOST_CELLS = 2**21
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class ChunkPieces:
     """Boxes of a tensor that are consecutive bytes of a chunk: the chunk itself, or rows of one at an edge.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pieces:
     element: Column
 
 
-def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
+def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
     """Return the pieces of chunks of one shape.
 
     Args:
@@ -61,7 +61,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
     number = np.arange(row.size) - (np.cumsum(count) - count)[row]
     at = number[:, None] // row_major_strides(rows)[row] % rows[row]
     element = (at * row_major_strides(whole[None])).sum(axis=1)
-    return Pieces(row, offset[row] + at, np.where(before, 1, shape)[row], element)
+    return ChunkPieces(row, offset[row] + at, np.where(before, 1, shape)[row], element)
 
 
 def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:

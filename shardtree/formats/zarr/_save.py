@@ -47,7 +47,7 @@ from ._own import FOLDER, Document, blob, encode_columns, group_document, write_
 
 
 @dataclass(slots=True, eq=False)
-class Saving:
+class ZarrSaving:
     """What the rows of one save have found out, for those that come after.
 
     Attributes:
@@ -73,7 +73,7 @@ class RankFiles:
     objects: tuple[tuple[str, int, int], ...]
 
 
-def write_index(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFiles]) -> Fields:
+def write_index(pending: PendingSave, saving: ZarrSaving, rank_files: Sequence[RankFiles]) -> Fields:
     """Write the index, and return its fields of metadata.json; on rank 0.
 
     Args:
@@ -137,7 +137,7 @@ def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) 
 def publish(pending: PendingSave, fields: Fields) -> None:
     """Write the group's zarr.json, with the metadata of all arrays in it, and last metadata.json; on rank 0."""
     # Consolidated metadata: other programs open all arrays by this one file.
-    members = dict(pending.state.members) if isinstance(pending.state, Saving) else {}
+    members = dict(pending.state.members) if isinstance(pending.state, ZarrSaving) else {}
     common = fields.get("common")
     if isinstance(common, dict) and str(common.get("name")).startswith(f"{FOLDER}/common/"):
         members[f"{FOLDER}/common"] = blob("common", int(common["length"]))[1]
@@ -182,7 +182,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     writes, own = _all_writes(pending, tensors)
     objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
-    work, saving = _work(pending, writes, own, objects), Saving(writes)
+    work, saving = _work(pending, writes, own, objects), ZarrSaving(writes)
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, work, tensors),
@@ -201,7 +201,7 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
     if pending.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks exchange what they hold."
         raise StrategyError(error_text("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
-    if isinstance(pending.state, Saving):  # of another rank that this process plays
+    if isinstance(pending.state, ZarrSaving):  # of another rank that this process plays
         columns = pending.state.columns
     else:
         # The same sharing out as in `save`, computed again: every rank has to know who writes which file.

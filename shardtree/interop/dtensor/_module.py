@@ -15,9 +15,18 @@ from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ...shell.storage import Directory
 from ...shell.table import LoadOptions, Strategies
 from ...shell.world import agree, current_world, on_rank_zero
-from ._module_fill import Source, common_values, deliver, fill_alone, loader_of, read_value, stored_shapes, target_of
+from ._module_fill import (
+    ModuleSource,
+    common_values,
+    deliver,
+    fill_alone,
+    loader_of,
+    read_value,
+    stored_shapes,
+    target_of,
+)
 from ._module_hooks import has_renaming_hooks, overrides_loading
-from ._module_names import Named, Stored, all_tensors, by_stored_key, has_elements, stored_by_name, unfilled
+from ._module_names import Named, UnreadValue, all_tensors, by_stored_key, has_elements, stored_by_name, unfilled
 from ._module_walk import EXTRA_STATE, IncompatibleKeys, Walk, fills_of, foreseen, load_by_override, settle, walk
 from ._placed import Strided
 
@@ -114,7 +123,10 @@ def load_module(
         >>> model.weight.data
         tensor([[1., 1.]])
     """
-    ranks, source = current_world(world), Source(checkpoint_dir, cast, plain, within, strided, strategies, options)
+    ranks, source = (
+        current_world(world),
+        ModuleSource(checkpoint_dir, cast, plain, within, strided, strategies, options),
+    )
     shapes = on_rank_zero(ranks, "load_module: list what is stored", lambda: stored_shapes(source))
 
     def find_names() -> tuple[_Loading, Named, dict[str, Any]]:
@@ -157,12 +169,12 @@ class _Loading:
     keys: Mapping[str, str]
     rest: Mapping[str, Any]
     hidden: frozenset[str]
-    entries: Mapping[str, Stored]
+    entries: Mapping[str, UnreadValue]
     common: Mapping[str, Any]
     walk: Walk
 
 
-def _begin(module: torch.nn.Module, source: Source, key: Callable[[str], str], shapes: Shapes) -> _Loading:
+def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], str], shapes: Shapes) -> _Loading:
     """Return what is stored for a module, of which nothing is filled yet."""
     state = module.state_dict(keep_vars=True)
     every = dict(all_tensors(module))
@@ -182,8 +194,8 @@ def _begin(module: torch.nn.Module, source: Source, key: Callable[[str], str], s
     hooked = [f"{path}." if path else "" for path, each in modules if has_renaming_hooks(each)]
     hooked += [""] * overrides_loading(module)
     common = _common_of(source, {*keys.values()} - shapes.keys(), shapes, any_tensor=bool(hooked))
-    stored = {name: Stored(name, shape) for name, shape in shapes.items()} | {
-        name: Stored(name, tuple(value.shape) if isinstance(value, torch.Tensor) else None, common=True)
+    stored = {name: UnreadValue(name, shape) for name, shape in shapes.items()} | {
+        name: UnreadValue(name, tuple(value.shape) if isinstance(value, torch.Tensor) else None, common=True)
         for name, value in common.items()
     }
     entries = stored_by_name(keys, key, stored, hooked)
@@ -193,7 +205,7 @@ def _begin(module: torch.nn.Module, source: Source, key: Callable[[str], str], s
     return _Loading(module, keys | labels, rest, hidden, entries, common, state_walk)
 
 
-def _common_of(source: Source, lacking: set[str], shapes: Shapes, *, any_tensor: bool) -> dict[str, Any]:
+def _common_of(source: ModuleSource, lacking: set[str], shapes: Shapes, *, any_tensor: bool) -> dict[str, Any]:
     """Return the values of the common state that the module lacks; any tensor, where hooks know other names."""
     if not (lacking or any_tensor):
         return {}

@@ -20,12 +20,12 @@ from ...shell.storage import Directory
 from ...shell.table import LoadOptions, Strategies
 from ...shell.world import World, one_process
 from ._convert import from_dtensors, local_tensor
-from ._module_names import Fill, Named, Stored, by_stored_key, overlapping
+from ._module_names import Fill, Named, UnreadValue, by_stored_key, overlapping
 from ._placed import Strided, is_dtensor
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class ModuleSource:
     """A checkpoint, and how it is read into a module; the fields are the arguments of `load_module`."""
 
     checkpoint_dir: Directory
@@ -47,7 +47,7 @@ class Source:
         return {each.key: name for name, each in self.tree.metadata.items() if isinstance(each, ShardedObject)}
 
 
-def stored_shapes(source: Source) -> dict[str, tuple[int, ...] | None]:
+def stored_shapes(source: ModuleSource) -> dict[str, tuple[int, ...] | None]:
     """Return the shape of each stored tensor by key, and None for each object that is the only one of its key."""
     shards = load_sharded_metadata(source.checkpoint_dir, strategies=source.strategies, options=source.options).values()
     tensors = {each.key: each.global_shape for each in shards if isinstance(each, ShardedTensor)}
@@ -55,7 +55,9 @@ def stored_shapes(source: Source) -> dict[str, tuple[int, ...] | None]:
     return {**dict.fromkeys(each.key for each in objects if prod(each.global_shape) == 1), **tensors}
 
 
-def common_values(source: Source, wanted: Callable[[str, Any], bool], stored_keys: Sequence[str]) -> dict[str, Any]:
+def common_values(
+    source: ModuleSource, wanted: Callable[[str, Any], bool], stored_keys: Sequence[str]
+) -> dict[str, Any]:
     """Return the wanted values of the common state by key; none where reading it takes pickled code."""
     with suppress(UnsafeFile, UnsupportedValue):
         tree = load_common_state_dict(source.checkpoint_dir, strategies=source.strategies, options=source.options)
@@ -78,7 +80,7 @@ def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 # Filling tensors
 
 
-def target_of(source: Source, names: Named, common: Mapping[str, Any], world: World) -> dict[str, Any]:
+def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Return what is loaded, by stored key: each rank's parts.
 
     Raises:
@@ -105,7 +107,7 @@ def target_of(source: Source, names: Named, common: Mapping[str, Any], world: Wo
     return target | {name: map_data(torch.empty_like, target[name]) for name in apart if name in target}
 
 
-def loader_of(source: Source) -> Callable[..., Any]:
+def loader_of(source: ModuleSource) -> Callable[..., Any]:
     """Return `load` with the source's arguments."""
     return partial(
         load,
@@ -118,7 +120,7 @@ def loader_of(source: Source) -> Callable[..., Any]:
     )
 
 
-def fill_alone(source: Source, common: Mapping[str, Any], fills: Sequence[Fill]) -> None:
+def fill_alone(source: ModuleSource, common: Mapping[str, Any], fills: Sequence[Fill]) -> None:
     """Fill tensors without the other ranks."""
     if not fills:
         return
@@ -159,13 +161,13 @@ def _check_fits(name: str, value: torch.Tensor, shape: torch.Size, dtype: torch.
 
 
 def read_value(
-    source: Source,
+    source: ModuleSource,
     common: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
     module: torch.nn.Module,
     name: str,
-    stored: Stored,
+    stored: UnreadValue,
 ) -> Any:
     """Return a stored value as a module's own loading gets it; torch copies it into a tensor.
 
@@ -202,7 +204,7 @@ def read_value(
     return _replicated(module, whole if like is not None else whole.to(expected))
 
 
-def _refuse_without_scales(source: Source, key: str, dtype: torch.dtype) -> None:
+def _refuse_without_scales(source: ModuleSource, key: str, dtype: torch.dtype) -> None:
     """Raise where values that a hook asks for in another dtype are numbers by scales that are stored beside them."""
     stored = source.tree.metadata
     if not plain_matcher("load_module", source.plain, stored.keys)(key):

@@ -18,7 +18,7 @@ from ._convert import local_tensor
 Tensors = dict[str, torch.Tensor]
 
 
-class Stored(NamedTuple):
+class UnreadValue(NamedTuple):
     """A stored value that isn't read yet.
 
     Attributes:
@@ -44,7 +44,7 @@ class Fill:
 
     name: str
     tensor: torch.Tensor
-    stored: Stored
+    stored: UnreadValue
 
 
 def own_tensors(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,8 +68,8 @@ def all_tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str
 
 
 def stored_by_name(
-    keys: Mapping[str, str], key: Callable[[str], str], stored: Mapping[str, Stored], hooked: Iterable[str]
-) -> dict[str, Stored]:
+    keys: Mapping[str, str], key: Callable[[str], str], stored: Mapping[str, UnreadValue], hooked: Iterable[str]
+) -> dict[str, UnreadValue]:
     """Return what is stored, by the names of a module's state dict.
 
     Args:

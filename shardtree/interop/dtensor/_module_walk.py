@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import CheckpointingException, error_text
 from ._module_hooks import is_of_fsdp2, loads_itself, name_of, own_hooks
-from ._module_names import Fill, Stored, Tensors, own_tensors
+from ._module_names import Fill, Tensors, UnreadValue, own_tensors
 
-Read = Callable[[torch.nn.Module, str, Stored], Any]
+Read = Callable[[torch.nn.Module, str, UnreadValue], Any]
 """Reads a stored value that a module's own loading asks for by a name."""
 
 EXTRA_STATE = "_extra_state"
@@ -39,12 +39,12 @@ class StoredState(_State):
     """A state dict whose stored values are read when they are asked for, and kept, since hooks change them in place.
 
     Examples:
-        >>> state = StoredState({"w": Stored("w", (2,)), "b": 1}, lambda name, stored: f"{name} was read")
+        >>> state = StoredState({"w": UnreadValue("w", (2,)), "b": 1}, lambda name, stored: f"{name} was read")
         >>> "w" in state, state["w"], dict(state)
         (True, 'w was read', {'w': 'w was read', 'b': 1})
     """
 
-    def __init__(self, entries: Any = (), read: Callable[[str, Stored], Any] | None = None) -> None:
+    def __init__(self, entries: Any = (), read: Callable[[str, UnreadValue], Any] | None = None) -> None:
         super().__init__()
         self._read = read
         for name, entry in dict(entries).items():
@@ -52,7 +52,7 @@ class StoredState(_State):
 
     def __getitem__(self, name: str) -> Any:
         value = OrderedDict.__getitem__(self, name)
-        if isinstance(value, Stored) and self._read is not None:
+        if isinstance(value, UnreadValue) and self._read is not None:
             self[name] = value = self._read(name, value)
         return value
 
@@ -83,7 +83,7 @@ class StoredState(_State):
         return OrderedDict, ([*self.items()],)
 
     def entries(self) -> dict[str, Any]:
-        """Return the values, and what hasn't been read as `Stored`."""
+        """Return the values, and what hasn't been read as `UnreadValue`."""
         return {name: OrderedDict.__getitem__(self, name) for name in self}
 
 
@@ -101,7 +101,7 @@ class _Visit:
     module: torch.nn.Module
     prefix: str
     fills: list[Fill]
-    extra: Stored | None
+    extra: UnreadValue | None
     missing: list[str]
     unexpected: list[str]
 
@@ -145,7 +145,7 @@ def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: W
 
     Args:
         module: the module.
-        entries: the state dict, with values of type `Stored` or what a hook made; it is emptied.
+        entries: the state dict, with values of type `UnreadValue` or what a hook made; it is emptied.
         prefix: the beginning of the names of the module's entries.
         state: receives the result.
 
@@ -204,7 +204,7 @@ def foreseen(state: Walk) -> IncompatibleKeys | None:
     return IncompatibleKeys([*state.missing, *missing], [*state.unexpected, *unexpected])
 
 
-def load_by_override(module: torch.nn.Module, entries: Mapping[str, Stored], state: Walk) -> None:
+def load_by_override(module: torch.nn.Module, entries: Mapping[str, UnreadValue], state: Walk) -> None:
     """Call a module's own `load_state_dict`, which may read everything that is stored."""
     given = StoredState(entries, lambda name, stored: state.read(module, name, stored))
     accepted = signature(module.load_state_dict).parameters
@@ -225,11 +225,11 @@ def load_by_override(module: torch.nn.Module, entries: Mapping[str, Stored], sta
 def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -> bool:
     """Return whether entries of a module are values that a hook made, or one element for a tensor without axes."""
     return any(
-        not isinstance(entries[name], Stored)
+        not isinstance(entries[name], UnreadValue)
         or (entries[name].shape == (1,) and not is_lazy(tensor) and not tensor.dim())
         for name, tensor in tensors.items()
         if name in entries
-    ) or not isinstance(entries.get(f"{prefix}{EXTRA_STATE}", Stored("", None)), Stored)
+    ) or not isinstance(entries.get(f"{prefix}{EXTRA_STATE}", UnreadValue("", None)), UnreadValue)
 
 
 def _load_itself(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> dict[str, Any]:
@@ -273,11 +273,11 @@ def _visit(
     strangers = [entries for child, entries in below.items() if child not in module._modules]
     strangers.append({name: own[name] for name in own.keys() - tensors.keys() - ({extra} if takes_extra else set())})
     unexpected = {name: entry for entries in strangers for name, entry in entries.items()}
-    state.moved.update((name, entry.key) for name, entry in unexpected.items() if isinstance(entry, Stored))
+    state.moved.update((name, entry.key) for name, entry in unexpected.items() if isinstance(entry, UnreadValue))
     return _Visit(module, prefix, fills, own.get(extra) if takes_extra else None, missing, [*unexpected])
 
 
-def _fits(tensor: torch.Tensor, stored: Stored) -> bool:
+def _fits(tensor: torch.Tensor, stored: UnreadValue) -> bool:
     """Return whether a stored value can be filled into a tensor: plain values of the common state into plain ones."""
     return stored.shape is not None and not (stored.common and hasattr(tensor, "placements"))
 

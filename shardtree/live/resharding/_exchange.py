@@ -20,7 +20,7 @@ from ...core.geometry import (
     span_numbers,
 )
 from ...core.layouts import ShardColumns, select_rows, shard_boxes
-from ...core.plans import Holders, Line, Parts, deal_out, find_holders, held_places, holder_sets
+from ...core.plans import HeldLine, Holders, Parts, deal_out, find_holders, held_places, holder_sets
 from ...errors import size_text, table_lines
 from . import ReshardPlan, plan_reshard
 
@@ -31,7 +31,7 @@ MOST_CELLS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cells:
+class WantedCells:
     """What ranks want, in parts that each shard wants whole or not at all.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cells:
     cell: Column
 
 
-def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST_CELLS) -> Cells:
+def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST_CELLS) -> WantedCells:
     """Return the cells of shards: equal shards are one, and those that overlap are cut along each other's edges.
 
     Args:
@@ -89,7 +89,7 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     number = np.concatenate([np.arange(rest.size), rest.size + parts.number])[order]
     first, count = np.searchsorted(of[order], place), np.bincount(of, minlength=places)[place]
     row, at = span_numbers(first, count)
-    return Cells(targets, cells, row, number[at])
+    return WantedCells(targets, cells, row, number[at])
 
 
 def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:
@@ -282,7 +282,7 @@ def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, 
     alone = (holders.count == 1) & of_one[only]
     reader = np.array([each[0] for each in alike], dtype=np.int64)[only[alone]]
     lone = holders.place[alone]
-    lines = [Line(places, size[places], row[places], members) for places, members in _rank_sets(holders, alike)]
+    lines = [HeldLine(places, size[places], row[places], members) for places, members in _rank_sets(holders, alike)]
     parts = deal_out(Parts(lone, np.zeros_like(lone), size[lone], reader), lines, np.zeros(ranks, dtype=np.int64), 1)
     return rows_of(parts, np.lexsort((parts.begin, parts.item)))
 

@@ -20,14 +20,14 @@ from ...core.geometry import (
     widen,
 )
 from ...core.layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
-from ...core.plans import Line, Parts, deal_out, find_holders, held_places, holder_sets
+from ...core.plans import HeldLine, Parts, deal_out, find_holders, held_places, holder_sets
 from ._transfers import Routes, renumber_keys
 
 # Places before resharding: each box once, with all ranks that hold a replica.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class HeldPlaces:
     """Boxes, or flat ranges of them, that ranks hold, each once, however many replicas there are.
 
     Attributes:
@@ -64,7 +64,8 @@ class Holdings:
     """Boxes that places consist of, once for each rank that holds the place.
 
     Attributes:
-        boxes: the boxes; their `shard` is the number of a place's holder, as in `Places.holder` and `Places.row`.
+        boxes: the boxes; their `shard` is the number of a place's holder, as in `HeldPlaces.holder` and
+            `HeldPlaces.row`.
         key: the tensor of each box, int64 (boxes,).
         rank: who holds it, int64 (boxes,).
     """
@@ -74,7 +75,7 @@ class Holdings:
     rank: Column
 
 
-def find_holdings(places: Places, mask: Mask) -> Holdings:
+def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
     """Return what ranks hold at the chosen places."""
     place = np.repeat(np.arange(len(mask)), places.holders)
     numbers = np.flatnonzero(mask[place])
@@ -83,7 +84,7 @@ def find_holdings(places: Places, mask: Mask) -> Holdings:
     return Holdings(replace(boxes, shard=number), places.shards.key[place[number]], places.holder[number])
 
 
-def find_places(source: ShardColumns, target: ShardColumns) -> Places:
+def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
     """Return the places of the tensors that the target wants, those without elements left out.
 
     Args:
@@ -100,7 +101,7 @@ def find_places(source: ShardColumns, target: ShardColumns) -> Places:
     order = order[new]
     first = np.searchsorted(place[order], np.arange(places + 1))
     main = np.bincount(place[shards.main], minlength=places) > 0
-    return Places(select_rows(shards, order[first[:-1]]), main, first, shards.rank[order], rows[order])
+    return HeldPlaces(select_rows(shards, order[first[:-1]]), main, first, shards.rank[order], rows[order])
 
 
 def place_boxes(shards: ShardColumns) -> BoxColumns:
@@ -141,7 +142,7 @@ class Pieces:
         return len(self.target)
 
 
-def cut_pieces(places: Places, target: ShardColumns) -> Pieces:
+def cut_pieces(places: HeldPlaces, target: ShardColumns) -> Pieces:
     """Return what the target's shards want, cut along the main replicas' places; what lies in none is at place -1.
 
     Args:
@@ -161,7 +162,7 @@ def cut_pieces(places: Places, target: ShardColumns) -> Pieces:
     return joined_rows([pieces, carved_pieces(lacking, key[short], main_boxes, main_key)[2]])
 
 
-def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
+def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
     """Return what ranks hold themselves of what they want, and the pieces that they don't hold.
 
     Args:
@@ -183,7 +184,7 @@ def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Ro
     return joined_rows([routes, as_routes(parts, places.row[holdings.boxes.shard[box]])]), rest
 
 
-def located_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Pieces:
+def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> Pieces:
     """Return pieces of which those at place -1 are cut along the other replicas' places that hold them.
 
     Args:
@@ -284,7 +285,7 @@ def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
     return int((volumes(lacking.shape) * target.item_size[target.key[lacking.target]]).sum())
 
 
-def sent_routes(places: Places, target: ShardColumns, pieces: Pieces, shortest_cut: int) -> Routes:
+def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shortest_cut: int) -> Routes:
     """Return pieces as routes from the ranks that send them.
 
     Args:
@@ -315,7 +316,7 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
     return Pieces(pieces.target[item], pieces.place[item], offset, shape)
 
 
-def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[Line]:
+def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[HeldLine]:
     """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then receiver."""
     is_used = np.zeros(len(places.main), dtype=np.bool_)
     is_used[pieces.place] = True
@@ -328,7 +329,7 @@ def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, r
     ends = np.cumsum(np.bincount(set_of[pieces.place[own]], minlength=len(sets)))[:-1]
     # Of no sets, `split` gives one empty part.
     for (_, members), items in zip(sets, np.split(own, ends), strict=False):
-        yield Line(items, size[items], row[items], members)
+        yield HeldLine(items, size[items], row[items], members)
 
 
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:

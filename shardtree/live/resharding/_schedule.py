@@ -152,7 +152,7 @@ def schedule_transfers(
     first = np.flatnonzero(np.any(np.diff(columns, prepend=-2) != 0, axis=0))
     nbytes = np.add.reduceat(transfers.nbytes[moving], first) if first.size else first
     priority, needs, one, other = columns[:, first]
-    pairs = Pairs(priority, needs, one, other, nbytes, item_size[moving][first], ranks.size)
+    pairs = RankPairs(priority, needs, one, other, nbytes, item_size[moving][first], ranks.size)
     step, pair, amount = pair_steps(pairs, most)
     return _pieces(transfers, item_size, most, moving, pairs, step, pair, amount)
 
@@ -172,7 +172,7 @@ def _pieces(
     item_size: Column,
     most: int,
     moving: Column,
-    pairs: Pairs,
+    pairs: RankPairs,
     step: Column,
     pair: Column,
     amount: Column,
@@ -273,7 +273,7 @@ def _use(room: Column, ends: Column, amount: Column) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pairs:
+class RankPairs:
     """What ranks have for each other, a row for each priority, sender and receiver.
 
     Attributes:
@@ -309,7 +309,7 @@ class Pairs:
         return distance
 
 
-def pair_steps(pairs: Pairs, room: int) -> tuple[Column, Column, Column]:
+def pair_steps(pairs: RankPairs, room: int) -> tuple[Column, Column, Column]:
     """Return in which step how many bytes of which pair move, so that no rank sends and gets more than there is room.
 
     Each step goes through the pairs that are ready and takes all that fits: by priority; at equal priority first those
@@ -326,7 +326,7 @@ def pair_steps(pairs: Pairs, room: int) -> tuple[Column, Column, Column]:
 
     Examples:
         >>> at = np.array([0, 1])
-        >>> step, pair, nbytes = pair_steps(Pairs(at * 0, at * 0 - 1, at, 1 - at, at * 8 + 8, at * 0 + 4, 2), 16)
+        >>> step, pair, nbytes = pair_steps(RankPairs(at * 0, at * 0 - 1, at, 1 - at, at * 8 + 8, at * 0 + 4, 2), 16)
         >>> list(zip(step.tolist(), pair.tolist(), nbytes.tolist()))
         [(0, 0, 8), (0, 1, 8), (1, 1, 8)]
     """
@@ -341,7 +341,7 @@ def pair_steps(pairs: Pairs, room: int) -> tuple[Column, Column, Column]:
     return columns[0], columns[1], columns[2]
 
 
-def _one_step(pairs: Pairs, distance: Column, left: Column, room: int) -> Column:
+def _one_step(pairs: RankPairs, distance: Column, left: Column, room: int) -> Column:
     """Return how much of each pair moves in the next step."""
     rows = _ready(pairs, left)
     one, other, item, amount = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
@@ -368,14 +368,14 @@ def _share(room: int, part: Column, whole: Column) -> Column:
     return np.asarray(room * (part >> shift) // np.maximum(whole >> shift, 1))
 
 
-def _ready(pairs: Pairs, left: Column) -> Column:
+def _ready(pairs: RankPairs, left: Column) -> Column:
     """Return the pairs that have bytes left of which the sender has all."""
     comes = np.full(pairs.ranks, pairs.priority.max(initial=0))
     np.minimum.at(comes, pairs.other[left > 0], pairs.priority[left > 0])
     return np.flatnonzero((left > 0) & (pairs.needs < comes[pairs.one]))
 
 
-def _order(pairs: Pairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
+def _order(pairs: RankPairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
     """Return in which order pairs are gone through."""
     load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)

@@ -3,7 +3,7 @@
 import typing
 
 if typing.TYPE_CHECKING:
-    from ._consistency import Description, KnownLayout, check_together, describe
+    from ._consistency import KnownLayout, LayoutDescription, check_together, describe
     from ._dispatch import (
         Backends,
         Choice,
@@ -48,7 +48,7 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "._consistency": "Description KnownLayout check_together describe",
+            "._consistency": "KnownLayout LayoutDescription check_together describe",
             "._dispatch": (
                 "Backends Choice alike are_objects_beside backends_of check_options common_backend given_options "
                 "sharded_backend strategy_of"

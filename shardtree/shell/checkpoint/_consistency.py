@@ -129,7 +129,7 @@ def _digest(columns: ShardColumns) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Description:
+class LayoutDescription:
     """One rank's part of a layout, without data.
 
     Attributes:
@@ -153,16 +153,16 @@ def describe(
     layout: KnownLayout | None = None,
     *,
     ranks: int,
-) -> Description:
+) -> LayoutDescription:
     """Return what a rank, of that many, sends the others about its shards, without what they know."""
     # All ranks have a known layout already: only its hash travels.
     own = layouts.shard_columns(tensors if layout is None else (), rank)
     columns = pack_columns(own, rank) if ranks > 1 else own
     digest_of_all = None if layout is None else layout.digest
-    return Description(columns, layouts.object_columns(objects, rank), common, digest_of_all)
+    return LayoutDescription(columns, layouts.object_columns(objects, rank), common, digest_of_all)
 
 
-def brief(description: Description | None, ranks: int) -> Description | None:
+def brief(description: LayoutDescription | None, ranks: int) -> LayoutDescription | None:
     """Return what a rank says at first of that many: `complete` sends the rest."""
     if description is None or isinstance(description.columns, ShardColumns):
         return description
@@ -170,8 +170,8 @@ def brief(description: Description | None, ranks: int) -> Description | None:
 
 
 def complete(
-    world: World, own: Description | None, descriptions: Sequence[Description | None]
-) -> list[Description | None]:
+    world: World, own: LayoutDescription | None, descriptions: Sequence[LayoutDescription | None]
+) -> list[LayoutDescription | None]:
     """Return all ranks' descriptions with what was left out of them; one all-gather if something was, else none.
 
     Args:
@@ -188,7 +188,7 @@ def complete(
 
 
 def check_together(
-    doing: str, descriptions: Sequence[Description], layout: KnownLayout | None = None, *, tiling: bool = True
+    doing: str, descriptions: Sequence[LayoutDescription], layout: KnownLayout | None = None, *, tiling: bool = True
 ) -> ShardColumns:
     """Return all ranks' shards, after checking that they fit together.
 

@@ -25,7 +25,7 @@ from ._requests import Checks, Request, cut_of, requests_of
 from ._storage import Buffer, Storage
 from ._strided import copy_piece, wide_reads
 from ._threads import run_workers
-from ._transports import Source, Transport, cut_for_devices, read_to_devices, transport_of
+from ._transports import RequestSource, RequestTransport, cut_for_devices, read_to_devices, transport_of
 
 Sums = dict[int, Any]
 """Checksums found in a file. Of blocks that came whole: number → hash, -1 if it came twice with different bytes. Of
@@ -141,7 +141,7 @@ def _views(plan: LoadPlan, memories: Sequence[torch.Tensor], is_on_device: Flags
 
 
 def _read(
-    transport: Transport,
+    transport: RequestTransport,
     checks: Mapping[int, Checks],
     sums: Mapping[int, Sums],
     progress: Callable[[int], None],
@@ -169,7 +169,7 @@ def _read(
     return sum(run_workers(work, threads, stop=waiting.clear)) if threads > 1 else work()
 
 
-def _deliver(request: Request, source: Source, check: Checks, views: Sequence[Buffer]) -> tuple[int, Sums]:
+def _deliver(request: Request, source: RequestSource, check: Checks, views: Sequence[Buffer]) -> tuple[int, Sums]:
     """Put a request's bytes where they belong, and return how many these are, and the checksums found."""
     hasher, runs, pieces = check.hasher(), request.runs, request.pieces
     for byte, buffers in _steps(runs, views, limits.WINDOW_BYTES if hasher is None else limits.STEP_BYTES):

@@ -31,7 +31,7 @@ from ._threads import usual_threads
 T = TypeVar("T")
 
 
-class Source(Protocol):
+class RequestSource(Protocol):
     """What the bytes of a request are read from."""
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
@@ -41,11 +41,11 @@ class Source(Protocol):
         """Return bytes of the file, valid until more are asked for."""
 
 
-Arrivals = Callable[[deque[Request]], Generator[tuple[Request, Source], None, None]]
+Arrivals = Callable[[deque[Request]], Generator[tuple[Request, RequestSource], None, None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class RequestTransport:
     """How requests are read.
 
     Attributes:
@@ -59,18 +59,18 @@ class Transport:
     tries: int = 1
 
 
-def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> Transport:
+def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTransport:
     """Return how requests for files, by their number, are read from a storage."""
     read_range = can(storage).read_range
     if read_range is None:
         # Few threads: copies out of the page cache are bound by memory, so that more would gain nothing.
-        return Transport(partial(_from_files, storage, files), usual_threads())
+        return RequestTransport(partial(_from_files, storage, files), usual_threads())
     # A store that answers at once keeps the cores busy with a few requests. More only take turns there, each with other
     # memory: on two cores, 32 in flight took 1.3 times as long as 4.
     answers_at_once = (can(storage).latency or 1.0) < _SHORT_LATENCY
     gate = _Gate(min(2 * usual_threads(), _IN_FLIGHT) if answers_at_once else _IN_FLIGHT)
     # Once more before it is called damage: what came over a network may differ from what the store holds.
-    return Transport(partial(_from_store, storage, read_range, files, gate), _IN_FLIGHT, tries=2)
+    return RequestTransport(partial(_from_store, storage, read_range, files, gate), _IN_FLIGHT, tries=2)
 
 
 def _remaining(waiting: deque[T]) -> Iterator[T]:
@@ -104,7 +104,7 @@ class _OpenFile:
 
 def _from_files(
     storage: Storage, files: Mapping[int, StoredFile], waiting: deque[Request]
-) -> Generator[tuple[Request, Source], None, None]:
+) -> Generator[tuple[Request, RequestSource], None, None]:
     # Each thread opens the file itself: the protocol doesn't promise that threads may share a reader.
     for number, requests in groupby(_remaining(waiting), lambda request: request.file):
         with storage.open(files[number].name) as reader:
@@ -148,7 +148,7 @@ class _Answer:
 
 def _from_store(
     storage: Storage, read_range: ReadRange, files: Mapping[int, StoredFile], gate: _Gate, waiting: deque[Request]
-) -> Generator[tuple[Request, Source], None, None]:
+) -> Generator[tuple[Request, RequestSource], None, None]:
     # Threads rather than cores: they wait for the network nearly all the time.
     for request in _remaining(waiting):
         file = files[request.file]

@@ -69,7 +69,7 @@ class StrategyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _BrokenPromise:
     """A promise that isn't kept.
 
     Attributes:
@@ -151,7 +151,7 @@ def check_strategy(
         fix = "Pass the table that has its rows as strategies=, or register them."
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
     refuse_unknown(subject, checks)
-    names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_Failure]()
+    names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_BrokenPromise]()
     for promise in _select(only, [*PROMISES, *added_promises(checks), *_layout_cases.RANDOM]):
         reason = _why_left_out(promise, subject)
         if not reason and promise in _layout_cases.RANDOM and failures:
@@ -208,7 +208,7 @@ def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
         yield Case("what all cases begin with", partial(raising, error))
 
 
-def _run_cases(promise: Promise, subject: Subject) -> tuple[_Failure | None, list[RefusedCase], int]:
+def _run_cases(promise: Promise, subject: Subject) -> tuple[_BrokenPromise | None, list[RefusedCase], int]:
     """Run a promise's cases; return what is broken (or None), what was refused, and the number of cases."""
     failures, refusals = list[tuple[str, str]](), list[RefusedCase]()
     cases = list(_cases(promise, subject))
@@ -223,7 +223,7 @@ def _run_cases(promise: Promise, subject: Subject) -> tuple[_Failure | None, lis
             failures.append((case.name, _failure_reason(error)))
         except Exception as error:
             failures.append((case.name, _failure_reason(error)))
-    return (_Failure(promise.name, len(cases), tuple(failures)) if failures else None), refusals, len(cases)
+    return (_BrokenPromise(promise.name, len(cases), tuple(failures)) if failures else None), refusals, len(cases)
 
 
 # Texts of failures.
@@ -235,14 +235,15 @@ _PACKAGE = Path(__file__).parents[2]
 _PYTHON = sysconfig.get_path("stdlib")
 
 
-def _failure_text(backend: tuple[str, int], failures: Sequence[_Failure], names: Sequence[str]) -> str:
+def _failure_text(backend: tuple[str, int], failures: Sequence[_BrokenPromise], names: Sequence[str]) -> str:
     """Return the error's text: every broken promise, each with its simplest cases, and the names of those kept.
 
     What fails for a reason that was given before is only named: a backend's first fault often breaks most promises.
 
     Examples:
         >>> why = chr(10).join(["raised a raw KeyError: 'w'", "in load_sharded"])
-        >>> failures = _Failure("scalars come back", 2, (("a zero", why),)), _Failure("objects do", 1, (("one", why),))
+        >>> scalars = _BrokenPromise("scalars come back", 2, (("a zero", why),))
+        >>> failures = scalars, _BrokenPromise("objects do", 1, (("one", why),))
         >>> print(_failure_text(("cards", 1), failures, ["tensors do"]))
         ('cards', 1) breaks 2 of 3 promises
           scalars come back: not in 1 of 2 cases

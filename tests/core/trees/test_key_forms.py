@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardtree as sharded
-from shardtree.core.trees import KeyForm, Piece, key_form, key_matcher, match_key, one_of, text_piece
+from shardtree.core.trees import FormPiece, KeyForm, key_form, key_matcher, match_key, one_of, text_piece
 from shardtree.core.trees._key_forms import match_in_order
 from shardtree.transforms import _stack
 from tests.core.trees.samples import assert_caught
@@ -89,11 +89,11 @@ def test_what_stars_match_catches_places_that_are_not_looked_at_twice() -> None:
 # The forms of layers' keys: what stands before a number, the number, and what follows.
 
 LAYERS = {
-    "stack": (r"({0})\.(0|[1-9][0-9]*)\.(.+)", (".", Piece("number"), ".", Piece("rest"))),
-    "unstack": (r"({0})\.(?![0-9]+(?:\.|$))(.+)", (".", Piece("rest without number"))),
+    "stack": (r"({0})\.(0|[1-9][0-9]*)\.(.+)", (".", FormPiece("number"), ".", FormPiece("rest"))),
+    "unstack": (r"({0})\.(?![0-9]+(?:\.|$))(.+)", (".", FormPiece("rest without number"))),
     "keep": (
         r"((?:(?:[^.]+\.)*optimizer\.(?:state\.[^.]+|param_group)\.)?{0})\.(0|[1-9][0-9]*)((?:\..+)?)",
-        (".", Piece("number"), one_of((text_piece("."), Piece("rest")), ())),
+        (".", FormPiece("number"), one_of((text_piece("."), FormPiece("rest")), ())),
     ),
 }
 

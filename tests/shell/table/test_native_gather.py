@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardtree.mapping import ShardedTensor
 from shardtree.shell.storage import Buffer, tensor_buffers
 from shardtree.shell.table.safetensors import _layout, _write
-from shardtree.shell.table.safetensors._layout import Entries, Part, Source, entries_of, gathered, together
+from shardtree.shell.table.safetensors._layout import Entries, FilePart, Source, entries_of, gathered, together
 from shardtree.testing import STORABLE_DTYPES, random_bits, shapes
 from tests.core.trees.samples import assert_caught
 
@@ -92,7 +92,7 @@ def made(recipes: list[Recipe]) -> list[torch.Tensor]:
 
 
 def written(held: Entries) -> Iterator[Buffer]:
-    return _write._part_buffers(Part(b"", held, held.length.cumsum() - held.length), None)
+    return _write._part_buffers(FilePart(b"", held, held.length.cumsum() - held.length), None)
 
 
 def small_limits(patch: pytest.MonkeyPatch) -> None:

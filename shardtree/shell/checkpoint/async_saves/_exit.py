@@ -26,7 +26,7 @@ from ...world import gather
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class QueuedSave:
     """One scheduled save.
 
     Attributes:
@@ -44,7 +44,7 @@ class Call:
         return f"async save {self.index}" + (f" to {folder.where()!r}" if folder is not None else "")
 
 
-class Calls(deque[Call]):
+class Calls(deque[QueuedSave]):
     """A queue's saves in progress, in order.
 
     Attributes:
@@ -109,7 +109,7 @@ def check_idle(calls: Calls) -> None:
         raise WorldError(error_text(f"{calls[0]} is being committed, and a finalizer asks for it again", fix=fix))
 
 
-def _written_count(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> int:
+def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool) -> int:
     """Return how many of the calls, from the first on, are written on every rank."""
     world = calls[0].request.world
 
@@ -189,7 +189,7 @@ def watch(calls: Calls, timeout: float) -> None:
         atexit.register(_at_exit)
 
 
-def calls_in_progress() -> Iterator[Call]:
+def calls_in_progress() -> Iterator[QueuedSave]:
     """Yield every call of this process that isn't committed."""
     own = _own()
     for calls, _ in own.queues if own else ():
@@ -250,7 +250,7 @@ def _wait_for_writing(own: _Process) -> None:
         own.limits.put(_AFTER_A_FAILURE)
 
 
-def _leading(calls: Calls) -> list[Call]:
+def _leading(calls: Calls) -> list[QueuedSave]:
     """Return the first calls that are of one world: one collective asks about all of them."""
     world = calls[0].request.world
     return list(takewhile(lambda call: call.request.world is world, calls))

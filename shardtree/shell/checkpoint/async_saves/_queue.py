@@ -20,7 +20,7 @@ from ....core.layouts import tensor_shards
 from ....errors import CheckpointingException, WorldError, error_text, plural
 from ...storage import host_memory
 from ...table import AsyncRequest
-from ._exit import Call, Calls, calls_in_progress, check_idle, finalize, finalize_all, watch
+from ._exit import Calls, QueuedSave, calls_in_progress, check_idle, finalize, finalize_all, watch
 from ._snapshot import snapshot_shards
 
 # The writing thread
@@ -157,7 +157,7 @@ class AsyncCallsQueue:
         # A weak reference: a queue that is dropped says so at once, though somebody keeps the request.
         async_request.outcome.commit = partial(_commit, weakref.ref(self))
         # The request is immutable, so the thread runs exactly what was scheduled.
-        self._calls.append(Call(index, async_request, self._background.submit(async_request.async_fn)))
+        self._calls.append(QueuedSave(index, async_request, self._background.submit(async_request.async_fn)))
         watch(self._calls, self.exit_timeout)
         return index
 

@@ -4,7 +4,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from ._ask import LoadRequest, matched_target, resolve
-    from ._choice import ExchangeChoice, Place, bytes_wanted_twice, exchange_choice, place_of
+    from ._choice import ExchangeChoice, ReadPlace, bytes_wanted_twice, exchange_choice, place_of
     from ._fit import in_common_state, prospect, unexpected_keys
     from ._objects import ObjectsFit, fit_objects
     from ._omissions import RANK_VALUES, Omissions, join_common, leave_out, refuse_omissions
@@ -35,7 +35,7 @@ else:
         __name__,
         {
             "._ask": "LoadRequest matched_target resolve",
-            "._choice": "ExchangeChoice Place bytes_wanted_twice exchange_choice place_of",
+            "._choice": "ExchangeChoice ReadPlace bytes_wanted_twice exchange_choice place_of",
             "._fit": "in_common_state prospect unexpected_keys",
             "._load": "load",
             "._objects": "ObjectsFit fit_objects",

@@ -13,10 +13,10 @@ from ....core.layouts import ShardColumns
 from ...table import Checkpoint, LoadOptions, Resolution, Strategies, StrategyAction, find_strategy
 from ...table.index import stored_keys
 from ...world import World, agree, gather, share, step
-from .._consistency import Description, KnownLayout, brief, complete, describe, known_layout
+from .._consistency import KnownLayout, LayoutDescription, brief, complete, describe, known_layout
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
 from .._open import OPEN_STEPS, Opening, parse_together, with_opening
-from ._choice import Place, place_of
+from ._choice import ReadPlace, place_of
 from ._stored import Choices, Stored
 from ._strict import WITH_MISSING, StrictHandling, mismatched_keys, parse_strict
 from ._targets import Target, take_apart, usable_device
@@ -58,7 +58,7 @@ class LoadRequest:
         return self.validate or self.layout is not None
 
 
-Message = tuple[Opening, Description | None, Place]
+Message = tuple[Opening, LayoutDescription | None, ReadPlace]
 """What a rank sends the others: what it has opened, which counts of rank 0; what it asks for, if ranks compare that;
 and from where it reads."""
 
@@ -81,7 +81,7 @@ class LocalLoad:
     device: torch.device
     target: Target
     layout: KnownLayout | None
-    description: Description | None
+    description: LayoutDescription | None
 
 
 def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest) -> tuple[LocalLoad, list[Message]]:

@@ -16,7 +16,7 @@ _WORTH_BYTES = 128 * 1024 * 1024
 """An exchange takes a few more collectives: what it saves a rank has to be worth them."""
 
 
-class Place(NamedTuple):
+class ReadPlace(NamedTuple):
     """From where a rank reads.
 
     Attributes:
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     crosses_network: bool
 
 
-def place_of(storage: Storage, ranks: int) -> Place:
+def place_of(storage: Storage, ranks: int) -> ReadPlace:
     """Return from where this rank reads a storage; of a single rank nobody asks.
 
     Examples:
@@ -36,7 +36,7 @@ def place_of(storage: Storage, ranks: int) -> Place:
         >>> place_of(MemoryStorage(), 2).crosses_network
         False
     """
-    return Place(socket.gethostname(), crosses_network(storage)) if ranks > 1 else Place("", False)
+    return ReadPlace(socket.gethostname(), crosses_network(storage)) if ranks > 1 else ReadPlace("", False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class ExchangeChoice:
 ALONE = ExchangeChoice(together=False)
 
 
-def exchange_choice(exchange: Exchange, places: Sequence[Place], saved_bytes: int | None = None) -> ExchangeChoice:
+def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes: int | None = None) -> ExchangeChoice:
     """Return whether ranks send each other what they read.
 
     Args:
@@ -67,7 +67,7 @@ def exchange_choice(exchange: Exchange, places: Sequence[Place], saved_bytes: in
         StrategyError: There is no such choice.
 
     Examples:
-        >>> places = [Place("node-0", True), Place("node-1", True)]
+        >>> places = [ReadPlace("node-0", True), ReadPlace("node-1", True)]
         >>> exchange_choice("auto", places, 2**30).why
         'Ranks read for each other, since they are on several machines, and storage is remote.'
     """

@@ -20,7 +20,7 @@ from ....errors import IntegrityError, error_text
 from ...storage import Directory, background_threads, digest
 from ...table import AsyncRequest, SaveOptions, Strategies
 from ...world import World, agree, current_world, share, step, tried
-from .._consistency import Description, brief, check_together, complete, describe, known_layout
+from .._consistency import LayoutDescription, brief, check_together, complete, describe, known_layout
 from .._dispatch import Choice, alike, alike_choices, backends_of, check_options
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._formats import Formats, Writes, check_can_fingerprint, steps_of_formats
@@ -155,7 +155,7 @@ _STEPS = (
     "save: make the folder",
 )
 
-Message = tuple[Description | None, Start | None]
+Message = tuple[LayoutDescription | None, Start | None]
 """A rank's message to the others: its shards, None where ranks don't compare them; where the save goes, from rank 0."""
 
 
@@ -182,7 +182,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
                 check_can_fingerprint(backends[0][0], whole=save.validate)
         with step("save: find the folder"):
             storage = folder_at(save.where)
-        descriptions: tuple[Description, ...] = ()
+        descriptions: tuple[LayoutDescription, ...] = ()
         if describes:
             own_hash = digest(encode_tree(common_part(save, own.common), allow_pickle=save.options.allow_pickle))
             descriptions = (describe(own.tensors, own.objects, world.rank, own_hash, known, ranks=world.size),)

@@ -12,7 +12,7 @@ from ....core.trees import United
 from ...storage import Claim, Directory, NewFolder
 from ...table import PendingSave, SaveOptions, Stamp
 from ...world import World
-from .._consistency import Description, KnownLayout
+from .._consistency import KnownLayout, LayoutDescription
 from ._formats import Formats
 
 Start = tuple[str, bytes | None, Stamp | None]
@@ -71,7 +71,7 @@ class Save:
     is_async: bool
     parts: TreeParts = field(default_factory=lambda: TreeParts((), (), {}))
     known: KnownLayout | None = None
-    descriptions: Sequence[Description] = ()
+    descriptions: Sequence[LayoutDescription] = ()
     start: Start | None = None
     pending: PendingSave | None = None
     claim: Claim | None = None

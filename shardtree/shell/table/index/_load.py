@@ -33,7 +33,7 @@ RUN_BYTES = 4 * 1024 * 1024
 """A longer run is read by several threads."""
 
 
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """The bytes of a stored box, consecutive in a file.
 
     Attributes:
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorLookup:
     """What is looked up of a tensor before a box of it is read.
 
     Attributes:
@@ -83,20 +83,20 @@ class StoredChunk:
     byte: int
 
 
-Find = Callable[[str], StoredTensor | None]
+Find = Callable[[str], TensorLookup | None]
 """From a tensor's key to what is stored of it, None if nothing is."""
 
 _REMEMBERED = 1024
 
 
-def _stored_tensor(index: Index, key: str) -> StoredTensor | None:
+def _stored_tensor(index: Index, key: str) -> TensorLookup | None:
     (number,) = index.find_keys([key])
     if number < 0:
         return None
     first, last = index.chunk_key.searchsorted((number, number + 1)).tolist()
     kind = index.kind(number)
     chunk = _chunk_at(index, first, len(kind.global_shape)) if last - first == 1 else None
-    return StoredTensor(kind, first, last, chunk)
+    return TensorLookup(kind, first, last, chunk)
 
 
 def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
@@ -108,7 +108,7 @@ def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
     return StoredChunk(offset, shape, number, index.file(number), int(index.chunk_byte[row]))
 
 
-def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, Run] | None:
+def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, FileRun] | None:
     """Return where a requested box lies if it is one run of one chunk and fits what is stored, else None.
 
     Args:
@@ -134,7 +134,7 @@ def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> 
     if element is None:
         return None
     size = kind.dtype.itemsize
-    return chunk.file, Run(chunk.number, chunk.byte + element * size, prod(box) * size)
+    return chunk.file, FileRun(chunk.number, chunk.byte + element * size, prod(box) * size)
 
 
 def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
@@ -159,7 +159,7 @@ def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], bo
     return first + rows[0] if len(rows) == 1 else None
 
 
-def run_plan(run: Run) -> LoadPlan:
+def run_plan(run: FileRun) -> LoadPlan:
     """Return the plan that reads a run into the first of the targets."""
     file, byte, length = (np.array([number], dtype=np.int64) for number in run)
     zero: Column = np.zeros(1, dtype=np.int64)

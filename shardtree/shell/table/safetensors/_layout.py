@@ -109,7 +109,7 @@ FILE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class FilePart:
     """One data file: its header, then its entries, one after the other.
 
     Attributes:
@@ -130,7 +130,7 @@ class Part:
 
 def parts(
     shards: Sequence[Shard], *, allow_pickle: bool, most_files: int = 1, header_bytes: int = limits.HEADER_BYTES
-) -> tuple[Part, ...]:
+) -> tuple[FilePart, ...]:
     """Return the data files that a rank writes for its shards; none if it has nothing to write.
 
     Args:
@@ -182,12 +182,12 @@ def _groups(rows: Column, length: Column, most: int) -> Iterator[Column]:
         start = stop
 
 
-def _part(entries: Entries) -> Part:
+def _part(entries: Entries) -> FilePart:
     ends = np.cumsum(entries.length)
     starts = ends - entries.length
     columns = (_names(entries.keys), entries.tags, entries.shapes, starts.tolist(), ends.tolist())
     header = encode_header(list(map(HeaderEntry, *columns)), {"format": "pt"})
-    return Part(header, entries, len(header) + starts)
+    return FilePart(header, entries, len(header) + starts)
 
 
 def _names(keys: Sequence[str]) -> Sequence[str]:

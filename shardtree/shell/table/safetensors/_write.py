@@ -45,7 +45,7 @@ from ..index import (
     rank_file,
     save_with_index,
 )
-from ._layout import Entries, Part, gathered, parts, together
+from ._layout import Entries, FilePart, gathered, parts, together
 
 # Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
 
@@ -80,7 +80,7 @@ class _File:
 
 
 def write_files(
-    pending: PendingSave, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int
+    pending: PendingSave, layout: Sequence[FilePart], columns: ShardColumns, row: Column, threads: int
 ) -> RankFiles:
     """Write a rank's data files, and return what the index needs to know of them.
 
@@ -120,7 +120,7 @@ def write_files(
     )
 
 
-def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
+def _objects(layout: Sequence[FilePart]) -> Iterator[tuple[str, int, int, int]]:
     for number, part in enumerate(layout):
         columns = (part.entries.sources, part.entries.keys, part.byte.tolist(), part.entries.length.tolist())
         for source, key, byte, length in zip(*columns, strict=True):
@@ -128,7 +128,7 @@ def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
                 yield key, number, byte, length
 
 
-def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
+def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[FilePart], threads: int) -> list[_File]:
     progress = in_turn(pending.options.progress)
     failure = Event()
 
@@ -164,7 +164,7 @@ def _until_failure(buffers: Iterable[Buffer], failure: Event) -> Iterator[Buffer
         yield buffer
 
 
-def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
+def _part_buffers(part: FilePart, totals: list[int] | None) -> Iterator[Buffer]:
     yield memoryview(part.header)
     entries = part.entries
     for rows in together(entries) if totals is None else _each(entries):
