@@ -20,7 +20,7 @@ NAMES = {
     ),
     "core.trees": (
         "apply_factories apply_factory_merges bind cast combine compose diff extract_metadata map_data map_shards "
-        "merge narrow partition prefix rebox rename select unbox without_data"
+        "merge narrow partition prefix rename select without_data"
     ),
     "display": "draw",
     "errors": "CheckpointingException",
@@ -33,7 +33,7 @@ NAMES = {
         "register_default_strategy"
     ),
     "traces": "Trace trace",
-    "trees": "data_at map_by_pattern tree_at",
+    "trees": "data_at map_by_pattern rebox tree_at unbox",
     "world": "World distributed simulate",
 }
 """Names of each room, with spaces between them."""

@@ -77,27 +77,23 @@ if typing.TYPE_CHECKING:
         extract_metadata,
         extract_nonpersistent,
         extract_sharded,
-        flat,
         flatten_with_paths,
         leaves_with_paths,
         map_data,
         map_shards,
         merge,
         narrow,
-        nested,
         partition,
         prefix,
-        rebox,
         register_dataclass,
         rename,
         restrict,
         select,
-        unbox,
         unwrap,
         without_data,
     )
     from .live import reduce_elements, tree_norm, tree_sum
-    from .transforms import data_at, map_by_pattern, map_params, map_with_path, tree_at
+    from .transforms import data_at, flat, map_by_pattern, map_params, map_with_path, nested, rebox, tree_at, unbox
 else:
     __getattr__, __dir__ = face(
         __name__,
@@ -105,6 +101,6 @@ else:
         "..core.trees",
         {
             "..live": "reduce_elements tree_norm tree_sum",
-            "..transforms": "data_at map_by_pattern map_params map_with_path tree_at",
+            "..transforms": "data_at flat map_by_pattern map_params map_with_path nested rebox tree_at unbox",
         },
     )

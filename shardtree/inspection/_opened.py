@@ -16,7 +16,7 @@ from ..core.deferred import notebook_html
 from ..core.layouts import StoredLayout
 from ..core.lazy import frozen_values, stored_each
 from ..core.mapping import ShardedObject, ShardedTensor, box_of, with_data
-from ..core.trees import near_names, nested, without_holes
+from ..core.trees import near_names, without_holes
 from ..errors import KeyMismatch, StrategyError, error_text
 from ..maintenance import check_taken
 from ..shell.checkpoint import (
@@ -50,6 +50,7 @@ from ..shell.table.index import (
 )
 from ..shell.world import one_process
 from ..traces import Trace, transformed
+from ..transforms import nested
 
 _SHARD_FIELDS = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
 

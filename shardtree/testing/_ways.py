@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.trees import diff, unbox
+from ..core.trees import diff
 from ..errors import render_path, shorten
 from ..inspection import explain_ranks
 from ..live import redistribute, simulate
@@ -20,6 +20,7 @@ from ..shell.storage import Directory, ReadReport
 from ..shell.table import LoadOptions, Strategies
 from ..shell.world import World
 from ..stores import MemoryStorage
+from ..transforms import unbox
 from ._bits import outline
 from ._law_reshard import check_reshard
 

@@ -17,6 +17,7 @@ from ._elements import reduced_here, widened
 from ._object_rules import drop_objects
 from ._pad import pad_tensors, transpose_tensors, unpad_tensors
 from ._params import map_params
+from ._plain import flat, nested, rebox, unbox
 from ._split import merge_tensors, split_tensor
 from ._stack import keep_layers, partial_rename, stack_layers, unstack_layers
 

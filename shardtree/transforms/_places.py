@@ -11,8 +11,8 @@ import torch
 
 from ..core.lazy import LazyTensor
 from ..core.mapping import ShardedBase, ShardedObject, ShardedTensor
-from ..core.trees import Place, Places, kept_place, moved_place, named_paths, places, planted
 from ..errors import TreeError, TreePath, error_text
+from ._tree_places import Place, Places, kept_place, moved_place, named_paths, places, planted
 
 _TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 

@@ -42,7 +42,7 @@ from ._factories import (
     merge_anew,
     merge_into_held,
 )
-from ._hidden import flatten_visible
+from ._hidden import flatten_visible, hides_shards
 from ._join import Record, is_hollow, join, left_out, misfits
 from ._key_forms import FormPiece, KeyForm, one_of, text_piece
 from ._key_patterns import (
@@ -62,20 +62,37 @@ from ._key_patterns import (
     stars,
     with_guesses,
 )
-from ._maps import bind, call_at, check_function, compose, map_data, map_shards, map_sharing, register_nodes, with_data
+from ._maps import (
+    bind,
+    call_at,
+    check_function,
+    compose,
+    described_kind,
+    map_data,
+    map_shards,
+    map_sharing,
+    register_nodes,
+    with_data,
+)
 from ._nodes import (
     HOLE,
     NAMESPACE,
     Field,
     Hole,
+    Tree,
+    describe,
     entries,
+    fields_of,
     flatten_with_paths,
+    is_dict,
+    is_sequence,
     is_subclass,
     leaves_with_paths,
     like,
     namedtuple_types,
     path_key,
     refusing_depth,
+    same_kind,
     shard_leaves,
 )
 from ._partition import (
@@ -93,8 +110,6 @@ from ._partition import (
 from ._wrappers import factory_of, has_factories, unwrap
 
 if typing.TYPE_CHECKING:
-    from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
-    from ._plain import flat, nested, rebox, unbox
     from ._prefixes import broadcast_prefix, place_above, prefix_places
     from ._register import node_data, register_dataclass
     from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values, scaled_what, those_of
@@ -105,8 +120,6 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "._places": "Place Places kept_place moved_place named_paths places planted",
-            "._plain": "flat nested rebox unbox",
             "._prefixes": "broadcast_prefix place_above prefix_places",
             "._register": "node_data register_dataclass",
             "._scaled": "BY_SCALES SCALED_DTYPES plain_matcher refuse_scaled scaled_values scaled_what those_of",

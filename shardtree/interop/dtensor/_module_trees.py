@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ...core.mapping import ShardedTensor
-from ...core.trees import unbox
 from ...errors import KeyMismatch, error_text
 from ...shell.world import current_world
+from ...transforms import unbox
 from ._convert import from_dtensors, to_dtensors
 from ._module_names import all_tensors
 from ._placed import Strided, is_dtensor

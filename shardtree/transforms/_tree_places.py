@@ -8,11 +8,21 @@ from typing import Any, Final
 
 import torch
 
-from ...errors import TreeError, TreePath, error_text, render_path
-from ..lazy import LazyTensor
-from ..mapping import ShardedBase
-from ._hidden import flatten_visible, hides_shards
-from ._nodes import HOLE, Tree, entries, fields_of, is_dict, is_sequence, like, refusing_depth
+from ..core.lazy import LazyTensor
+from ..core.mapping import ShardedBase
+from ..core.trees import (
+    HOLE,
+    Tree,
+    entries,
+    fields_of,
+    flatten_visible,
+    hides_shards,
+    is_dict,
+    is_sequence,
+    like,
+    refusing_depth,
+)
+from ..errors import TreeError, TreePath, error_text, render_path
 
 _TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 

@@ -11,13 +11,25 @@ from typing import Any, Final
 
 import torch
 
-from ...errors import ShapeError, TreeError, TreePath, error_text, render_path
-from ..lazy import LazyTensor
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from ._hidden import flatten_visible
-from ._maps import described_kind, map_sharing, with_data
-from ._nodes import HOLE, Tree, describe, entries, is_sequence, leaves_with_paths, like, refusing_depth, same_kind
-from ._places import named_paths, places
+from ..core.lazy import LazyTensor
+from ..core.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from ..core.trees import (
+    HOLE,
+    Tree,
+    describe,
+    described_kind,
+    entries,
+    flatten_visible,
+    is_sequence,
+    leaves_with_paths,
+    like,
+    map_sharing,
+    refusing_depth,
+    same_kind,
+    with_data,
+)
+from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
+from ._tree_places import named_paths, places
 
 _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
 
