@@ -21,6 +21,7 @@ from ..shell.storage import Directory, Storage, folder_in, storage_at
 from ..shell.table import AsyncRequest, SaveOptions, Strategies
 from ..shell.world import World, agree, current_world, on_rank_zero
 from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
+from ._progress import progress_check
 from ._removal import STALE_AFTER, Removal
 from ._remove import apply_policy, clean, drop_after, plan_removal, remove_steps
 from ._save import Place, alike_step, change_record, checked_step, folder_for, nothing, with_record
@@ -59,6 +60,9 @@ class CheckpointSeries:
         keep: the policy that is applied after each save, once it is committed. What it lets go is removed then; a
             removal that fails is a warning in the log. None removes nothing by itself.
         queue: an `AsyncCallsQueue`, each rank's own: `save` schedules its request there.
+        compare: whether steps that are saved with ``SaveOptions(fingerprint=True)`` are compared with the step before
+            and with memory when `save` was called: a warning in the log says that all tensors repeat, or which changed
+            before they were written. It reads the tensors once more at each save.
 
     Raises:
         StorageError: the root is no place.
@@ -85,6 +89,7 @@ class CheckpointSeries:
     strategies: Strategies | None = field(default=None, repr=False)
     keep: Choose | None = field(default=None, kw_only=True)
     queue: AsyncCallsQueue | None = field(default=None, kw_only=True, repr=False)
+    compare: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the names, and make the root absolute, so that a later change of directory doesn't matter."""
@@ -219,9 +224,13 @@ class CheckpointSeries:
         if not async_sharded_save and self.queue is None:
             # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
             arguments["options"] = replace(arguments.get("options") or SaveOptions(), snapshot=False)
-        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
         place = Place(self._storage, folder, Record(None, values, bool(pinned)), arguments["strategies"])
+        # Before the save copies anything: afterwards nobody knows what memory held.
+        is_compared = self.compare and getattr(arguments.get("options"), "fingerprint", False)
+        compared = progress_check(sharded_state_dict, place, self.names, number, ranks) if is_compared else nothing
+        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
         noting = with_record(request, place)
+        noting = noting.add_finalize_fn(compared if ranks.rank == 0 else nothing)
         if self.keep is not None:
             noting = noting.add_finalize_fn(self._apply(self.keep, number) if ranks.rank == 0 else nothing)
         if self.queue is not None:
