@@ -28,10 +28,10 @@ def test_a_step_that_repeats_the_last_one_is_told(compare: bool, caplog: pytest.
     root = st.storage.MemoryStorage()
 
     def run(world: World) -> None:
-        series = st.CheckpointSeries(root, world=world, compare=compare)
+        series = st.CheckpointSeries(root, world=world)
         for step, value in ((100, 1.0), (200, 2.0), (300, 2.0)):
-            series.save(rows(world, torch.full((4,), value)), step, options=STORED)
-        series.save(rows(world, torch.full((4,), 2.0)), 400)  # without fingerprints
+            series.save(rows(world, torch.full((4,), value)), step, options=STORED, compare=compare)
+        series.save(rows(world, torch.full((4,), 2.0)), 400, compare=compare)  # without fingerprints
 
     st.simulate(2, run)
     expected = "series: step 300 has the tensors of step 200, all 1 of them; was an older step's copy saved?"
@@ -39,10 +39,11 @@ def test_a_step_that_repeats_the_last_one_is_told(compare: bool, caplog: pytest.
 
 
 def test_tensors_that_change_before_they_are_written_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    series = st.CheckpointSeries(st.storage.MemoryStorage(), compare=True)
+    series = st.CheckpointSeries(st.storage.MemoryStorage())
     for step, options in ((100, STORED), (200, UNSAFE)):
         weight = torch.full((4,), float(step))
-        request = series.save(rows(st.world.one_process(), weight), step, options=options, async_sharded_save=True)
+        later = {"async_sharded_save": True, "compare": True}
+        request = series.save(rows(st.world.one_process(), weight), step, options=options, **later)
         weight += 1
         request.execute_sync()
     [warning] = warnings_of(caplog)
