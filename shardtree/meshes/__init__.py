@@ -2,7 +2,7 @@
 
 from ._coverage import Coverage, coverage
 from ._mesh import Mesh
-from ._placement import KeyFunction, MeshPlacement, mesh_columns, placed_columns
+from ._placement import KeyFunction, Placement, mesh_columns, placed_columns
 from ._shard import abstract, abstract_at, from_local, layout_of, shard, shard_at
 from ._shards import RankBox, RankShard, mesh_shard, mesh_shards, rank_data, rank_leaf
 from ._specs import AxisSplit, P, PartitionSpec, SpecEntry, SpecFunction, Specs, check_spec, specs_by_pattern, splits

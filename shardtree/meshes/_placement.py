@@ -26,7 +26,7 @@ KeyFunction = Callable[[TreePath], str]
 
 
 @dataclass(frozen=True, slots=True)
-class MeshPlacement:
+class Placement:
     """A tensor and how it is cut.
 
     Attributes:
@@ -152,7 +152,7 @@ class Placed:
     """
 
     leaf: Any
-    placement: MeshPlacement | None
+    placement: Placement | None
 
 
 def placed_leaves(
@@ -181,7 +181,7 @@ def placed_leaves(
             leaves.append(Placed(leaf, None))
             continue
         kind = TensorKind(leaf.dtype, leaf.global_shape, 0)
-        placement = MeshPlacement(leaf.key, kind, spec_of[path], copies[path])
+        placement = Placement(leaf.key, kind, spec_of[path], copies[path])
         check_spec(leaf.key, kind, mesh, placement.spec)
         leaves.append(Placed(leaf, placement))
     check_patterns("shard", specs, [shard.key for _, shard in shards], whole=True)
@@ -248,10 +248,10 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
     if missing:
         fix = "Give a PartitionSpec for each tensor."
         raise MetadataError(error_text("mesh_columns: tensors without a spec", offenders=missing, fix=fix))
-    return placed_columns([MeshPlacement(key, kind, specs[key]) for key, kind in kinds.items()], mesh)
+    return placed_columns([Placement(key, kind, specs[key]) for key, kind in kinds.items()], mesh)
 
 
-def placed_columns(placements: Iterable[MeshPlacement], mesh: Mesh) -> ShardColumns:
+def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     """As `mesh_columns`, for placements, of which several may have one key."""
     placements = sorted(placements, key=lambda each: (each.key, each.copy))
     _check_kinds(placements)
@@ -282,7 +282,7 @@ def placed_columns(placements: Iterable[MeshPlacement], mesh: Mesh) -> ShardColu
     )
 
 
-def _check_kinds(placements: Iterable[MeshPlacement]) -> None:
+def _check_kinds(placements: Iterable[Placement]) -> None:
     """Raise IntegrityError where tensors of one key are of different kinds."""
     kinds: dict[str, dict[TensorKind, None]] = defaultdict(dict)
     for each in placements:

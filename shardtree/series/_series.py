@@ -21,6 +21,7 @@ from ..shell.storage import Directory, Storage, folder_in, storage_at
 from ..shell.table import AsyncRequest, SaveOptions, Strategies
 from ..shell.world import World, agree, current_world, on_rank_zero
 from ._listing import StepRecord, check_names, checked_metrics, list_steps, newest_step
+from ._progress import progress_check
 from ._removal import STALE_AFTER, Removal
 from ._remove import apply_policy, clean, drop_after, plan_removal, remove_steps
 from ._save import SavePlace, alike_step, change_record, checked_step, folder_for, nothing, with_record
@@ -146,6 +147,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = ...,
         pinned: bool = ...,
         async_sharded_save: Literal[False] = ...,
+        compare: bool = ...,
         **keywords: Any,
     ) -> None: ...
     @overload
@@ -157,6 +159,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = ...,
         pinned: bool = ...,
         async_sharded_save: Literal[True],
+        compare: bool = ...,
         **keywords: Any,
     ) -> AsyncRequest[Any]: ...
     @overload
@@ -168,6 +171,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = ...,
         pinned: bool = ...,
         async_sharded_save: bool = ...,
+        compare: bool = ...,
         **keywords: Any,
     ) -> AsyncRequest[Any] | None: ...
     def save(
@@ -178,6 +182,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = None,
         pinned: bool = False,
         async_sharded_save: bool = False,
+        compare: bool = False,
         **keywords: Any,
     ) -> AsyncRequest[Any] | None:
         """Save a step, and apply the series' policy once it is committed, which never removes this step.
@@ -193,6 +198,8 @@ class CheckpointSeries:
             metrics: numbers by name, for policies, the same on every rank. `note` adds what is measured later.
             pinned: whether no policy ever removes it.
             async_sharded_save: whether to return the request, where the series has no queue.
+            compare: Whether to warn, in the log, of a step that repeats the tensors of the step before, or holds others
+                than memory did at this call. Only with ``SaveOptions(fingerprint=True)``; reads the tensors once more.
             keywords: of `save`.
 
         Raises:
@@ -209,19 +216,29 @@ class CheckpointSeries:
         check = partial(_check_save, step, metrics, keywords.get("options"))
         # What waits for other ranks later, too: one that has a queue or a policy would wait for the rest in vain.
         later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
-        alike = {"step": alike_step(step), "names": self.names, "pinned": bool(pinned), **_each(metrics)}
+        alike = {
+            "step": alike_step(step),
+            "names": self.names,
+            "pinned": bool(pinned),
+            "compare": bool(compare),
+            **_each(metrics),
+        }
         alike |= {name: value not in (None, False) for name, value in later.items()}
         number, values = agree(ranks, "series: check", check, given=alike)
         # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
-        find = partial(folder_for, self._storage, self.names, number)
-        folder = on_rank_zero(ranks, "series: find the step's folder", find)
+        folder = on_rank_zero(
+            ranks, "series: find the step's folder", partial(folder_for, self._storage, self.names, number)
+        )
         arguments: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
         if not async_sharded_save and self.queue is None:
             # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
             arguments["options"] = replace(arguments.get("options") or SaveOptions(), snapshot=False)
-        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
         place = SavePlace(self._storage, folder, StepRecord(None, values, bool(pinned)), arguments["strategies"])
+        # Before the save copies anything: afterwards nobody knows what memory held.
+        compared = progress_check(sharded_state_dict, place, self.names, number, ranks) if compare else nothing
+        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
         noting = with_record(request, place)
+        noting = noting.add_finalize_fn(compared if ranks.rank == 0 else nothing)
         if self.keep is not None:
             noting = noting.add_finalize_fn(self._apply(self.keep, number) if ranks.rank == 0 else nothing)
         if self.queue is not None:

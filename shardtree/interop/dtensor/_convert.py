@@ -21,7 +21,7 @@ from ...core.trees import (
     without_holes,
 )
 from ...errors import ShapeError, TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ...meshes import KeyFunction, Mesh, MeshPlacement, placed_columns, rank_leaf
+from ...meshes import KeyFunction, Mesh, Placement, placed_columns, rank_leaf
 from ._placed import Parts, PlacedTensor, ReadOptions, Strided, all_parts, is_dtensor, placed_tensors
 
 # DTensors to shards.
@@ -194,8 +194,8 @@ def dtensor_layout(
         >>> len(dtensor_layout({"step": 3}))
         0
     """
-    by_mesh: dict[Mesh, list[MeshPlacement]] = defaultdict(list)
+    by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
     for each in placed_tensors(tree, ReadOptions(key, within, strided, replicated), all_parts()):
         kind = TensorKind(each.tensor.dtype, tuple(each.tensor.shape), 0)
-        by_mesh[each.mesh].append(MeshPlacement(each.key, kind, each.spec))
+        by_mesh[each.mesh].append(Placement(each.key, kind, each.spec))
     return join_columns([placed_columns(placements, mesh) for mesh, placements in by_mesh.items()])

@@ -31,7 +31,7 @@ from shardtree.layouts import (
 )
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.meshes import check_spec, mesh_shard, placed_columns, rank_leaf
-from shardtree.meshes._placement import MeshPlacement
+from shardtree.meshes._placement import Placement
 from shardtree.objects import (
     ObjectArray,
     concatenate_objects,
@@ -213,9 +213,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "columns: without a spec": lambda: mesh_columns({"w": KIND, "v": KIND, "u": KIND}, MESH, {"v": ROWS}),
     "columns: one key for two tensors": lambda: placed_columns(
         [
-            MeshPlacement("w", KIND, ROWS),
-            MeshPlacement("v", KIND, ROWS),
-            MeshPlacement("w", TensorKind(torch.int8, (4, 6), 0), ROWS),
+            Placement("w", KIND, ROWS),
+            Placement("v", KIND, ROWS),
+            Placement("w", TensorKind(torch.int8, (4, 6), 0), ROWS),
         ],
         MESH,
     ),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree import transforms
 from shardtree.core import trees
 from shardtree.errors import CheckpointingException, MetadataError, UnsupportedValue
 from shardtree.storage import MemoryStorage
@@ -67,9 +68,9 @@ MAPS: dict[str, Callable[[Any], Any]] = {
     "without_data": trees.without_data,
     "without_data as meta": lambda tree: trees.without_data(tree, meta=True),
     "apply_factories": trees.apply_factories,
-    "unbox": trees.unbox,
+    "unbox": transforms.unbox,
     "unwrap": trees.unwrap,
-    "rebox": lambda tree: trees.rebox(tree, trees.leaves_with_paths(tree)),
+    "rebox": lambda tree: transforms.rebox(tree, trees.leaves_with_paths(tree)),
     "partition by booleans": lambda tree: trees.partition(tree, True),
     "tree_at": lambda tree: st.tree_at(tree, ("b",), 1),
     "data_at": lambda tree: st.data_at(tree, lambda tree: tree["b"], torch.neg),
@@ -122,7 +123,7 @@ def test_every_function_of_trees_is_tried_or_named() -> None:
 
 def test_flat_refuses_too() -> None:
     with pytest.raises(CheckpointingException, match=r"hidden in values\n  tree\['a'\]: Layer"):
-        trees.flat({"a": Layer(WHOLE("a.w", torch.ones(2)))})
+        transforms.flat({"a": Layer(WHOLE("a.w", torch.ones(2)))})
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -190,7 +191,7 @@ def test_a_registered_dataclass_is_a_node_of_maps_saves_and_loads() -> None:
 def test_what_other_libraries_mark_as_static_is_no_child() -> None:
     node = Marked(WHOLE("w", torch.ones(2)), name="y")
     assert [path for path, _ in trees.leaves_with_paths(node)] == [("w",), ("norm",)]
-    bare = trees.unbox(trees.without_data(node))
+    bare = transforms.unbox(trees.without_data(node))
     assert (bare.w, bare.apply, bare.width, bare.name, bare.norm) == (None, len, 7, "y", 0.0)
 
 

@@ -1,0 +1,69 @@
+"""Warnings about steps that repeat the one before, or that hold other tensors than memory did when they were saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ..errors import CheckpointingException, shorten
+from ..inspection import fingerprint
+from ..shell.checkpoint import open_together, sharded_metadata
+from ..shell.storage import Storage, folder_in
+from ..shell.table import LoadOptions, Strategies, stored_fingerprints
+from ..shell.world import World, one_process
+from ._listing import list_steps
+from ._save import SavePlace
+
+logger = logging.getLogger("shardtree")
+
+
+def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: World) -> Callable[[], None]:
+    """Return a function that warns, once a step is committed, if its tensors aren't those that were to be saved.
+
+    Args:
+        tree: The rank's tree, as `save` gets it.
+        place: The place of the step.
+        names: The format of folders' names.
+        number: The number of the step.
+        world: The ranks that save; each one calls this.
+    """
+    try:
+        numbers = fingerprint(tree, world=world)
+    except CheckpointingException as error:  # the same on all ranks; the save says what is wrong with the tree
+        logger.warning("series: step %d isn't compared with memory: %s", number, error)
+        numbers = {}
+    return partial(_warn, place, names, number, numbers)
+
+
+def _warn(place: SavePlace, names: str, number: int, in_memory: Mapping[str, int]) -> None:
+    """Log what is suspicious about a step that was just committed. Never raises: the step is whole."""
+    try:
+        stored = _stored(place.root, place.folder, place.strategies)
+        earlier = [step for step in list_steps(place.root, names, place.strategies) if step.number < number]
+        before = _stored(place.root, earlier[-1].folder, place.strategies) if earlier else {}
+    except CheckpointingException as error:
+        logger.warning("series: step %d isn't compared with the one before: %s", number, error)
+        return
+    if stored and stored == before:
+        logger.warning(
+            "series: step %d has the tensors of step %d, all %d of them; was an older step's copy saved?",
+            number,
+            earlier[-1].number,
+            len(stored),
+        )
+    changed = [key for key in in_memory if key in stored and stored[key] != in_memory[key]]
+    if changed:
+        logger.warning(
+            "series: step %d holds other values than memory did when save was called: %s; change no tensor before a"
+            " save without a snapshot is finished",
+            number,
+            ", ".join(shorten(map(repr, changed))),
+        )
+
+
+def _stored(root: Storage, folder: str, strategies: Strategies | None) -> dict[str, int]:
+    """Return the fingerprints that a step's save stored; {} if it stored none."""
+    checkpoint = open_together(folder_in(root, folder), one_process(), LoadOptions(), strategies)
+    return stored_fingerprints(sharded_metadata(checkpoint, None, None, strategies))
