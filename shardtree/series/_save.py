@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..core.geometry import as_int
 from ..errors import MetadataError, error_text
-from ..shell.checkpoint import is_checkpoint
+from ..shell.checkpoint import check_options, is_checkpoint
 from ..shell.storage import Storage, folder_in, remove_folder
-from ..shell.table import AsyncRequest, Strategies
-from ._listing import RECORD_FILE, StepRecord, read_record, sound_record, step_folder, step_number, write_record
+from ..shell.table import AsyncRequest, SaveOptions, Strategies
+from ._listing import (
+    RECORD_FILE,
+    StepRecord,
+    checked_metrics,
+    read_record,
+    sound_record,
+    step_folder,
+    step_number,
+    write_record,
+)
 from ._remove import finish_removal
 from .policies import SavedStep
 
@@ -64,6 +74,20 @@ def checked_step(number: object) -> int:
         return step
     what = "series: not the number of a step"
     raise MetadataError(error_text(what, found=repr(number)[:200], expected="an int, 0 or more"))
+
+
+def check_save(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
+    """Return the number and the metrics of a step, checked with the options of its save."""
+    check_options("series: save", options, SaveOptions)
+    return checked_step(step), checked_metrics(metrics)
+
+
+def each_metric(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return each metric under a name of its own; nothing where they are no metrics, which the check says."""
+    # As numbers: a tensor's text names its device, which is another one on each rank.
+    with suppress(MetadataError):
+        return {f"metrics[{name!r}]": value for name, value in checked_metrics(metrics).items()}
+    return {}
 
 
 def alike_step(step: object) -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
@@ -13,7 +12,6 @@ from ..core.deferred import notebook_html
 from ..core.geometry import check_type, refuse
 from ..errors import CheckpointingException, MetadataError, NotACheckpoint, error_text
 from ..inspection import verify
-from ..shell.checkpoint import check_options
 from ..shell.checkpoint.async_saves import AsyncCallsQueue
 from ..shell.checkpoint.loading import load
 from ..shell.checkpoint.saving import save
@@ -24,25 +22,22 @@ from ._listing import StepRecord, check_names, checked_metrics, list_steps, newe
 from ._progress import progress_check
 from ._removal import STALE_AFTER, Removal
 from ._remove import apply_policy, clean, drop_after, plan_removal, remove_steps
-from ._save import SavePlace, alike_step, change_record, checked_step, folder_for, nothing, with_record
+from ._save import (
+    SavePlace,
+    alike_step,
+    change_record,
+    check_save,
+    checked_step,
+    each_metric,
+    folder_for,
+    nothing,
+    with_record,
+)
 from .policies import Choose, SavedStep
 
 logger = logging.getLogger("shardtree")
 
 T = TypeVar("T")
-
-
-def _check_save(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
-    check_options("series: save", options, SaveOptions)
-    return checked_step(step), checked_metrics(metrics)
-
-
-def _each(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return each metric under a name of its own; nothing where they are no metrics, which the check says."""
-    # As numbers: a tensor's text names its device, which is another one on each rank.
-    with suppress(MetadataError):
-        return {f"metrics[{name!r}]": value for name, value in checked_metrics(metrics).items()}
-    return {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +208,7 @@ class CheckpointSeries:
         if self.queue is not None:
             # First, so that its memory is free before this save takes as much.
             self.queue.maybe_finalize_async_calls()
-        check = partial(_check_save, step, metrics, keywords.get("options"))
+        check = partial(check_save, step, metrics, keywords.get("options"))
         # What waits for other ranks later, too: one that has a queue or a policy would wait for the rest in vain.
         later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
         alike = {
@@ -221,7 +216,7 @@ class CheckpointSeries:
             "names": self.names,
             "pinned": bool(pinned),
             "compare": bool(compare),
-            **_each(metrics),
+            **each_metric(metrics),
         }
         alike |= {name: value not in (None, False) for name, value in later.items()}
         number, values = agree(ranks, "series: check", check, given=alike)
