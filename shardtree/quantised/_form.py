@@ -25,15 +25,16 @@ class Form:
     A form is a value: `dataclasses.replace` gives one of other names or blocks.
 
     Attributes:
-        name: of the form, for messages.
-        parts: the tensors, the one with the values first.
-        base: the end of the weight's key in the place of which the parts have their names; mostly nothing.
-        is_turned: whether what is stored are the weight's matrices, transposed.
-        block: what is quantised together, along the last two axes of what is stored; 0 is all of an axis.
-        encode: from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None where
-            weights of this form are only read.
-        join: from the parts' elements, as they are read, to the weight's, as float32.
-        without: names, as the parts have, of tensors beside which a weight is one of another form.
+        name: Name of the form, for messages.
+        parts: The stored tensors; the one with the values comes first.
+        base: Suffix of the weight's key that the parts' names replace; usually empty.
+        is_turned: Whether what is stored are the weight's matrices, transposed.
+        block: Shape of a block that is quantised together, along the last two axes of what is stored; 0 means the whole
+            axis.
+        encode: Function from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None
+            for a form that is only read.
+        join: Function from the parts' elements, as they are read, to the weight's, as float32.
+        without: Suffixes of tensors that mark another form: a weight with one of them beside it isn't of this one.
     """
 
     name: str

@@ -26,19 +26,20 @@ class Part:
     """One of the tensors in which a weight is stored.
 
     Attributes:
-        name: what its key has at the end, beside the weight's.
-        dtypes: that it may have; the first is written.
-        read: from stored elements to those that the weight is made of, mostly float32.
-        per: how many of the weight's elements, along its last two axes, share one of the part's; 0 is all of them, -n
-            is one for each n, of which any element may need any. One number for a part without the last of these axes,
-            None for one without any axis of the weight.
-        pack: how many of the part's elements, likewise, are in one that is stored.
-        tail: further axes of what is stored.
-        group: elements are numbers of groups of so many rows, which lie one after another, and are read as the distance
-            to the group there: 0. -n for groups of n whose rows lie anywhere; 0 for a part of other elements.
-        count: how many are stored, or what numbers are below, where any element may need any; `of` tells.
-        shape: elements are the shape of the weight's matrices, and are read as the distance to it: 0. Any two sizes, of
-            which `of` makes the weight's; nothing for a part of other elements.
+        name: Suffix of the part's key, after the weight's.
+        dtypes: Dtypes that the part may have; the first one is written.
+        read: Function from stored elements to those that the weight is made of, mostly float32.
+        per: Block size along the weight's last two axes: how many of its elements share one of the part's. 0 means the
+            whole axis; -n means groups of n elements that may lie anywhere along the axis (GPTQ). One number for a part
+            without the last axis, None for a part without any axis of the weight.
+        pack: Number of the part's elements in one stored element, along the same axes.
+        tail: Sizes of further axes of what is stored.
+        group: Size of the groups whose indices the elements are (`g_idx`): groups of that many consecutive rows, read
+            as the difference to the expected index, 0. -n for groups of n rows that may lie anywhere; 0 for a part that
+            holds no indices.
+        count: Number of stored elements along an axis of groups, or upper bound of the indices; `of` fills it in.
+        shape: Shape of the weight's matrices, for a part that stores it: read as the difference to that shape, 0. Any
+            two sizes will do, since `of` fills in the weight's; empty for other parts.
     """
 
     name: str
