@@ -216,6 +216,9 @@ def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
 
     Containers are new; tensors are shared. The factories also apply and merge nested factories.
 
+    To save in another format, call `st.save(tree, ...)` instead of Megatron-Core's `save` with a strategy of one's own:
+    its main branch replaces strategies that aren't its own without a word.
+
     Args:
         tree: dicts and lists of our leaves and plain values.
         mapping: the module with Megatron-Core's classes, of a fork for example; the installed
