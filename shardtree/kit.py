@@ -50,6 +50,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "join_columns",
     "select_rows",
     "shard_boxes",
+    "as_int",
     "box_column",
     "box_of",
     "flat_boxes",
@@ -255,7 +256,7 @@ if typing.TYPE_CHECKING:
         type_name,
     )
     from .core.deferred import later
-    from .core.geometry import Column, box_column, flat_boxes, row_major_strides, shared_groups, volumes, widen
+    from .core.geometry import Column, as_int, box_column, flat_boxes, row_major_strides, shared_groups, volumes, widen
     from .core.layouts import (
         ShardColumns,
         TensorKind,
@@ -430,7 +431,7 @@ else:
                 "parse_json path_of plainer record_of row_major_bits shown_path type_name"
             ),
             "..core.deferred": "later",
-            "..core.geometry": "Column box_column flat_boxes row_major_strides shared_groups volumes widen",
+            "..core.geometry": "Column as_int box_column flat_boxes row_major_strides shared_groups volumes widen",
             "..core.layouts": (
                 "ShardColumns TensorKind check_access check_stored_shards join_columns select_rows shard_boxes "
                 "shard_columns"

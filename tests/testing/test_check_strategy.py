@@ -72,7 +72,7 @@ def test_every_registered_format_keeps_its_promises(name: tuple[str, int]) -> No
         assert {"regular layouts come back", "flat ranges come back", "replicas come back"} <= {*report.kept}
     if name == NATIVE:  # it refuses nothing, and leaves out only what it has no row for
         assert report.refused == ()
-        rows = {RECOGNISED: "recognize", PARSED: "parse", RESOLVED: "resolve", LAST_STEP: "commit"}
+        rows = {RECOGNISED: "recognize", PARSED: "parse", RESOLVED: "resolve", LAST_STEP: "publish"}
         assert dict(report.left_out) == {promise: f"no row for {row}" for promise, row in rows.items()}
 
 

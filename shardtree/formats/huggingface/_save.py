@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from ...kit import (
     ShardedTensor,
     Strategy,
     abandoning,
+    as_int,
     can,
     canonical_json,
     check_access,
@@ -171,10 +171,11 @@ def save_sharded_up_to(max_file_bytes: int) -> Strategy:
         >>> row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
         >>> table = default_strategies | {row: save_sharded_up_to(2 * 10**9)}
     """
-    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, Integral) or max_file_bytes < 1:
+    most_bytes = as_int(max_file_bytes)
+    if most_bytes is None or most_bytes < 1:
         found = f"{max_file_bytes!r}"[:200]
         raise MetadataError(error_text("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
-    return partial(_prepare, int(max_file_bytes))
+    return partial(_prepare, most_bytes)
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[str]:

@@ -14,6 +14,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, WorldError
+from shardtree.live import run_processes
 from shardtree.shell.storage import folder_in
 from shardtree.storage import MemoryStorage
 from shardtree.world import World
@@ -193,7 +194,7 @@ def asynchronous_alone(folder: str, world: World) -> tuple[str, float]:
 def test_in_processes_one_asynchronous_rank_is_refused_at_once(tmp_path: Path) -> None:
     # Asynchronous commits have a process group of their own; whether ranks are is heard in the one that all use.
     timeout = 120.0
-    found = st.shell.world.run_processes(3, partial(asynchronous_alone, f"{tmp_path}/c"), timeout=timeout)
+    found = run_processes(3, partial(asynchronous_alone, f"{tmp_path}/c"), timeout=timeout)
     for text, seconds in found:
         assert "rank 0: " in text and "async_sharded_save=the usual" in text and seconds < timeout / 2
         assert "rank 1: " in text and "async_sharded_save=True" in text
