@@ -182,7 +182,7 @@ def _destination(
     backends = backends_of(backend, common_backend, strategies)
     formats = Formats((backend, common_backend), strategies, backends)
     if (single := single_file(where, backends)) is not None:
-        return ConversionTarget(single.draft(), formats._replace(strategies=in_one_file(strategies)), options, single)
+        return ConversionTarget(single.draft(), replace(formats, strategies=in_one_file(strategies)), options, single)
     return ConversionTarget(in_larger_requests(with_own_refusals(storage_at(where))), formats, options)
 
 

@@ -100,8 +100,8 @@ def rehearse_common(destination: ConversionTarget, common: Any) -> None:
     Raises:
         UnsupportedValue: it can't, or can't without pickling.
     """
-    choices, strategies, backends = destination.formats
-    save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], backends[1], strategies)
+    formats = destination.formats
+    save_common = strategy_of(StrategyAction.SAVE_COMMON, formats.choices[1], formats.backends[1], formats.strategies)
     options = replace(destination.options, durable=False)
     try:
         save_common(PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, options), common)

@@ -31,7 +31,7 @@ def check_fit(problems: Sequence[plans.Misfit]) -> None:
             have no rule.
 
     Examples:
-        >>> check_fit([Unexpected("decoder.bais", "decoder.bias")])
+        >>> check_fit([plans.Unexpected("decoder.bais", "decoder.bias")])
         Traceback (most recent call last):
         ...
         shardtree.errors.KeyMismatch: load: the target doesn't fit the checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ....core.mapping import ShardedObject, ShardedTensor
 from ....core.trees import United
@@ -20,7 +20,8 @@ Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
 """The tensors and the objects that a rank writes."""
 
 
-class Formats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Formats:
     """The formats of a save.
 
     Attributes:

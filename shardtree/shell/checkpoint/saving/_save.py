@@ -186,7 +186,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
         if describes:
             own_hash = digest(encode_tree(common_part(save, own.common), allow_pickle=save.options.allow_pickle))
             descriptions = (describe(own.tensors, own.objects, world.rank, own_hash, known, ranks=world.size),)
-        formats = save.formats._replace(backends=backends)
+        formats = replace(save.formats, backends=backends)
         local = replace(save, where=storage, formats=formats, parts=own, known=known, descriptions=descriptions)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
         return begin(local, storage, undo) if world.rank == 0 else local
