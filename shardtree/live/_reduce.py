@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from math import inf
 from typing import Any
@@ -12,7 +12,10 @@ import torch
 
 from ..core.ambient import shielded
 from ..core.geometry import refuse
-from ..errors import MetadataError
+from ..core.layouts import ShardColumns, access_problems, join_columns, shard_columns, tensor_shards
+from ..core.offences import offences_text
+from ..core.trees import apply_factories
+from ..errors import IntegrityError, MetadataError
 from ..shell.world import World, current_world, gather
 from ..transforms import reduced_here, widened
 
@@ -41,7 +44,8 @@ def reduce_elements(
         world: The ranks that hold the tree; torch.distributed's default group, or else this process alone.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank.
+        IntegrityError: A tensor that counts has no elements, on any rank; or the ranks' main replicas don't hold each
+            element of a global tensor once, as where `world` leaves out some of them.
         Exception: An error of f, with a note of the leaf's path.
 
     Examples:
@@ -55,21 +59,33 @@ def reduce_elements(
     References:
         jax.tree.reduce.
     """
-    return _reduced(partial(reduced_here, f, combine, tree, *rest), combine, initial, world)
+    return _reduced(f, combine, (tree, *rest), initial, world)
 
 
 @shielded
 def _reduced(
-    here: Callable[..., list[Any]],
+    f: Callable[..., Any],
     combine: Callable[[Any, Any], Any],
+    trees: Sequence[Any],
     initial: Any,
     world: World | None,
     **given: object,
 ) -> Any:
     """Return all ranks' parts of a reduction, combined; what is given must be the same on all of them."""
     ranks = current_world() if world is None else world
-    parts = gather(ranks, "reduce_elements: reduce", lambda: [*map(_portable, here(rank=ranks.rank))], given=given)
-    values = [value for part in parts for value in part]
+
+    def own() -> tuple[list[Any], ShardColumns]:
+        built = [apply_factories(tree) for tree in trees]
+        values = reduced_here(f, combine, *built, rank=ranks.rank)
+        return [*map(_portable, values)], shard_columns(tensor_shards(built[0]), ranks.rank)
+
+    parts = gather(ranks, "reduce_elements: reduce", own, given=given)
+    # A rank that forgot the others, or ranks that each call their part the whole, would get a number that looks right.
+    if problems := access_problems(join_columns([columns for _, columns in parts])):
+        heading = "reduce_elements: the ranks don't hold each element of the global tensors once"
+        fix = "Pass the world of all ranks that hold the tree. Of one rank's part alone, reduce its plain tensors."
+        raise IntegrityError(offences_text(heading, problems, fix))
+    values = [value for own_values, _ in parts for value in own_values]
     return reduce(combine, values) if values else initial
 
 
@@ -85,7 +101,8 @@ def tree_sum(tree: Any, *, world: World | None = None) -> complex:
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank.
+        IntegrityError: A tensor that counts has no elements, on any rank; or the ranks' main replicas don't hold each
+            element of a global tensor once, as where `world` leaves out some of them.
 
     Examples:
         >>> import shardtree as st
@@ -108,7 +125,8 @@ def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank.
+        IntegrityError: A tensor that counts has no elements, on any rank; or the ranks' main replicas don't hold each
+            element of a global tensor once, as where `world` leaves out some of them.
         WorldError: The ranks pass different orders.
         MetadataError: The order isn't a positive number.
 
@@ -122,9 +140,8 @@ def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         refuse("tree_norm", "ord", ord, "a positive number", "Pass 2, 1 or float('inf').", error=MetadataError)
     if ord == inf:
-        return float(_reduced(partial(reduced_here, _largest, _larger, tree), _larger, 0.0, world, ord=ord))
-    power_sum = partial(_power_sum, ord)
-    total: float = _reduced(partial(reduced_here, power_sum, operator.add, tree), operator.add, 0.0, world, ord=ord)
+        return float(_reduced(_largest, _larger, (tree,), 0.0, world, ord=ord))
+    total: float = _reduced(partial(_power_sum, ord), operator.add, (tree,), 0.0, world, ord=ord)
     return float(total ** (1 / ord))
 
 

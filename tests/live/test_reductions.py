@@ -101,9 +101,13 @@ def test_several_trees_and_other_ways_to_combine() -> None:
 
 
 def test_flat_ranges_factories_and_lazy_tensors(tmp_path: Any) -> None:
-    flat = st.ShardedTensor.from_rank_offsets_flat("f", torch.arange(5.0), (4, 2), flattened_range=slice(2, 7))
+    cuts = [slice(0, 2), slice(2, 7), slice(7, 8)]
+    flat = [
+        st.ShardedTensor.from_rank_offsets_flat("f", torch.ones(cut.stop - cut.start), (4, 2), flattened_range=cut)
+        for cut in cuts
+    ]
     tree = {"flat": flat, "glu": glu("g", torch.ones(4, 2)), "none": st.ShardedObject("rng", 1, (1,), (0,))}
-    assert tree_sum(tree) == 18
+    assert tree_sum(tree) == 16
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path / "c")
     opened = dict(st.open_checkpoint(tmp_path / "c"))
     assert tree_norm(opened) == tree_norm({"w": torch.arange(6.0)})
@@ -121,6 +125,25 @@ def test_what_has_no_elements_is_named_on_every_rank() -> None:
 
     with pytest.raises(RemoteError, match="reduce_elements: reduce: failed on 1 rank"):
         st.simulate(2, failing)
+
+
+@pytest.mark.parametrize(
+    "replica_ids", [(0, 0), (1, 1)], ids=["a part that each rank calls the whole", "no main replica"]
+)
+def test_elements_that_no_rank_or_two_would_count_are_named(replica_ids: tuple[int, int]) -> None:
+    def reduced(world: Any) -> Any:
+        shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=replica_ids[world.rank])
+        return tree_norm({"w": shard}, world=world)
+
+    with pytest.raises(IntegrityError, match=r"reduce_elements: the ranks don't hold each element .* once\n  'w'"):
+        st.simulate(2, reduced)
+
+
+def test_a_rank_that_leaves_out_the_others_gets_no_number() -> None:
+    part = st.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2))
+    with pytest.raises(IntegrityError, match="Pass the world of all ranks"):
+        tree_sum({"w": part}, world=st.world.one_process())
+    assert tree_sum({"w": part.data}, world=st.world.one_process()) == 2
 
 
 def test_ranks_with_other_orders_are_refused() -> None:
