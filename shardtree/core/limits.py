@@ -1,4 +1,4 @@
-"""How many bytes a save, a load or a check holds at once, and the largest files that are read as a whole.
+"""Limits of memory: the bytes that a save, a load or a check holds at once, and the largest files read as a whole.
 
 A save holds, beside the tree, what its threads have copied and not yet written: two parts of `COPIED_BYTES`, or one of
 `LAZY_BYTES`, for each of at most four threads on a local disk; on the way to a store, `UPLOAD_BYTES` for each of two
@@ -19,7 +19,7 @@ _MIB = 1024 * 1024
 # Reading and writing files
 
 STEP_BYTES = _MIB
-"""What is hashed, compared or decompressed at once: it stays in the processor's cache. A multiple of a hashed block."""
+"""Step in which bytes are hashed, compared or decompressed: it stays in the processor's cache. Whole hashed blocks."""
 
 WINDOW_BYTES = 16 * _MIB
 """The most of a local file that a thread reads before it looks for more work."""
@@ -40,7 +40,7 @@ UPLOAD_BYTES = 40 * _MIB
 # Tensors between the host's memory and elsewhere
 
 STAGED_BYTES = 32 * _MIB
-"""What is staged at a time between the host and a device: parts of a plan rather than whole shards, so that one large
+"""Bytes staged at a time between the host and a device: parts of a plan rather than whole shards, so that one large
 tensor takes no more host memory than many small ones."""
 
 COPIED_BYTES = 4 * _MIB
@@ -74,7 +74,7 @@ COMPARED_BYTES = 64 * _MIB
 """Tensors of two checkpoints that are compared at a time, by default; also what a conversion reads back."""
 
 CHECKED_BYTES = 32 * _MIB
-"""What a pass over stored or replicated tensors holds at a time: to verify, to compare replicas, to round masters."""
+"""Bytes that a pass over stored or replicated tensors holds at a time: to verify, compare replicas or round masters."""
 
 # Guards: larger files are refused before they are read
 

@@ -27,7 +27,7 @@ class Offence(Protocol):
 
     @property
     def what(self) -> str:
-        """What is wrong, as text."""
+        """The fault, as text."""
 
     @property
     def fix(self) -> str:

@@ -91,7 +91,7 @@ class ValueDifference:
 
     @property
     def what(self) -> str:
-        """How many elements differ, by how much, and the first."""
+        """The number of elements that differ, the largest difference, and the first element."""
         largest = "" if self.largest is None else f", by at most {self.largest}"
         place = f"the first at {self.first}: {self.left} and {self.right}"
         return f"{self.count} of {self.elements} elements differ{largest}; {place}"

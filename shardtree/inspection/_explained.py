@@ -90,7 +90,7 @@ class Undecided:
 
     @property
     def what(self) -> str:
-        """What can't be told."""
+        """The open question."""
         return self.why
 
 

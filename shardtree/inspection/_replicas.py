@@ -58,7 +58,7 @@ class ReplicaDifference:
 
     @property
     def what(self) -> str:
-        """Who holds other elements, and how they differ."""
+        """The ranks that hold other elements, and the difference."""
         what, values = _unlike(self.holders, self.than), self.values
         if values is None:
             return f"{what}: none, or of another dtype or shape"

@@ -43,7 +43,7 @@ def span_findings(file: str, why: str, length: int, spans: Iterable[tuple[int, i
 
 
 def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
-    """Return what a reader of a format doesn't take, so that it is named where all else is checked.
+    """Return the findings of values that a format's reader doesn't take.
 
     Args:
         untaken: why it isn't taken, by key or name.

@@ -16,7 +16,7 @@ from ._verify_index import verify_index, whole_file_findings
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is damaged: common state and index as wholes, data files by blocks, then tensors by fingerprints."""
+    """Return the damage: of common state and index as wholes, data files by blocks, then tensors by fingerprints."""
     findings: list[Finding] = []
     if checkpoint.fields["common_backend"] == "safetensors":
         findings += whole_file_findings(checkpoint, "common")

@@ -149,7 +149,7 @@ def resume_problems(
     folder: str | PathLike[str] | None = None,
     run: Run = simulate,
 ) -> tuple[ResumeProblem, ...]:
-    """Return what `check_resume` finds, as data: empty where a job resumes.
+    """Return the problems that `check_resume` finds, as data; empty if a job resumes.
 
     Args:
         make: Function that builds the job; this and all other arguments are those of `check_resume`.

@@ -22,7 +22,7 @@ _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, ShardedTensor)
 
 
 def read_job(job: Any, shards: Shards | None = None) -> Reading:
-    """Return what a rank holds of a job, copied.
+    """Return a copy of a rank's state of a job.
 
     Args:
         job: A mapping, a sequence or an object whose members are modules, optimizers, generators, whatever has a

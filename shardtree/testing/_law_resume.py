@@ -39,7 +39,7 @@ FIXES: Final = {
         "counter, dropout that depends on the rank, or a gradient that is averaged otherwise."
     ),
 }
-"""What to do, by cause."""
+"""Advice by cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def report(problems: Sequence[ResumeProblem]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one rank holds of a job.
+    """One rank's state of a job.
 
     Attributes:
         values: Values by place; a tensor of which the rank has parts is a tuple of shards.

@@ -44,7 +44,7 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """What each trace makes of how many elements."""
+        """The number of elements that differ, and what each trace makes of them."""
         return f"{self.elements} elements are {self.here}, not {self.there}"
 
 

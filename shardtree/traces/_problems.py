@@ -54,7 +54,7 @@ class Problem:
 
     @property
     def what(self) -> str:
-        """What the trace does to how many elements."""
+        """The number of elements, and what the trace does to them."""
         return f"{self.elements} elements {_WHAT[self.kind]}"
 
 

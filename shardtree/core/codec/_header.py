@@ -269,7 +269,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
 def header_of(
     read: Callable[[int, int], bytes | bytearray | memoryview], length: int, first_bytes: int = _LENGTH_BYTES
 ) -> tuple[tuple[HeaderEntry, ...], int, dict[str, str]]:
-    """Return what `decode_header_and_metadata` does, of a file of which nothing but the header is read.
+    """Return the tensors and the metadata of a safetensors file, of which nothing but the header is read.
 
     Args:
         read: Function from a byte range of the file to its bytes; called twice at most.

@@ -10,14 +10,14 @@ from ._misfits import Misfit
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """What reading tensors takes.
+    """The cost of reading tensors.
 
     Attributes:
-        bytes_wanted: of the elements that are loaded.
-        bytes_read: from storage: those, what lies between them where a range is read or requested at once,
-            compressed chunks as they are stored, and what is read once more, or wider, to check its hash.
-        pieces: consecutive bytes that go to one place, and boxes that are copied row by row.
-        files: opened.
+        bytes_wanted: Bytes of the elements that are loaded.
+        bytes_read: Bytes read from storage: the wanted ones, gaps between them where a range is read or requested at
+            once, compressed chunks as they are stored, and blocks read again, or wider, to check their hashes.
+        pieces: Number of runs of consecutive bytes that go to one place, and of boxes that are copied row by row.
+        files: Number of files opened.
     """
 
     bytes_wanted: int = 0
@@ -30,18 +30,18 @@ class ReadCost:
 
     @property
     def over_read(self) -> float:
-        """How many bytes are read for each one that is wanted; 1.0 where none is."""
+        """The ratio of bytes read to bytes wanted; 1.0 if none are wanted."""
         return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What loading shards would take, as a format says before it reads any.
+    """The prospect of loading shards, as a format gives it before it reads any.
 
     Attributes:
-        problems: why some can't be loaded.
-        cost: finds out what loading the others takes; None where the format doesn't know.
-        uncompared: keys of an optimizer's states whose masters won't be compared with weights, though they could be.
+        problems: Reasons why some can't be loaded.
+        cost: Function that returns the cost of loading the others; None if the format doesn't know.
+        uncompared: Keys of an optimizer's states whose masters won't be compared with weights, though they could be.
     """
 
     problems: tuple[Misfit, ...] = ()

@@ -47,7 +47,7 @@ class Unexpected:
 
     @property
     def fix(self) -> str:
-        """How to ask for what is stored."""
+        """Advice on asking for what is stored."""
         if self.path is not None:
             return "Leave plain tensors of the common state out of the target: `load` returns them where they are."
         if self.is_object:
@@ -95,7 +95,7 @@ class Mismatch:
 
     @property
     def fix(self) -> str:
-        """How to load another shape, and another dtype."""
+        """Advice on loading another shape or dtype."""
         return "\n  ".join(filter(None, (self._shape_fix, self._dtype_fix)))
 
     @property
@@ -140,13 +140,13 @@ class Gap:
 
     @property
     def what(self) -> str:
-        """How much is stored."""
+        """The share that is stored."""
         more = f": {self.why}" if self.why else ""
         return f"{self.stored} of {self.wanted} elements are stored{more}"
 
     @property
     def fix(self) -> str:
-        """What can be loaded."""
+        """Advice on what can be loaded."""
         if self.why:
             return "Load only what is there."
         return "The checkpoint was saved without all ranks; load only what is there."
@@ -226,13 +226,13 @@ class PrefixDifference:
 
     @property
     def what(self) -> str:
-        """What is too much, or lacks."""
+        """The prefix that is too much, or missing."""
         how = f"without their prefix {self.too_much!r}" if self.too_much else f"with {self.lacking!r} before them"
         return f"stored {how}"
 
     @property
     def fix(self) -> str:
-        """How to rename them all."""
+        """Advice on renaming them all."""
         if self.too_much:
             return f"Take {self.too_much!r} off: st.rename(tree, lambda key: key.removeprefix({self.too_much!r}))."
         return f"Put {self.lacking!r} before them: st.prefix(tree, {self.lacking!r})."

@@ -35,7 +35,7 @@ class ScaledValues:
 
     @property
     def what(self) -> str:
-        """What the values need."""
+        """The scales that the values need."""
         return scaled_what(self.dtype, self.scales)
 
 

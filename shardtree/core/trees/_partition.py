@@ -30,7 +30,7 @@ from ._nodes import (
 )
 
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object] | Tree
-"""What `select` takes: a pattern of keys, a function of path and leaf, or a prefix of booleans."""
+"""A condition of `select`: a pattern of keys, a function of path and leaf, or a prefix of booleans."""
 
 # partition: trees of the same structure, with holes for each other's leaves.
 

@@ -63,7 +63,7 @@ class Refusal:
 
     @property
     def what(self) -> str:
-        """What a save does without."""
+        """The consequence for a save."""
         return _TEXTS[self.kind]
 
 

@@ -61,7 +61,7 @@ def _call(subject: Subject, action: StrategyAction, *arguments: Any) -> Any:
 
 
 def _received(value: Any, name: str) -> Any:
-    """Return what other ranks receive of a value.
+    """Return the copy of a value that other ranks receive.
 
     Raises:
         AssertionError: it can't be sent.

@@ -339,7 +339,7 @@ def stored_columns(
     start: Column | None = None,
     stop: Column | None = None,
 ) -> ShardColumns:
-    """Return what is stored as shards of no rank, each once: whole boxes, unless flat ranges are given."""
+    """Return stored chunks as shards of no rank, each once: whole boxes, unless flat ranges are given."""
     whole = np.full(len(key), -1, dtype=np.int64)
     return ShardColumns(
         tuple(kinds),
