@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ...errors import TreePath
+from ...errors import MetadataError, TreePath
 from ..deferred import leaf
+from ..geometry import refuse
 from ..lazy import as_integers, flat_bytes
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements, same_value
 from ._at_paths import deepest
@@ -111,6 +112,9 @@ def diff(
         rtol: The tolerance relative to the right tree's elements; None for equal bits, or 0 beside an absolute one.
         atol: The absolute tolerance; None for equal bits, or 0 beside a relative one.
 
+    Raises:
+        MetadataError: A tolerance isn't a number, or is negative or NaN.
+
     Examples:
         >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
         Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),))
@@ -123,6 +127,11 @@ def diff(
     References:
         numpy.testing.assert_allclose; chex.assert_trees_all_close.
     """
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+        if tolerance is not None and not (is_number and tolerance >= 0):
+            fix = "Pass such a number, or leave it out to compare bits."
+            refuse("diff", name, repr(tolerance)[:100], "a number that isn't negative", fix, error=MetadataError)
     findings = [*_findings(x1, x2, tuple(prefix))]
     sides = {side: tuple(path for where, path, _ in findings if where == side) for side in ("left", "right", "both")}
     if rtol is None and atol is None:
