@@ -12,9 +12,10 @@ import torch
 
 from ..core.ambient import shielded
 from ..core.geometry import refuse
-from ..core.layouts import ShardColumns, access_problems, join_columns, shard_columns, tensor_shards
+from ..core.layouts import ShardColumns, access_problems, join_columns, shard_columns
+from ..core.mapping import ShardedTensor
 from ..core.offences import offences_text
-from ..core.trees import apply_factories
+from ..core.trees import apply_factories, flatten_visible
 from ..errors import IntegrityError, MetadataError
 from ..shell.world import World, current_world, gather
 from ..transforms import reduced_here, widened
@@ -77,7 +78,8 @@ def _reduced(
     def own() -> tuple[list[Any], ShardColumns]:
         built = [apply_factories(tree) for tree in trees]
         values = reduced_here(f, combine, *built, rank=ranks.rank)
-        return [*map(_portable, values)], shard_columns(tensor_shards(built[0]), ranks.rank)
+        shards = [leaf for leaf in flatten_visible(built[0])[0] if isinstance(leaf, ShardedTensor)]
+        return [*map(_portable, values)], shard_columns(shards, ranks.rank)
 
     parts = gather(ranks, "reduce_elements: reduce", own, given=given)
     # A rank that forgot the others, or ranks that each call their part the whole, would get a number that looks right.
