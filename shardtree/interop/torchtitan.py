@@ -16,7 +16,7 @@ import torch
 
 from ..core.mapping import ShardedTensor, ShardedTensorFactory
 from ..core.trees import flatten_with_paths, leaves_with_paths
-from ..errors import MetadataError, error_text
+from ..errors import KeyMismatch, MetadataError, error_text
 from ..meshes import Mesh
 from ..series import CheckpointSeries
 from ..series.policies import keep_last
@@ -214,7 +214,13 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             raise MetadataError(error_text(what, offenders=unknown, expected=expected))
         states = {key: value for key, value in self.states.items() if key == MODEL or not model_only}
         states = {key: value for key, value in states.items() if key not in excluded}
-        loaded = _loaded(_state_of(states), folder)
+        state = _state_of(states)
+        loaded = _loaded(state, folder)
+        # What is no tensor isn't looked for by the load: a schedule would begin anew without a word.
+        if missing := sorted(key for key in states if key != MODEL and state.get(key) and not loaded.get(key)):
+            what = "torchtitan's CheckpointManager: states that aren't stored"
+            fix = "Name them in exclude_from_loading to go on with them as they are, or load the model alone."
+            raise KeyMismatch(error_text(what, offenders=missing, fix=fix))
         for key, value in states.items():
             if key == MODEL:
                 value.load_state_dict({name: loaded[name] for name in value.state_dict()})

@@ -20,7 +20,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 import shardtree as st
 from shardtree.live import run_processes
 from shardtree.world import World
-from tests.interop.titan_run import Adapter, CheckpointManager, Run, TheirManager, whole
+from tests.interop.titan_run import Adapter, CheckpointManager, Counter, Run, TheirManager, whole
 
 pytestmark = [pytest.mark.peers, pytest.mark.torchrun, pytest.mark.slow]
 
@@ -184,6 +184,9 @@ def refusals(world: World, folder: str) -> list[str]:
     run.checkpointer.maybe_wait_for_saving()
     no_adapter = partial(Run, world, folder, last_save_in_hf=True)
     said = [error_of(call) for call in (partial(run.checkpointer.load, 3), run.checkpointer.load, no_adapter)]
+    later = Run(world, folder, seed=1)
+    later.checkpointer.states["later"] = Counter(world.rank)
+    said.append(error_of(later.checkpointer.load))
     run.step = world.rank  # differs by rank
     said.append(error_of(partial(run.checkpointer.save, 4)))
     run.step = 6
@@ -208,7 +211,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         assert "no step 3" in said[0]
         assert "unknown states in exclude_from_loading" in said[1] and "dataset" in said[1]
         assert "Hugging Face without an adapter" in said[2]
-        assert "train_state" in said[3]
+        assert "states that aren't stored\n  later" in said[3]
+        assert "train_state" in said[4]
     assert steps(tmp_path / "steps") == ["step-2"]  # the last save was given up, so that nothing waits for its ranks
     with pytest.raises(st.errors.MetadataError, match="async_mode"):
         CheckpointManager.Config(async_mode="later")  # type: ignore[arg-type]
