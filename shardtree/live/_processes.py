@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from ..shell.world import DEFAULT_TIMEOUT, World, distributed, one_process
 
 T = TypeVar("T")
 
+# The last is imported by the first call of fully_shard.
+_DTENSOR_MODULES = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 _GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
 
 
@@ -83,7 +86,7 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # A server process imports torch once, and each rank is forked from it: that takes a tenth of the time.
     context = get_context("forkserver")
-    context.set_forkserver_preload([__package__])
+    context.set_forkserver_preload([__package__, *_shared_imports()])
     _start_server()
     ends: list[tuple[Any, Any]] = []
     try:
@@ -100,6 +103,11 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
             process.kill()  # does nothing if it has ended
             process.join()
             receiver.close()
+
+
+def _shared_imports() -> tuple[str, ...]:
+    """Return the modules that ranks need if this process does, and that take each of them seconds to import."""
+    return _DTENSOR_MODULES if _DTENSOR_MODULES[0] in sys.modules else ()
 
 
 def _start_server() -> None:

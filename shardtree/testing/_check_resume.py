@@ -180,19 +180,33 @@ def resume_problems(
     if steps < 1:
         refuse("check_resume", "steps", repr(steps), "at least 1", "Train before the save.", error=MetadataError)
     job = _Job(make, step, save, load, steps, shards)
+    places = [
+        MemoryStorage() if folder is None else f"{fspath(folder)}/saved_{number}" for number in range(len(layouts))
+    ]
+    saved = [_saved_run(job, layout, place, run) for layout, place in zip(layouts, places, strict=True)]
+    # A layout's ranks resume from all saves in turn: to start processes takes longer than a step.
+    resumed = [_resumed_runs(job, layout, places, run) for layout in layouts]
     problems: list[ResumeProblem] = []
-    for number, layout in enumerate(layouts):
-        place = MemoryStorage() if folder is None else f"{fspath(folder)}/saved_{number}"
-        ranks = run(_ranks(layout), partial(_train, job, layout, place))
-        states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}
-        samples = {offset: [rank.samples[offset] for rank in ranks] for offset in ranks[0].samples}
-        trained = _Trained(states, samples)
-        nudged = _nudged_states(job, layout, states[0], run)
-        for other in layouts:
-            resumed = _gathered_run(run(_ranks(other), partial(_resume, job, other, place)))
+    for number, (layout, (trained, nudged)) in enumerate(zip(layouts, saved, strict=True)):
+        for other, runs in zip(layouts, resumed, strict=True):
             where = f"{_text(layout)} → {_text(other)}"
-            problems += [replace(problem, layouts=where) for problem in _compare(trained, resumed, nudged)]
+            problems += [replace(problem, layouts=where) for problem in _compare(trained, runs[number], nudged)]
     return tuple(problems)
+
+
+def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Trained, list[tuple[JobState, JobState]]]:
+    """Train and save; return the run, and states before and after a step from weights with other last bits."""
+    results = run(_ranks(layout), partial(_train, job, layout, place))
+    ranks, nudges = zip(*results, strict=True)
+    states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}
+    samples = {offset: [rank.samples[offset] for rank in ranks] for offset in ranks[0].samples}
+    return _Trained(states, samples), _nudged_states(nudges, layout, states[0])
+
+
+def _resumed_runs(job: _Job, layout: Layout, places: Sequence[Any], run: Run) -> list[_Resumed]:
+    """Return the runs that are resumed in a layout, by the place of their save."""
+    ranks = run(_ranks(layout), partial(_resume, job, layout, places))
+    return [_gathered_run(own) for own in zip(*ranks, strict=True)]
 
 
 def _ranks(layout: Layout) -> int:
@@ -215,8 +229,11 @@ def _compare(trained: _Trained, resumed: _Resumed, nudged: Sequence[tuple[JobSta
 # What ranks run.
 
 
-def _train(job: _Job, layout: Layout, place: Any, world: World) -> _Trained:
-    """Train, save, and train on, so that values of later steps are known too."""
+_Nudged: TypeAlias = list[tuple[Reading, Reading, Reading]]
+
+
+def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Trained, _Nudged]:
+    """Train, save, and train on, so that values of later steps are known too; then again with other last bits."""
     made = job.made(layout, world)
     states, samples = {}, {}
     for number in range(job.steps + _AFTER):
@@ -224,10 +241,26 @@ def _train(job: _Job, layout: Layout, place: Any, world: World) -> _Trained:
             job.save(made, place)
         samples[number - job.steps] = job.step(made, number)
         states[number + 1 - job.steps] = job.read(made)
-    return _Trained(states, samples)
+    return _Trained(states, samples), [_nudge(job, layout, seed, world) for seed in _NUDGES]
 
 
-def _resume(job: _Job, layout: Layout, place: Any, world: World) -> _Resumed:
+def _nudge(job: _Job, layout: Layout, seed: int, world: World) -> tuple[Reading, Reading, Reading]:
+    """Return the state before the save, the same with other last bits, and that one step later."""
+    made = job.made(layout, world)
+    for number in range(job.steps):
+        job.step(made, number)
+    saved = job.read(made)
+    nudge_job(made, seed)
+    before = job.read(made)
+    job.step(made, job.steps)
+    return saved, before, job.read(made)
+
+
+def _resume(job: _Job, layout: Layout, places: Sequence[Any], world: World) -> list[_Resumed]:
+    return [_resumed_from(job, layout, place, world) for place in places]
+
+
+def _resumed_from(job: _Job, layout: Layout, place: Any, world: World) -> _Resumed:
     made = job.made(layout, world)
     fresh = job.read(made)
     loaded = job.load(made, place)
@@ -243,23 +276,8 @@ def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
     return _Resumed(fresh, found, after, [rank.samples for rank in ranks])
 
 
-def _nudge(job: _Job, layout: Layout, world: World) -> list[tuple[Reading, Reading, Reading]]:
-    """Train again, some times; return the states before the save, with other last bits, and one step after that."""
-    states = []
-    for seed in _NUDGES:
-        made = job.made(layout, world)
-        for number in range(job.steps):
-            job.step(made, number)
-        saved = job.read(made)
-        nudge_job(made, seed)
-        before = job.read(made)
-        job.step(made, job.steps)
-        states.append((saved, before, job.read(made)))
-    return states
-
-
-def _nudged_states(job: _Job, layout: Layout, saved: JobState, run: Run) -> list[tuple[JobState, JobState]]:
-    ranks = run(_ranks(layout), partial(_nudge, job, layout))
+def _nudged_states(ranks: Sequence[_Nudged], layout: Layout, saved: JobState) -> list[tuple[JobState, JobState]]:
+    """Return the states before and after the step, gathered, once the state before the save was the same again."""
     pairs = []
     for readings in zip(*ranks, strict=True):
         again, before, after = map(gathered, zip(*readings, strict=True))
