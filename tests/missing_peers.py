@@ -30,6 +30,7 @@ PEERS = {
     "moto": "moto",
     "mypy": "mypy",
     "optax": "optax",
+    "schedulefree": "schedulefree",
     "torch_checkpointing": "torch_checkpointing",
     "torchao": "torchao",
     "torchtitan": "torchtitan",

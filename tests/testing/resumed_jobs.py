@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import shardtree as st
 from shardtree.world import World
 
 WIDTH, HIDDEN, VOCABULARY, BATCH = 4, 12, 10, 12
+CUT = {"up": 0, "down": 1}
+"""Axis of the hidden layer, by parameter."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Kind:
     """What kind of job it is.
 
     Attributes:
-        optimizer: "adamw", "sgd", "adafactor" or "masters".
+        optimizer: "adamw", "sgd", "adafactor", "muon", "schedule-free" or "masters".
         groups: number of parameter groups, with learning rates of their own.
         frozen: whether the norm isn't trained.
         tied: whether the head is the embedding.
@@ -119,31 +121,83 @@ class Masters(torch.optim.AdamW):
             p.copy_(state["master"])
 
 
+def muon_of(world: World, cuts: int, axes: Mapping[nn.Parameter, int]) -> type[torch.optim.Optimizer]:
+    """Return Muon's class for matrices of which ranks may have parts: an update is that of the whole matrix."""
+
+    class Gathered(torch.optim.Muon):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                settings = {name: value for name, value in group.items() if name != "params"}
+                for p in group["params"]:
+                    self.step_whole(p, axes[p], settings)
+
+        def step_whole(self, p: nn.Parameter, axis: int, settings: Mapping[str, Any]) -> None:
+            state = self.state[p]
+            state.setdefault("momentum_buffer", torch.zeros_like(p))
+            whole, gradient, moment = (
+                torch.cat(world.all_gather(each.detach().clone()), dim=axis)
+                for each in (p, p.grad, state["momentum_buffer"])
+            )
+            stand_in = nn.Parameter(whole)
+            stand_in.grad = gradient
+            optimizer = torch.optim.Muon([stand_in], **settings)
+            optimizer.state[stand_in]["momentum_buffer"] = moment
+            optimizer.step()
+            p.copy_(stand_in.chunk(cuts, dim=axis)[world.rank])
+            state["momentum_buffer"].copy_(moment.chunk(cuts, dim=axis)[world.rank])
+
+    return Gathered if cuts > 1 else torch.optim.Muon
+
+
+def schedule_free(groups: Any) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
+    return AdamWScheduleFree(groups, warmup_steps=2, foreach=False)
+
+
 @dataclass
 class Job:
     world: World
     kind: Kind
     model: Model
     optimizer: torch.optim.Optimizer
+    second: torch.optim.Optimizer | None = None
     data: Data = field(default_factory=Data)
     noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))
     rate: float = 1.0
 
 
+def groups_of(trained: list[tuple[str, nn.Parameter]], count: int) -> list[dict[str, Any]]:
+    parts = [[p for _, p in trained[number::count]] for number in range(count)]
+    return [{"params": part, "lr": 0.01 * (number + 1)} for number, part in enumerate(parts) if part]
+
+
 def make(kind: Kind, world: World) -> Job:
     model = Model(kind, world)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for _, p in trained[number :: kind.groups]], "lr": 0.01 * (number + 1)}
-        for number in range(kind.groups)
-    ]
+    if kind.optimizer == "muon":
+        # As its users do: Muon for matrices between layers, AdamW for what is left.
+        inner = groups_of([(name, p) for name, p in trained if name in CUT], kind.groups)
+        muon = muon_of(world, model.cuts, {model.up: 0, model.down: 1})(inner)
+        rest = groups_of([(name, p) for name, p in trained if name not in CUT], kind.groups)
+        return Job(world, kind, model, muon, torch.optim.AdamW(rest, foreach=False))
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adamw": lambda groups: torch.optim.AdamW(groups, foreach=False),
         "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, foreach=False),
         "adafactor": lambda groups: torch.optim.Adafactor(groups, foreach=False),
+        "schedule-free": schedule_free,
         "masters": Masters,
     }
-    return Job(world, kind, model, optimizers[kind.optimizer](groups))
+    return Job(world, kind, model, optimizers[kind.optimizer](groups_of(trained, kind.groups)))
+
+
+def optimizers_of(job: Job) -> list[torch.optim.Optimizer]:
+    return [job.optimizer] if job.second is None else [job.optimizer, job.second]
+
+
+def groups_in(job: Job) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers_of(job) for group in optimizer.param_groups]
 
 
 def step(job: Job, number: int) -> list[int]:
@@ -152,7 +206,9 @@ def step(job: Job, number: int) -> list[int]:
     mine = slice(world.rank, None, world.size) if job.kind.parallel == "dp" else slice(None)
     tokens = torch.tensor([sample * 7 % VOCABULARY for sample in samples])[mine]
     targets = torch.tensor([sample * 3 % VOCABULARY for sample in samples])[mine]
-    job.optimizer.zero_grad()
+    job.model.zero_grad()
+    if job.kind.optimizer == "schedule-free":
+        job.optimizer.train()  # type: ignore[attr-defined]
     logits = job.model(tokens, noise[mine], world)
     (nn.functional.cross_entropy(logits.float(), targets, reduction="sum") / BATCH).backward()
     for parameter in job.model.parameters() if job.kind.parallel == "dp" else ():
@@ -160,13 +216,13 @@ def step(job: Job, number: int) -> list[int]:
             parameter.grad = sum(world.all_gather(parameter.grad))
     if job.kind.schedule:
         job.rate *= 0.9
-        for group in job.optimizer.param_groups:
+        for group in groups_in(job):
             group["lr"] = group["lr"] * 0.9
-    job.optimizer.step()
+    for optimizer in optimizers_of(job):
+        optimizer.step()
+    if job.kind.optimizer == "schedule-free":
+        job.optimizer.eval()  # type: ignore[attr-defined]  # so that averaged weights are those that are saved
     return samples[mine]
-
-
-CUT = {"up": 0, "down": 1}
 
 
 def shards(job: Job) -> dict[str, st.ShardedTensor]:
@@ -183,11 +239,14 @@ def shards(job: Job) -> dict[str, st.ShardedTensor]:
 
 def named_states(job: Job) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
     for name, parameter in job.model.named_parameters():
-        yield name, parameter, job.optimizer.state.get(parameter, {})
+        own = [optimizer.state[parameter] for optimizer in optimizers_of(job) if parameter in optimizer.state]
+        yield name, parameter, own[0] if own else {}
 
 
-def group_of(job: Job, parameter: nn.Parameter) -> dict[str, Any]:
-    return next((g for g in job.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+def settings_of(job: Job, parameter: nn.Parameter) -> dict[str, Any]:
+    """Return what is set for a parameter's group, and what an optimizer counts there."""
+    group: dict[str, Any] = next((g for g in groups_in(job) if any(p is parameter for p in g["params"])), {})
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def whole(job: Job, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -210,7 +269,7 @@ def state_of(job: Job) -> dict[str, Any]:
             name: {key: whole(job, name, v) if isinstance(v, torch.Tensor) else v for key, v in states.items()}
             for name, _, states in named_states(job)
         },
-        "rates": {name: group_of(job, p).get("lr") for name, p, _ in named_states(job)},
+        "settings": {name: settings_of(job, p) for name, p, _ in named_states(job)},
         "seen": job.model.seen.clone(),
         "rope": job.model.rope.clone(),
         "data": job.data.position,
@@ -228,11 +287,12 @@ def restore(job: Job, state: dict[str, Any]) -> None:
         with torch.no_grad():
             parameter.copy_(part(job, name, state["weights"][name]))
         states = state["states"].get(name, {})
-        if states:
-            values = {key: part(job, name, v) if isinstance(v, torch.Tensor) else v for key, v in states.items()}
-            job.optimizer.state[parameter] = values
-        if parameter.requires_grad:
-            group_of(job, parameter)["lr"] = state["rates"][name]
+        values = {key: part(job, name, v) if isinstance(v, torch.Tensor) else v for key, v in states.items()}
+        for optimizer in optimizers_of(job):
+            for group in optimizer.param_groups:
+                if any(p is parameter for p in group["params"]):
+                    optimizer.state[parameter] = values
+                    group.update(state["settings"][name])
     job.model.seen.copy_(state["seen"])
     job.model.rope.copy_(state["rope"])
     job.data.position, job.rate = state["data"], state["rate"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as hs
 from torch import nn
 
@@ -16,22 +16,51 @@ import shardtree as st
 from shardtree.testing import check_resume, resume_problems
 from tests.testing.resumed_jobs import CUT, Job, Kind, load, make, restore, save, shards, state_of, step
 
-KINDS = hs.builds(
-    Kind,
-    optimizer=hs.sampled_from(["adamw", "sgd", "adafactor", "masters"]),
-    groups=hs.integers(1, 3),
-    frozen=hs.booleans(),
-    tied=hs.booleans(),
-    parallel=hs.sampled_from(["dp", "tp"]),
-    schedule=hs.booleans(),
-    dtype=hs.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    # Factored moments of a part aren't a part of the whole's, so that this is another job on other ranks.
-).filter(lambda kind: (kind.optimizer, kind.parallel) != ("adafactor", "tp"))
+OPTIMIZERS = ["adamw", "sgd", "adafactor", "masters", *(["muon"] if hasattr(torch.optim, "Muon") else [])]
 
 
-@given(KINDS, hs.sampled_from([(1, 2), (2, 1), (3, 2), (2, 4)]), hs.integers(1, 4))
-def test_no_false_alarm(kind: Kind, layouts: tuple[int, ...], steps: int) -> None:
+def kinds(optimizers: list[str]) -> hs.SearchStrategy[Kind]:
+    return hs.builds(
+        Kind,
+        optimizer=hs.sampled_from(optimizers),
+        groups=hs.integers(1, 3),
+        frozen=hs.booleans(),
+        tied=hs.booleans(),
+        parallel=hs.sampled_from(["dp", "tp"]),
+        schedule=hs.booleans(),
+        dtype=hs.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+        # Factored moments of a part aren't a part of the whole's, so that this is another job on other ranks.
+    ).filter(lambda kind: (kind.optimizer, kind.parallel) != ("adafactor", "tp"))
+
+
+LAYOUTS = hs.sampled_from([(1, 2), (2, 1), (3, 2), (2, 4)])
+STEPS = hs.integers(1, 4)
+
+
+def check_kind(kind: Kind, layouts: tuple[int, ...], steps: int) -> None:
     check_resume(partial(make, kind), step, save, load, layouts=layouts, steps=steps, shards=shards)
+
+
+@given(kinds(OPTIMIZERS), LAYOUTS, STEPS)
+def test_no_false_alarm(kind: Kind, layouts: tuple[int, ...], steps: int) -> None:
+    check_kind(kind, layouts, steps)
+
+
+@pytest.mark.peers
+@settings(max_examples=4)
+@given(kinds(["schedule-free"]), LAYOUTS, STEPS)
+def test_no_false_alarm_of_schedule_free(kind: Kind, layouts: tuple[int, ...], steps: int) -> None:
+    pytest.importorskip("schedulefree")
+    check_kind(kind, layouts, steps)
+
+
+@pytest.mark.peers
+@pytest.mark.exhaustive
+@settings(max_examples=200)
+@given(kinds([*OPTIMIZERS, "schedule-free"]), LAYOUTS, STEPS)
+def test_no_false_alarm_in_200_jobs(kind: Kind, layouts: tuple[int, ...], steps: int) -> None:
+    pytest.importorskip("schedulefree")
+    check_kind(kind, layouts, steps)
 
 
 Fault = Callable[[Job, dict[str, Any]], None]
@@ -58,7 +87,8 @@ def swap_moments(job: Job, state: dict[str, Any]) -> None:
 
 
 def swap_groups(job: Job, state: dict[str, Any]) -> None:
-    state["rates"] = {name: {0.01: 0.02, 0.02: 0.01}[rate] for name, rate in state["rates"].items()}
+    for group in state["settings"].values():
+        group["lr"] = {0.01: 0.02, 0.02: 0.01}[group["lr"]]
 
 
 def permute_rows(job: Job, state: dict[str, Any]) -> None:
