@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,38 +15,116 @@ WIDTH, HIDDEN, VOCABULARY = 6, 10, 13
 TOKENS = torch.arange(24).view(4, 6) % VOCABULARY
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What kind of job it is.
+
+    Attributes:
+        optimizer: "adamw", "sgd", "muon" or "schedule-free"; torch's Adafactor refuses DTensors.
+        groups: Number of parameter groups, with learning rates of their own.
+        frozen: Whether the norm isn't trained.
+        tied: Whether the head is the embedding.
+    """
+
+    optimizer: str = "adamw"
+    groups: int = 1
+    frozen: bool = False
+    tied: bool = False
+
+
+ADAMW = Kind()
+
+
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(not kind.frozen)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if kind.tied:
+            self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         x = self.embed(tokens)
-        return self.norm(x + self.down(nn.functional.gelu(self.up(x)))) @ self.embed.weight.T
+        return self.head(self.norm(x + self.down(nn.functional.gelu(self.up(x)))))
 
 
-def make(world: Any, mesh: st.Mesh) -> dict[str, Any]:
+def gathered_muon(inner: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return Muon with updates of whole matrices; torch's own, on DTensors, adds up bfloat16 sums over ranks."""
+    from torch.distributed.tensor import distribute_tensor
+
+    class Gathered(torch.optim.Muon):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+                for p in group["params"]:
+                    moment = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    whole = nn.Parameter(p.full_tensor())
+                    whole.grad = p.grad.full_tensor()
+                    optimizer = torch.optim.Muon([whole], **settings)
+                    optimizer.state[whole]["momentum_buffer"] = buffer = moment.full_tensor()
+                    optimizer.step()
+                    for tensor, new in ((p, whole), (moment, buffer)):
+                        tensor.copy_(distribute_tensor(new, p.device_mesh, p.placements, src_data_rank=None))
+
+    return Gathered(inner, lr=0.01)
+
+
+def optimizers_of(model: nn.Module, kind: Kind) -> tuple[torch.optim.Optimizer, ...]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        parts = [parameters[number :: kind.groups] for number in range(kind.groups)]
+        return [{"params": part, "lr": 0.01 * (number + 1)} for number, part in enumerate(parts)]
+
+    if kind.optimizer == "muon":
+        inner = [model.up.weight, model.down.weight]
+        rest = [p for p in trained if not any(p is other for other in inner)]
+        return gathered_muon(inner), torch.optim.AdamW(groups(rest), foreach=False)
+    if kind.optimizer == "sgd":
+        return (torch.optim.SGD(groups(trained), momentum=0.9, foreach=False),)
+    if kind.optimizer == "schedule-free":
+        from schedulefree import AdamWScheduleFree
+
+        return (AdamWScheduleFree(groups(trained), foreach=False),)
+    return (torch.optim.AdamW(groups(trained), foreach=False),)
+
+
+def make(world: Any, mesh: st.Mesh, kind: Kind = ADAMW) -> dict[str, Any]:
     """Return a job on a mesh with the axes dp and tp."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(1)
     sizes = mesh.shape
     devices = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    model = Model()
+    model = Model(kind)
     if sizes["tp"] > 1:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Replicate())}
         parallelize_module(model, devices["tp"], plan)
-    fully_shard(model, mesh=devices["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    return {"model": model, "optimizer": optimizer, "place": Where(devices.get_local_rank("dp"), sizes["dp"])}
+    # Muon needs matrices whole, and torch can't cut a whole into strided parts again, as those of "up" would be.
+    columns = model.up.weight if kind.optimizer == "muon" else None
+    fully_shard(model, mesh=devices["dp"], shard_placement_fn=lambda p: Shard(1) if p is columns else None)
+    optimizers = {f"optimizer{number}": each for number, each in enumerate(optimizers_of(model, kind))}
+    place = Where(devices.get_local_rank("dp"), sizes["dp"])
+    return {
+        "model": model,
+        **optimizers,
+        "noise": torch.Generator().manual_seed(5),
+        "data": {"position": 0},
+        "place": place,
+    }
+
+
+def optimizers(job: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    return [member for member in job.values() if isinstance(member, torch.optim.Optimizer)]
 
 
 class Where:
@@ -59,27 +138,46 @@ class Where:
 
 
 def step(job: dict[str, Any], number: int) -> list[int]:
-    where = job["place"]
-    samples = [(number + row) % len(TOKENS) for row in range(len(TOKENS))][where.rank :: where.ranks]
-    job["optimizer"].zero_grad()
-    logits = job["model"](TOKENS[samples])
-    nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[samples].roll(number, 1).flatten()).backward()
-    job["optimizer"].step()
-    return [number * len(TOKENS) + sample for sample in samples]
+    where, data = job["place"], job["data"]
+    first, data["position"] = data["position"], data["position"] + len(TOKENS)
+    rows = list(range(len(TOKENS)))[where.rank :: where.ranks]
+    weights = torch.rand(len(TOKENS), generator=job["noise"])[rows]
+    inputs, targets = TOKENS[rows].roll(first, 0), TOKENS[rows].roll(first + 1, 1)
+    job["model"].zero_grad()
+    for optimizer in optimizers(job):
+        getattr(optimizer, "train", int)()
+    losses = nn.functional.cross_entropy(job["model"](inputs).transpose(1, 2), targets, reduction="none")
+    (losses.mean(1) * weights).mean().backward()
+    for optimizer in optimizers(job):
+        optimizer.step()
+        getattr(optimizer, "eval", int)()
+    return [first + row for row in rows]
 
 
 def states(job: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-    model, optimizer = job["model"], job["optimizer"]
-    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    model = job["model"]
+    for optimizer in optimizers(job):
+        if not optimizer.state and hasattr(optimizer, "train"):
+            # torch makes states by a step, if there are none: schedule-free needs another mode, which leaves empty ones.
+            optimizer.train()
+            optimizer.state.clear()
+    rest = {"noise": job["noise"].get_state(), "position": torch.tensor(job["data"]["position"])}
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizers(job)),
+        **rest,
+    }
 
 
 def set_states(job: dict[str, Any], loaded: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
     set_model_state_dict(job["model"], loaded["model"])
-    set_optimizer_state_dict(job["model"], job["optimizer"], loaded["optim"])
+    set_optimizer_state_dict(job["model"], optimizers(job), loaded["optim"])
+    job["noise"].set_state(loaded["noise"])
+    job["data"]["position"] = int(loaded["position"])
 
 
 # Two checkpointers.
