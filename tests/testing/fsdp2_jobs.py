@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,11 @@ class Model(nn.Module):
         if kind.tied:
             self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.seen += 1
+        self.mean.add_(torch.linspace(1, 2, WIDTH) / self.seen)
         x = self.embed(tokens)
         return self.head(self.norm(x + self.down(nn.functional.gelu(self.up(x)))))
 
@@ -72,7 +75,7 @@ def gathered_muon(inner: list[nn.Parameter]) -> torch.optim.Optimizer:
                     for tensor, new in ((p, whole), (moment, buffer)):
                         tensor.copy_(distribute_tensor(new, p.device_mesh, p.placements, src_data_rank=None))
 
-    return Gathered(inner, lr=0.01)
+    return Gathered(inner, lr=0.02)
 
 
 def optimizers_of(model: nn.Module, kind: Kind) -> tuple[torch.optim.Optimizer, ...]:
@@ -113,7 +116,7 @@ def make(world: Any, mesh: st.Mesh, kind: Kind = ADAMW) -> dict[str, Any]:
     columns = model.up.weight if kind.optimizer == "muon" else None
     fully_shard(model, mesh=devices["dp"], shard_placement_fn=lambda p: Shard(1) if p is columns else None)
     optimizers = {f"optimizer{number}": each for number, each in enumerate(optimizers_of(model, kind))}
-    place = Where(devices.get_local_rank("dp"), sizes["dp"])
+    place = Where(devices.get_local_rank("dp"), mesh)
     return {
         "model": model,
         **optimizers,
@@ -130,8 +133,9 @@ def optimizers(job: dict[str, Any]) -> list[torch.optim.Optimizer]:
 class Where:
     """This rank's share of the data; no state."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, mesh: st.Mesh) -> None:
+        self.rank, self.ranks, self.mesh = rank, mesh.shape["dp"], mesh
+        self.kept: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return self.ranks
@@ -160,7 +164,7 @@ def states(job: dict[str, Any]) -> dict[str, Any]:
     model = job["model"]
     for optimizer in optimizers(job):
         if not optimizer.state and hasattr(optimizer, "train"):
-            # torch makes states by a step, if there are none: schedule-free needs another mode, which leaves empty ones.
+            # torch makes states by a step if there are none; the mode that this needs leaves empty ones.
             optimizer.train()
             optimizer.state.clear()
     rest = {"noise": job["noise"].get_state(), "position": torch.tensor(job["data"]["position"])}
@@ -230,12 +234,80 @@ def loaded_states(job: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def load_with_faults(job: dict[str, Any], place: str) -> None:
-    """Scale one moment by the data-parallel size, swap two others, and lose a buffer on rank 1."""
+    """Restore with one fault for each parameter, buffer and member, and those of a rank on rank 1."""
     loaded = loaded_states(job, place)
-    moments = loaded["optim"]["state"]
+    moments, groups = loaded["optim"]["state"], loaded["optim"]["param_groups"]
     moments["up.weight"]["exp_avg"] *= len(job["place"])
     one, other = moments["norm.weight"], moments["norm.bias"]
     one["exp_avg_sq"], other["exp_avg_sq"] = other["exp_avg_sq"], one["exp_avg_sq"]
+    moments["down.bias"]["step"] = torch.zeros_like(moments["down.bias"]["step"])
+    groups[0]["lr"], groups[1]["lr"] = groups[1]["lr"], groups[0]["lr"]
+    rows = loaded["model"]["down.weight"].to_local()
+    rows.copy_(rows.flip(0))
+    masters = loaded["model"]["head.weight"].to_local()
+    masters.copy_(masters.bfloat16())
+    loaded["noise"] = job["noise"].get_state()
+    loaded["position"] += len(TOKENS)
+    loaded["model"]["seen"] = torch.zeros_like(loaded["model"]["seen"])
     set_states(job, loaded)
     if job["place"].rank == 1:
-        job["model"].seen.zero_()
+        job["model"].mean.zero_()
+
+
+def load_repeating(job: dict[str, Any], place: str) -> None:
+    """Go on with data that the last step has used."""
+    load_dcp(job, place)
+    job["data"]["position"] -= len(TOKENS)
+
+
+def load_untied(job: dict[str, Any], place: str) -> dict[str, Any]:
+    """Restore a job that is built without its tie."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    loaded = loaded_states(job, place)
+    other = make(None, job["place"].mesh, Kind())
+    set_model_state_dict(other["model"], loaded["model"], options=StateDictOptions(strict=False))
+    return {**other, "noise": job["noise"], "data": job["data"]}
+
+
+def load_muon_with_faults(job: dict[str, Any], place: str) -> None:
+    """Give Muon the learning rate of AdamW, and forget its momentum of one matrix."""
+    loaded = loaded_states(job, place)
+    rates = {group["lr"] for group in loaded["optim"]["param_groups"]}
+    muons = [group for group in loaded["optim"]["param_groups"] if "ns_steps" in group]
+    for group in muons:
+        [group["lr"]] = rates - {group["lr"]}
+    buffer = loaded["optim"]["state"]["up.weight"]["momentum_buffer"]
+    loaded["optim"]["state"]["up.weight"]["momentum_buffer"] = torch.zeros_like(buffer)
+    set_states(job, loaded)
+
+
+def load_in_train_mode(job: dict[str, Any], place: str) -> None:
+    """Put a schedule-free optimizer into its mode of training first, as its documentation asks for.
+
+    That leaves an empty state for each parameter; torch believes that states are made, and loads none.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict
+
+    model, [optimizer] = job["model"], optimizers(job)
+    optimizer.train()
+    loaded = {
+        "model": state_dict.get_model_state_dict(model),
+        "optim": state_dict.get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(loaded, checkpoint_id=place)
+    state_dict.set_model_state_dict(model, loaded["model"])
+    state_dict.set_optimizer_state_dict(model, optimizer, loaded["optim"])
+
+
+def step_and_keep(job: dict[str, Any], number: int) -> list[int]:
+    samples = step(job, number)
+    job["place"].kept.append(deepcopy(states(job)))
+    return samples
+
+
+def save_an_older_step(job: dict[str, Any], place: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(job["place"].kept[-2], checkpoint_id=place)

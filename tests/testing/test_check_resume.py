@@ -174,6 +174,59 @@ def test_a_tied_weight_that_is_untied_is_named() -> None:
     assert [(problem.keys, problem.cause) for problem in problems] == [(("embed", "head"), "untied")]
 
 
+def test_muon_that_is_resumed_as_adamw_is_named() -> None:
+    """As where a run is started again with another option: AdamW begins with moments of its own, and no error."""
+
+    def load_as_adamw(job: Job, place: Any) -> Job:
+        other = make(Kind("adamw"), job.world)
+        state = st.load({}, place, world=job.world)
+        restore(other, {**state, "states": {name: {} for name in state["states"]}})
+        return other
+
+    problems = resume_problems(partial(make, Kind("muon")), step, save, load_as_adamw, layouts=[1])
+    named = {(key, problem.state): problem.cause for problem in problems for key in problem.keys}
+    assert named["up", "momentum_buffer"] == named["down", "momentum_buffer"] == "not restored", problems
+    assert named["up", "group['betas']"] == "unexpected"
+
+
+@pytest.mark.parametrize("parallel", ["dp", "tp"])
+def test_faults_of_muon_are_named(parallel: str) -> None:
+    def fault(job: Job, state: dict[str, Any]) -> None:
+        state["settings"]["up"]["lr"] = 0.02
+        state["states"]["down"]["momentum_buffer"].zero_()
+
+    kind = Kind("muon", groups=2, parallel=parallel)
+    problems = resume_problems(partial(make, kind), step, save, loaded_with(fault), layouts=[2], shards=shards)
+    assert {(problem.keys, problem.state, problem.cause) for problem in problems} == {
+        (("up",), "group['lr']", "another group's settings"),
+        (("down",), "momentum_buffer", "not restored"),
+    }
+
+
+@pytest.mark.peers
+def test_averaged_weights_that_training_goes_on_with_are_named() -> None:
+    """Schedule-free training has two sets of weights; those of evaluation aren't those of the next step."""
+    pytest.importorskip("schedulefree")
+
+    def step_in_train_mode(job: Job, number: int) -> list[int]:
+        samples = step(job, number)
+        job.optimizer.train()  # type: ignore[attr-defined]
+        return samples
+
+    def save_in_eval_mode(job: Job, place: Any) -> None:
+        job.optimizer.eval()  # type: ignore[attr-defined]
+        save(job, place)
+        job.optimizer.train()  # type: ignore[attr-defined]
+
+    problems = resume_problems(
+        partial(make, Kind("schedule-free")), step_in_train_mode, save_in_eval_mode, load, layouts=[1]
+    )
+    assert {(problem.state, problem.cause) for problem in problems} >= {
+        ("weight", "other values"),
+        ("group['train_mode']", "not restored"),
+    }
+
+
 @pytest.mark.parametrize(("behind", "cause"), [(1, "stale by 1 step"), (2, "stale by 2 steps")])
 def test_a_save_of_an_older_step_is_named(behind: int, cause: str) -> None:
     def step_and_keep(job: Any, number: int) -> list[int]:
