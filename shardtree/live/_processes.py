@@ -93,7 +93,8 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
             arguments = (rank, size, store.port, timeout, fn, sender)
-            process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank} of {size}", daemon=True)
+            # No daemon: a daemon may start no processes, as checkpoints' writers and data loaders do.
+            process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank} of {size}")
             process.start()
             sender.close()
             ends.append((process, receiver))

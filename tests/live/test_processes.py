@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
-from multiprocessing import RawArray
+from multiprocessing import RawArray, get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from shardtree.shell.world import agree
 from shardtree.world import World, current_world
 
 pytestmark = pytest.mark.torchrun
+ROOT = str(Path(__file__).parents[2])
 
 
 class Unhappy(Exception):
@@ -55,6 +59,42 @@ def agrees_to_fail(world: World) -> None:
             raise NotACheckpoint("nothing there")
 
     agree(world, "look", look)
+
+
+def starts_another(world: World) -> int | None:
+    child = get_context("spawn").Process(target=int)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+@pytest.mark.slow
+def test_a_rank_may_start_processes() -> None:
+    """As checkpoints' writers and data loaders do."""
+    assert run_processes(2, starts_another) == [0, 0]
+
+
+SCRIPT = """
+import sys
+from shardtree.live import run_processes
+
+def has_dynamo(world):
+    return "torch._dynamo" in sys.modules
+
+if __name__ == "__main__":
+    if "dtensors" in sys.argv:
+        import torch.distributed.fsdp
+    print(run_processes(2, has_dynamo))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("argument", "expected"), [("dtensors", "[True, True]"), ("", "[False, False]")])
+def test_ranks_have_what_takes_long_to_import_if_this_process_has(argument: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), argument]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ROOT})
+    assert done.stdout.strip() == expected
 
 
 def test_each_rank_returns_a_value() -> None:

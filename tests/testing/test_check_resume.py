@@ -309,6 +309,18 @@ def test_training_that_isnt_deterministic_is_an_error() -> None:
         check_resume(partial(make, Kind()), step_at_random, save, load, layouts=[1])
 
 
+def test_ranks_are_started_twice_for_each_layout() -> None:
+    """Starting processes takes most of a run's time: n layouts are n saves and n resumptions from each of them."""
+    started: list[int] = []
+
+    def run(size: int, fn: Callable[[Any], Any], /) -> list[Any]:
+        started.append(size)
+        return st.simulate(size, fn)
+
+    check_resume(partial(make, Kind()), step, save, load, layouts=[1, 2, 3], run=run)
+    assert started == [1, 2, 3, 1, 2, 3]
+
+
 def test_no_step_is_refused() -> None:
     with pytest.raises(st.errors.MetadataError, match="at least 1"):
         check_resume(partial(make, Kind()), step, save, load, steps=0)
