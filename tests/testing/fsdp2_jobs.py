@@ -21,7 +21,7 @@ class Kind:
     """What kind of job it is.
 
     Attributes:
-        optimizer: "adamw", "sgd", "muon" or "schedule-free"; torch's Adafactor refuses DTensors.
+        optimizer: "adamw", "sgd", "muon", "muon of parts" or "schedule-free"; torch's Adafactor refuses DTensors.
         groups: Number of parameter groups, with learning rates of their own.
         frozen: Whether the norm isn't trained.
         tied: Whether the head is the embedding.
@@ -85,10 +85,11 @@ def optimizers_of(model: nn.Module, kind: Kind) -> tuple[torch.optim.Optimizer, 
         parts = [parameters[number :: kind.groups] for number in range(kind.groups)]
         return [{"params": part, "lr": 0.01 * (number + 1)} for number, part in enumerate(parts)]
 
-    if kind.optimizer == "muon":
+    if kind.optimizer.startswith("muon"):
         inner = [model.up.weight, model.down.weight]
         rest = [p for p in trained if not any(p is other for other in inner)]
-        return gathered_muon(inner), torch.optim.AdamW(groups(rest), foreach=False)
+        muon = gathered_muon(inner) if kind.optimizer == "muon" else torch.optim.Muon(inner, lr=0.02)
+        return muon, torch.optim.AdamW(groups(rest), foreach=False)
     if kind.optimizer == "sgd":
         return (torch.optim.SGD(groups(trained), momentum=0.9, foreach=False),)
     if kind.optimizer == "schedule-free":

@@ -72,6 +72,14 @@ def test_no_false_alarm_under_fsdp2(kind: Kind, how: tuple[Any, Any], layouts: l
         check(kind, how, layouts[:2], folder)
 
 
+def test_muon_of_parts_is_another_step_in_another_layout(tmp_path: Path) -> None:
+    """It adds up bfloat16 sums over ranks: all states are restored, and the law says that the step isn't the same."""
+    make = partial(jobs.make, kind=Kind("muon of parts"))
+    problems = resume_problems(make, jobs.step, *DCP, layouts=[TWO, BOTH], steps=2, folder=tmp_path, run=run_processes)
+    assert {(problem.state, problem.cause) for problem in problems} == {("update", "another update")}
+    assert {problem.layouts for problem in problems} == {f"{TWO} → {BOTH}", f"{BOTH} → {TWO}"}
+
+
 # Faults.
 
 
