@@ -40,6 +40,7 @@ def _has(what: str) -> bool:
         # It hands all of a stored tensor's properties to torch.empty, which doesn't know those of torch 2.15.
         "Megatron-Core for this torch": lambda: not hasattr(dcp.metadata.TensorProperties(), "strides"),
         "Megatron-Core with experts in two weights": lambda: INSTALLED <= (0, 16),
+        "Muon": lambda: hasattr(torch.optim, "Muon"),
         "the package zarr": lambda: find_spec("zarr") is not None,
     }
     return bool(found[what]())
@@ -79,6 +80,7 @@ _TESTS = {
     ),
     r"tests/formats/test_torch_dist_write\.py::test_the_index_is_what_torch_writes": "dcp.save(no_dist=…)",
     r"tests/formats/test_zarr_legacy\.py::.*": "the package zarr",
+    r"tests/testing/test_check_resume.*muon.*": "Muon",
     r"tests/transforms/test_transforms\.py::.*\[float8_e8m0fnu\]": "float8_e8m0fnu",
 }
 """By a pattern of tests' names, what they need."""

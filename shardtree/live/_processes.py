@@ -45,7 +45,8 @@ def run_processes(
 
     Each runs ``fn(world)`` with torch.distributed's default group initialised, over gloo. Once one fails the others
     have a few seconds to end; all processes have ended when this returns or raises. As with any started process, a
-    script that calls it needs its ``if __name__ == "__main__":``.
+    script that calls it needs its ``if __name__ == "__main__":``. Ranks are forked from a server that has
+    imported torch, and DTensors and FSDP2 if this process has when it first calls this.
 
     Args:
         size: how many processes.

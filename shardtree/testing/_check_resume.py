@@ -89,9 +89,10 @@ def check_resume(
 
     Args:
         make: Function of a rank's world that builds the job before its first step, in the layout of so many ranks, and
-            alike each time; of the world and the mesh where the layout is one. A job is a mapping, a sequence or an
-            object; its members are modules, optimizers, generators, whatever has a ``state_dict`` (a scheduler, a data
-            loader), and plain values, by names of your choice. Other members, such as the world, aren't compared.
+            alike each time, several times in a process; of the world and the mesh where the layout is one. A job is a
+            mapping, a sequence or an object; its members are modules, optimizers, generators, whatever has a
+            ``state_dict`` (a scheduler, a data loader), and plain values, by names of your choice. Other members, such
+            as the world, aren't compared.
         step: Function of the job and a step's number, from 0, that takes this step. It may return the numbers of the
             samples that the rank has used, to find data that are skipped or repeated.
         save: Function of the job and a place that saves. An asynchronous save must be finished when it returns.
