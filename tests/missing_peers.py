@@ -17,6 +17,7 @@ from re import findall, search
 import pytest
 
 PEERS = {
+    "accelerate": "accelerate",
     "boto3": "moto",
     "compressed_tensors": "compressed-tensors",
     "equinox": "equinox",
@@ -30,6 +31,7 @@ PEERS = {
     "moto": "moto",
     "mypy": "mypy",
     "optax": "optax",
+    "ray": "ray",
     "schedulefree": "schedulefree",
     "torch_checkpointing": "torch_checkpointing",
     "torchao": "torchao",
@@ -40,8 +42,8 @@ PEERS = {
 }
 """Packages by the module that tests import."""
 
-APART = {"torchtitan"}
-"""Peers that need other versions of packages than the rest: .ci/matrix makes an environment for them."""
+APART = {"ray", "torchtitan"}
+"""Peers that are large, or need other versions of packages than the rest: .ci/matrix makes environments for them."""
 
 REQUIRED = os.environ.get("SHARDTREE_PEERS") == "required"
 _ABSENT: dict[str, str] = {}

@@ -29,6 +29,13 @@ SCRIPTS |= {
     "uneven_rows.py",
 }  # of the page about trainers
 SCRIPTS |= {"train_lightning.py"}  # which tests/docs/test_lightning_page.py runs
+SCRIPTS |= {  # which tests/docs/test_huggingface_loops.py runs
+    "accelerate_checkpoints.py",
+    "train_accelerate.py",
+    "train_trainer.py",
+    "trainer_checkpoints.py",
+}
+SCRIPTS |= {"train_ray.py", "verl_manager.py"}  # tests/docs/test_ray_page.py runs the first; the second is run by hand
 SCRIPTS |= {"train_until_told.py"}  # which tests/docs/test_told_to_stop.py runs
 SCRIPTS |= {"train_zero1.py"}  # which docs/optimizer-states.md runs
 SCRIPTS |= {"train_pipeline.py"}  # which tests/docs/test_pipeline_stages.py runs
