@@ -26,12 +26,14 @@ from shardtree.world import one_process
 
 from ._deepseek import SMALL, THIN, Config, Shapes, make_folder, nbytes_of, shapes_of
 from ._measuring import Action, Bar, Curve, Panel, Settings, finish, parser, peak, plot, print_bars, settings_of
+from ._moe_loader import traced_loader
 
 RANKS = 8
 LAYERS = (7, 15, 30, 61)
 SERVED = Config(layers=5, experts=16, hidden=2048, intermediate=8192, moe_intermediate=1408, heads=32, vocab=32768)
 MOST = {"trace": 20.0, "reads": 1.0, "inverse": 2.0, "memory": 512.0}
 """In seconds, but the memory of a process that traces, which is MiB."""
+LOADER, MOST_OF_LOADER = "trace of a loader as engines write it", 0.3
 TRACED, READ, MAPPED = "through traces", "reads all, slices", "maps, slices"
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -115,6 +117,16 @@ def cost_bars(settings: Settings, folder: Path) -> list[Bar]:
     found = [Bar(f"{of}: {name}", "", each, None, each, MOST[name]) for name, each in seconds_of(shapes).items()]
     memory = peak(partial(_tracing, config), folder).own / 2**20
     return [*found, Bar(f"{of}: memory of all three", "", memory, None, memory, MOST["memory"], "MiB")]
+
+
+def loader_bar(settings: Settings) -> Bar:
+    """Return the processor's milliseconds for each tensor of a loader with weight loaders, shard ids and experts."""
+    layers, experts = (1, 4) if settings.quick else (24, 128)
+    traced_loader(1, 4)  # so that what tracing imports isn't counted
+    begin = time.process_time()
+    _, count = traced_loader(layers, experts)
+    each = 1000 * (time.process_time() - begin) / count
+    return Bar(f"{LOADER}: {count:,} tensors", "", each, None, each, MOST_OF_LOADER, "ms", "for each tensor")
 
 
 def growth() -> list[Panel]:
@@ -207,7 +219,7 @@ def bars(settings: Settings) -> list[Bar]:
     """Measure, print a table for each part, and return its bars."""
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-trace-") as where:
         parts: Mapping[str, list[Bar]] = {
-            "What traces cost": cost_bars(settings, Path(where)),
+            "What traces cost": [*cost_bars(settings, Path(where)), loader_bar(settings)],
             "An engine's ranks, through traces": load_bars(settings, Path(where)),
         }
     for title, rows in parts.items():

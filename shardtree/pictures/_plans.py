@@ -26,7 +26,8 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
 
     Args:
         plan: what moves.
-        key: the tensor whose layouts are shown; by default, that of which most moves.
+        key: Key of the tensor whose layouts are shown, or another name that `plan.explain` takes; by default, that of
+            the tensor with the most bytes to move.
 
     Raises:
         KeyMismatch: the target has no such tensor.
@@ -59,8 +60,12 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
         return Picture(title, (links,), (), legend)
     moves = plan.transfers.from_rank != plan.transfers.to_rank
     total = group_sums(plan.transfers.key[moves], plan.transfers.nbytes[moves], len(plan.target.keys))
-    one = plan.target.keys[int(total.argmax())] if key is None else checked_key(plan.target.keys, key)
-    layouts = _layouts(plan, one)
+    keys = plan.target.keys
+    if key is not None:
+        # One name may be that of several stored tensors, into which a factory splits it.
+        keys = () if key in keys else plan.names.get(key, ())
+        keys = keys or (checked_key([*plan.target.keys, *plan.names], key),)
+    layouts = _layouts(plan, max(keys, key=lambda each: total[plan.target.keys.index(each)]))
     return Picture(title, (layouts, links), (), (*legend, *faults_legend(layouts)), is_step=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -197,11 +198,28 @@ def _bars(panel: Bars, width: int, *, filled: bool) -> list[Spans]:
 
 
 def _flow(flow: Flow, width: int) -> list[Spans]:
-    lines = [(Span(shortened(one.title, width), one.tone if one.to_block >= 0 else ""),) for one in flow.streams]
+    lines = [
+        (Span(text, stream.tone if stream.to_block >= 0 else ""),)
+        for stream in flow.streams
+        for text in _title(stream.title, width)
+    ]
     return [
         _plain(f"{flow.heading}, {flow.to_heading}", width),
         *lines,
         *([_plain(flow.caption, width)] if flow.caption else []),
+    ]
+
+
+def _title(title: str, width: int) -> list[str]:
+    """Return the lines of a stream's title: long names go on in the next line, since one that is cut names nothing."""
+    if len(title) <= width:
+        return [title]
+    left, middle, right = title.partition(" is ")
+    pairs = [(left, ""), (f"is {right}", "  ")] if middle else [(left, "")]
+    return [
+        line
+        for text, indent in pairs
+        for line in textwrap.wrap(text, width, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False)
     ]
 
 

@@ -11,9 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.codec import dtype_name, format_tag, is_tagged
-from ..errors import shorten
+from ..errors import TraceError, error_text, shorten
 from ._arguments import is_ordinary, tensors_in
+from ._constants import MetaConstants
 from ._moves import Move, Written, read_of, through, whole
+from ._problems import lost
 from ._refusals import RunRefusals, caller
 from ._steps import Constant, Kind, bits, reread, seen_through
 
@@ -135,6 +137,8 @@ def become(tensor: torch.Tensor, tracer: Tracer) -> None:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
     new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
+    if not isinstance(tensor, Tracer):
+        tracer.record.replaced.append((tensor, new))
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
 
 
@@ -170,6 +174,8 @@ class Cells(TorchDispatchMode):
         cells: Cells of ordinary storages, by their addresses.
         lent: Storages whose memory others have, who see no traced value there: by what they got it, and where.
         refusals: What was refused.
+        constants: Known elements of meta tensors.
+        replaced: Pairs of a tensor that was made a tracer and the one that has its memory since.
     """
 
     def __init__(self) -> None:
@@ -177,6 +183,8 @@ class Cells(TorchDispatchMode):
         self.cells: dict[int, MemoryCell] = {}
         self.lent: dict[int, tuple[StorageWeakRef, str]] = {}
         self.refusals = RunRefusals()
+        self.constants = MetaConstants()
+        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
         self.storages: dict[int, torch.TypedStorage] = {}  # what code was given for storages, by their addresses
@@ -212,7 +220,7 @@ class Cells(TorchDispatchMode):
         return cell
 
     def cell(self, tensor: torch.Tensor) -> MemoryCell:
-        """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
+        """Return a tensor's cell; an ordinary one gets its own, with its present elements if these are known."""
         cell = self.find_cell(tensor)
         if cell is None:
             if not is_ordinary(tensor):
@@ -222,16 +230,24 @@ class Cells(TorchDispatchMode):
             cell = MemoryCell(count, tensor.dtype, keep=storage)
             if storage._cdata not in self.lent:  # those may have other elements at any time
                 self.cells[storage._cdata] = cell
-            if tensor.device.type != "meta" and count:
-                with torch._C._DisableTorchDispatch():
-                    elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
-                    elements = elements.cpu().clone()
-                    rows = bits(elements).reshape(count, -1)  # by bits: 0.0 isn't -0.0
-                    is_one = count > 1 and bool((rows == rows[0]).all())
-                cell.before = Constant(elements[:1].clone() if is_one else elements)
-                loops = ((count, 1, 0 if is_one else 1),) if count > 1 else ()
+            elements = self._elements(storage, tensor) if count else None
+            if elements is not None:
+                cell.before = Constant(elements)
+                loops = ((count, 1, 0 if elements.numel() == 1 else 1),) if count > 1 else ()
                 cell.writes.add(Move(cell.before, 0, 0, loops))
         return cell
+
+    def _elements(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the flat elements of a storage, one if all are equal; None on meta, unless they are known."""
+        if tensor.device.type == "meta":
+            known = self.constants.elements(storage)
+            return known if known is not None and known.dtype is tensor.dtype else None
+        count = storage.nbytes() // tensor.itemsize
+        with torch._C._DisableTorchDispatch():
+            elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
+            elements = elements.cpu().clone()
+            rows = bits(elements).reshape(count, -1)  # by bits: 0.0 isn't -0.0
+            return elements[:1].clone() if count > 1 and bool((rows == rows[0]).all()) else elements
 
     def as_tracer(self, value: Any) -> Any:
         """Return an ordinary tensor that was written to as a tracer of the same cell."""
@@ -271,8 +287,8 @@ class Cells(TorchDispatchMode):
             old = cell.writes.clear()
         else:
             old = [move for hole in holes if count and len(cell.writes) for move in cell.writes.take(hole)]
-        if not keeps:
-            cell.overwritten += [move for move in old if not isinstance(move.root, Constant)]
+        if not keeps and (sourced := [move for move in old if not isinstance(move.root, Constant)]):
+            cell.overwritten += lost(sourced, moves)
         for move in through(moves, (*seen_through(view), *reread(view.dtype, cell.dtype))):
             cell.writes.add(move)
         cell.is_ahead = True
@@ -310,6 +326,11 @@ class Cells(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
 
+    def close(self) -> None:
+        """Give ordinary tensors the memory back that they had before their data were set to tracers."""
+        while self.replaced:
+            torch.utils.swap_tensors(*self.replaced.pop())  # type: ignore[no-untyped-call]
+
     # Refusals.
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
@@ -337,6 +358,17 @@ class Cells(TorchDispatchMode):
         what = f"{name} needs elements of {names}, which has none while it is traced"
         what = what if why is None else f"{name} can't be recorded for {names}: {why}"
         self.refusals.refuse(name, what, _FIX)
+
+    def refuse_late(self, tensors: Sequence[torch.Tensor]) -> NoReturn:
+        """Raise the error for an operation on what a trace has left behind.
+
+        Raises:
+            TraceError: Names the sources and the caller's line.
+        """
+        names = self.names([each for each in tensors if isinstance(each, Tracer)])
+        what = f"a tensor without data, of {names}, is used after its trace has ended"
+        fix = "Have the code write to tensors in place, or assign the real tensor in its stead before it is used."
+        raise TraceError(error_text(f"trace: {what}", found=caller(), fix=fix))
 
     def refuse_write(self, lent: str, moves: Sequence[Move]) -> NoReturn:
         """Raise the error for traced values that go to memory that others have.

@@ -47,16 +47,27 @@ def known(
 def _known(record: Cells, index: Any) -> Any:
     if not isinstance(index, torch.Tensor):
         return index
-    if not isinstance(index, Tracer):
-        if index.is_meta:
-            record.refuse("an index", [index])
+    if (elements := known_elements(record, index)) is None:
+        why = None
+        if not isinstance(index, Tracer) and index.is_meta:
+            why = "it was made on meta of what isn't known; build the engine on the CPU, or make the index there"
+        record.refuse("an index", [index], why)
+    return elements
+
+
+def known_elements(record: Cells, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor's elements in the CPU's memory, None if sources are among them or they aren't known."""
+    cell = record.find_cell(tensor)
+    if cell is None or (not isinstance(tensor, Tracer) and not tensor.is_meta and not cell.is_ahead):
+        if tensor.is_meta:
+            return record.constants.of(tensor)
         with torch._C._DisableTorchDispatch():
-            return index.cpu()
-    moves = Moves(record.reads(index, dense(tuple(index.shape)).stride))
-    if moves.numel < index.numel() or any(not isinstance(move.root, Constant) for move in moves):
-        record.refuse("an index", [index])
+            return tensor.cpu()
+    moves = Moves(record.reads(tensor, dense(tuple(tensor.shape)).stride))
+    if moves.numel < tensor.numel() or any(not isinstance(move.root, Constant) for move in moves):
+        return None
     with torch._C._DisableTorchDispatch():
-        return filled(torch.empty(index.shape, dtype=index.dtype, device="cpu"), moves, {}, lambda _: 0)
+        return filled(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), moves, {}, lambda _: 0)
 
 
 # Along one axis: no element is looked at.

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._arguments import is_ordinary, tensors_in
 from ._cells import Cells, Tracer, become
+from ._gathers import known_elements
 from ._steps import kind_of
 from ._storages import LentStorage, is_asked_by_torch
 
@@ -67,14 +68,43 @@ def _read(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) 
 def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a tensor of data: another tensor reaches the dispatcher, and those in lists don't."""
     _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))])
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    # On meta, torch forgets the numbers.
+    if func in _ON_DEVICE and result.is_meta and result.numel() and not tensors_in([*args, *kwargs.values()]):
+        with record.lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            record.constants.keep(result, func(*args, **{**kwargs, "device": "cpu"}))
+    return result
+
+
+def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Return a number that a tensor holds; of a source's one element, the tensor without axes, whatever it is then."""
+    tensor = args[0]
+    if func is _T.item and tensor.numel() == 1 and record.held(tensor) is not None:
+        return record.as_tracer(tensor).reshape(())
+    _check(record, func, args)
+    if not tensor.is_meta or not is_ordinary(tensor):
+        return func(*args, **kwargs)
+    if (elements := known_elements(record, tensor)) is None:
+        what = f"{_name(func)} needs elements of a tensor on the meta device, which has none"
+        record.refusals.refuse(_ITEM, what, "Build the engine on the CPU, where its own values are known.")
+    return func(elements, *args[1:], **kwargs)
 
 
 def _read_index(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Index by lists of lists, which torch makes tensors of."""
-    if isinstance(args[1], (list, tuple)):
-        _check(record, func, [each for each in args[1] if isinstance(each, (list, tuple))])
-    return func(*args, **kwargs)
+    """Index by lists, which torch makes tensors of: on the CPU, since on meta it would forget the numbers."""
+    tensor, index, *rest = args
+    if isinstance(index, (list, tuple)):
+        _check(record, func, [each for each in index if isinstance(each, (list, tuple))])
+        if tensor.is_meta and not isinstance(tensor, Tracer):
+            index = _as_tensors(index)
+    return func(tensor, index, *rest, **kwargs)
+
+
+def _as_tensors(index: Sequence[Any]) -> Any:
+    """Return an index with tensors in the CPU's memory instead of lists."""
+    if isinstance(index, list):
+        return torch.tensor(index, device="cpu") if index and not tensors_in(index) else index
+    return tuple([_as_tensors(each) if isinstance(each, list) else each for each in index])
 
 
 def _read_sizes(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
@@ -167,11 +197,12 @@ _OF_LISTS = (
     *(torch.sparse_coo_tensor, torch.sparse_compressed_tensor),
     *(torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_bsr_tensor, torch.sparse_bsc_tensor),
 )
+_ON_DEVICE = (torch.tensor, torch.as_tensor, torch.asarray)
 _RULES: dict[Any, Rule] = {
     _T.data.__set__: _set_data,  # type: ignore[attr-defined]
     _T.__deepcopy__: _copy_deeply,
     **dict.fromkeys((_T.__repr__, _T.__format__), _describe),
-    **dict.fromkeys((*_NUMBERS, _T.tolist), _read),
+    **dict.fromkeys((*_NUMBERS, _T.tolist), _read_number),
     **dict.fromkeys(_OF_LISTS, _read_lists),
     **dict.fromkeys((_T.__getitem__, _T.__setitem__), _read_index),
     **dict.fromkeys((torch.tensor_split, _T.tensor_split), _read_sizes),

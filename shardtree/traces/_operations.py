@@ -127,6 +127,35 @@ def _roll(
     return new.reshape(tensor.shape)
 
 
+def _pinned(record: Cells, func: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> Tracer:
+    return _record_copy(record, torch.ops.aten.clone.default, tensor)  # devices aren't traced
+
+
+_FEW = "it compares a source's elements; write torch.maximum or torch.minimum of parts, or do it after the load"
+
+
+def _extreme(
+    record: Cells, func: Any, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False, **_: Any
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Record a maximum or minimum: of one element it is that element, of known ones a constant."""
+    if isinstance(dim, torch.Tensor):
+        pairwise: torch.Tensor = (torch.maximum if operator_name(func) == "max" else torch.minimum)(tensor, dim)
+        return pairwise
+    options = {"dim": dim, "keepdim": keepdim} if dim is not None and dim != [] else {}
+    if (known := gathers.known_elements(record, tensor)) is not None:
+        with torch._C._DisableTorchDispatch():
+            return func(known, **options)  # type: ignore[no-any-return]
+    meta = func(meta_of(tensor), **options)
+    values = meta if isinstance(meta, torch.Tensor) else meta[0]
+    if values.numel() != tensor.numel():
+        record.refuse(operator_name(func), [tensor], why=_FEW)
+    moved = tensor.reshape(values.shape)
+    if isinstance(meta, torch.Tensor):
+        return moved
+    result: tuple[torch.Tensor, ...] = type(meta)((moved, torch.zeros(values.shape, dtype=torch.int64, device="cpu")))
+    return result
+
+
 # Functions of each element.
 
 
@@ -191,7 +220,10 @@ def write_out(record: Cells, out: torch.Tensor, result: torch.Tensor) -> torch.T
     return out
 
 
-RULES: dict[str, Callable[..., torch.Tensor]] = {
+WRITES_AT = tuple(name for name in scatters.RULES if name.endswith("_"))
+"""The operations that write to places by indices or masks."""
+
+RULES: dict[str, Callable[..., Any]] = {
     "clone": _record_copy,
     "_to_copy": _record_copy,
     "cat": _cat,
@@ -209,6 +241,8 @@ RULES: dict[str, Callable[..., torch.Tensor]] = {
     "new_ones": _fill_rule(1),
     "full_like": _fill_rule(None, 1),
     "new_full": _fill_rule(None, 2),
+    "_pin_memory": _pinned,
+    **dict.fromkeys(("max", "min", "amax", "amin"), _extreme),
     **gathers.RULES,
     **scatters.RULES,
     **dict.fromkeys(EMPTY | RANDOM, lambda record, func, *args, **kwargs: _made_like(record, func, args, kwargs)),

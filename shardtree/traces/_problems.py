@@ -21,6 +21,7 @@ _WHAT = {
     "bends": "are rows that became columns, as by a reshape where a transpose was meant",
     "constant": "are no source's: read from a file, perhaps, that the code opens itself",
 }
+_OF_ONE = {"reach": "reaches", "are": "is", "were": "was"}
 _CONSTANT = 64
 """Of more different elements than this, a constant is said: as padding or a mask, it is usual."""
 
@@ -55,7 +56,8 @@ class Problem:
     @property
     def what(self) -> str:
         """The number of elements, and what the trace does to them."""
-        return f"{self.elements} elements {_WHAT[self.kind]}"
+        verb, _, rest = _WHAT[self.kind].partition(" ")
+        return f"1 element {_OF_ONE[verb]} {rest}" if self.elements == 1 else f"{self.elements} elements {verb} {rest}"
 
 
 def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
@@ -121,6 +123,31 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
         into[one].add(other)
         out_of[other].add(one)
     return any(len(into[one]) > 1 and len(out_of[other]) > 1 for one, other in pairs)
+
+
+def lost(old: Sequence[Move], new: Sequence[Move]) -> list[Move]:
+    """Return what of some moves' elements is lost by others that are written over them, as moves to the same places.
+
+    An element that a new one is computed from isn't lost.
+
+    Examples:
+        >>> row = Move("w", 0, 0, ((4, 1, 1),))
+        >>> lost([row], [Move("w", 0, 0, ((3, 1, 1),), ("exp",))])
+        [Move(root=None, to=3, at=3, loops=(), via=())]
+    """
+    used: dict[str, list[Move]] = defaultdict(list)
+    for leaf in leaves(new):
+        used[leaf.root].append(turned(leaf))
+    computed = {id(move.root) for move in new if isinstance(move.root, Computed)}
+    gone: list[Move] = []
+    for move in old:
+        if not isinstance(move.root, str) or move.root not in used:
+            gone += [move] if id(move.root) not in computed else []
+            continue
+        reads = used[move.root]
+        left, _ = coverage(reads, 1 + max(move.last, *(read.end for read in reads)))
+        gone += Moves(map(in_place, left)).find([move._replace(root=None, via=())])[0]
+    return gone
 
 
 # Places that moves have: counted exactly, without looking at each.

@@ -13,6 +13,8 @@ from ..errors import TraceError, error_text
 from . import _operations as operations
 from ._arguments import elements_of, is_composite, is_ordinary, is_plain, mapped, tensors_in, written
 from ._cells import Cells, MemoryCell, Tracer, meta_of
+from ._constants import on_cpu
+from ._gathers import known_elements
 from ._memory import Watch
 from ._steps import Constant, operator_name
 from ._writes import copy_into
@@ -20,6 +22,7 @@ from ._writes import copy_into
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
 _FILLS = ("copy_", "fill_", "zero_")
+_WRITES = {*_FILLS, *operations.WRITES_AT}
 
 
 class RecordingMode(Cells):
@@ -38,8 +41,12 @@ class RecordingMode(Cells):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation, and return its result."""
+        if self.is_done:
+            self.refuse_late(tensors_in(args, kwargs))
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
+        if func is torch.ops.aten.is_pinned.default and isinstance(args[0], Tracer):
+            return False
         # The record's own questions aren't the code's: `Watch` doesn't have them.
         with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
@@ -51,7 +58,14 @@ class RecordingMode(Cells):
             if self._is_model_s(func, args):
                 return self._record_fill(func, args, kwargs)
         # Not with the lock: it may take long, or wait for another thread.
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError:  # on meta, whose elements may be known all the same
+            with self.lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                value = on_cpu(func, args, kwargs, self._known)
+            if not isinstance(value, torch.Tensor):
+                raise
+            return value  # an index or a number of elements that code goes on with
         if not func.is_view or func is _LIFT:
             with self.lock, torch._C.DisableTorchFunction():
                 self._note(func, args, kwargs, result)
@@ -79,8 +93,8 @@ class RecordingMode(Cells):
         return not func.is_view or is_composite(func) or isinstance(tensors[0], Tracer)
 
     def _is_model_s(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an operation fills a tensor that isn't the code's own: tracing changes no model."""
-        if operator_name(func) not in _FILLS or not is_ordinary(args[0]):
+        """Return whether an operation writes to a tensor that isn't the code's own: tracing changes no model."""
+        if operator_name(func) not in _WRITES or not is_ordinary(args[0]):
             return False
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
@@ -111,7 +125,9 @@ class RecordingMode(Cells):
             copy_into(self, tensors[0], result, keeps=True)
             return first
         if not func._schema.is_mutable and self._are_blank(original[2]):
-            return func(*original[0], **original[1])
+            result = func(*original[0], **original[1])
+            self._note(func, *original[:2], result)
+            return result
         return self.refuse(_NAMES.get(name, name), tensors)
 
     def _are_blank(self, tensors: list[torch.Tensor]) -> bool:
@@ -148,6 +164,8 @@ class RecordingMode(Cells):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what an operation made or changed in which no source's element took part."""
         name = operator_name(func)
+        with torch._C._DisableTorchDispatch():
+            self.constants.note(func, args, kwargs, result, self._known)
         if name == "set_":
             # The code has the storage. Torch's own functions do this, too, but not in sight of the watch.
             modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -166,10 +184,11 @@ class RecordingMode(Cells):
             self._note_new(result, is_empty=False)
             if not result.untyped_storage().resizable():
                 self.lend(result, "an array")
-        elif name == "scalar_tensor" and result.is_meta:
-            operations.fill(self, func, result, args[0])  # of `meta[1:] = 0.5`, which keeps no number
         elif not func._schema.is_mutable:
             mapped(lambda each: self._note_new(each, is_empty=name in operations.EMPTY), result)
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return known_elements(self, tensor)
 
     def _note_new(self, result: Any, *, is_empty: bool) -> None:
         if isinstance(result, torch.Tensor) and is_ordinary(result):

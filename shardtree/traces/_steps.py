@@ -168,6 +168,11 @@ class Function:
         others = (str(each) for number, each in enumerate(self.args) if number != self.place)
         return f"{operator_name(self.func)}({', '.join(others)})"
 
+    def as_call(self, element: str) -> str:
+        """Return the function as text, with a name for the element: "mul(x, 2.0)"."""
+        values = (element if number == self.place else str(each) for number, each in enumerate(self.args))
+        return f"{operator_name(self.func)}({', '.join(values)})"
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:
@@ -340,6 +345,6 @@ def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
         elif isinstance(step, Cast):
             return f"is rounded: {dtype_name(step.source)} -> {dtype_name(step.dtype)}"
         else:
-            return f"is computed: {step}"
+            return f"is computed: {step.as_call('x') if isinstance(step, Function) else step}"
         back = joined((own,), back)
     return back

@@ -107,6 +107,8 @@ def places_text(moves: Sequence[Move], shape: tuple[int, ...], shown: int = 3) -
 
 
 def _place_text(move: Move, shape: tuple[int, ...]) -> str:
+    if not shape:
+        return "the scalar"
     axes, rest, place = [], factored(move, shape, shape), move.to
     for axis, step in enumerate(dense(shape).stride):
         low, place = divmod(place, step) if step else (0, place)

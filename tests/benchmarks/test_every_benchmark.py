@@ -34,7 +34,7 @@ TOLD: dict[str, list[str]] = {
     "remote": ["save, 50 ms", "columns of saved rows", "requests: open", "extra memory of a load"],
     "small": [*small.PEERS],
     "thousands": ["grids exchanged", "layout=", "flat ranges exchanged", "One of 8 ranks"],
-    "trace": [trace.READ, trace.MAPPED],
+    "trace": [trace.READ, trace.MAPPED, trace.LOADER],
 }
 
 
