@@ -15,6 +15,7 @@ BENCHMARKS = (
     "trace",
     "thousands",
     "small",
+    "limit",
     "memory",
     "convert",
     "optimizers",

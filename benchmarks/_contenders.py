@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,7 +154,7 @@ class Contender:
 def contenders(ranks: int) -> tuple[Contender, ...]:
     """Return everybody who takes part with that many processes."""
     everybody = (
-        Contender(RAW, _raw_save, _raw_loads()),
+        Contender(RAW, raw_saving(hashes=False), _raw_loads()),
         Contender(OURS_UNCHECKED, saving(checksums=False), {}),
         Contender(OURS, saving(), {**loading(OURS, "whole"), **loading(OURS_UNCHECKED, None)}),
         dcp_contender(DCP, {"sync_files": False}),
@@ -186,21 +187,34 @@ def without_columns(one: Contender) -> Contender:
 
 
 def _raw_loads() -> dict[tuple[str, str], Load]:
-    loads = {LOAD: _raw_load, LOAD_NEW: _raw_new, LOAD_COLUMNS: _raw_columns, HASH: _hash}
+    loads = {LOAD: raw_loading(hashes=False), LOAD_NEW: _raw_new, LOAD_COLUMNS: _raw_columns, HASH: _hash}
     return {(operation, RAW): load for operation, load in loads.items()}
 
 
-def _raw_save(mine: Work, folder: Path) -> None:
-    def write(number: int, parts: Sequence[tuple[int, memoryview]]) -> None:
-        descriptor = os.open(folder / f"{mine.rank}-{number}.raw", os.O_WRONLY | os.O_CREAT)
+def raw_saving(*, hashes: bool) -> Callable[[Work, Path], None]:
+    """Return a loop that writes 1 MiB at a time, and hashes it right before, so that it lies in the cache then."""
+
+    def write(path: Path, parts: Sequence[tuple[int, memoryview]]) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.posix_fallocate(descriptor, 0, sum(len(part) for _, part in parts))
         for byte, part in parts:
+            if hashes:
+                _hash_blocks(part)
             os.pwrite(descriptor, part, byte)
         os.close(descriptor)
 
-    files = _raw_files(mine.rows)
-    with ThreadPoolExecutor(len(files)) as pool:
-        list(pool.map(write, range(len(files)), files))
+    def save(mine: Work, folder: Path) -> None:
+        files = _raw_files(mine.rows)
+        paths = [folder / f"{mine.rank}-{number}.raw" for number in range(len(files))]
+        with ThreadPoolExecutor(len(files)) as pool:
+            list(pool.map(write, paths, files))
+
+    return save
+
+
+def _hash_blocks(part: memoryview) -> None:
+    for start in range(0, len(part), BLOCK):
+        xxhash.xxh3_64_intdigest(part[start : start + BLOCK])
 
 
 def _raw_files(tensors: Tensors) -> list[list[tuple[int, memoryview]]]:
@@ -211,32 +225,46 @@ def _raw_files(tensors: Tensors) -> list[list[tuple[int, memoryview]]]:
     return [[(byte - file[0][0], part) for byte, part in file] for file in files]
 
 
-def _raw_load(mine: Work, folder: Path) -> Tensors:
-    return _raw_read(mine, folder, mine.targets)
+def raw_loading(*, hashes: bool) -> Load:
+    """Return a loop that reads 1 MiB at a time, and hashes it while it is in the cache."""
+    return lambda mine, folder: _raw_read(mine, folder, mine.targets, hashes=hashes)
 
 
 def _raw_new(mine: Work, folder: Path) -> Tensors:
-    return _raw_read(mine, folder, _new(mine.rows))
+    return _raw_read(mine, folder, _new(mine.rows), hashes=False)
 
 
 def _raw_columns(mine: Work, folder: Path) -> Tensors:
     """Read as many bytes, one after the other: what a reshard would cost if it were no reshard."""
-    _raw_read(mine, folder, mine.columns)
+    _raw_read(mine, folder, mine.columns, hashes=False)
     return {}
 
 
-def _raw_read(mine: Work, folder: Path, tensors: Tensors) -> Tensors:
-    files = _raw_files(tensors)
+def raw_hashing(mine: Work, folder: Path) -> None:
+    """Read what `raw_saving` wrote into one buffer a thread, and hash it there."""
+    rooms = cycle(memoryview(bytearray(STEP)) for _ in range(torch.get_num_threads()))
+    # Threads take parts in turns, so that each has a buffer of its own.
+    into = [[(byte, next(rooms)[: len(part)]) for byte, part in file] for file in _raw_files(mine.rows)]
+    _read_files(mine, folder, into, hashes=True)
+
+
+def _raw_read(mine: Work, folder: Path, tensors: Tensors, *, hashes: bool) -> Tensors:
+    _read_files(mine, folder, _raw_files(tensors), hashes=hashes)
+    return tensors
+
+
+def _read_files(mine: Work, folder: Path, files: list[list[tuple[int, memoryview]]], *, hashes: bool) -> None:
     descriptors = [os.open(folder / f"{mine.rank}-{number}.raw", os.O_RDONLY) for number in range(len(files))]
 
     def read(parts: Sequence[tuple[int, int, memoryview]]) -> None:
         for descriptor, byte, part in parts:
             os.preadv(descriptor, [part], byte)
+            if hashes:
+                _hash_blocks(part)
 
     _in_threads(read, [(each, *part) for each, file in zip(descriptors, files, strict=True) for part in file])
     for descriptor in descriptors:
         os.close(descriptor)
-    return tensors
 
 
 def _hash(mine: Work, folder: Path) -> Tensors:
@@ -244,8 +272,7 @@ def _hash(mine: Work, folder: Path) -> Tensors:
 
     def hash_parts(parts: Sequence[tuple[int, memoryview]]) -> None:
         for _, part in parts:
-            for start in range(0, len(part), BLOCK):
-                xxhash.xxh3_64_intdigest(part[start : start + BLOCK])
+            _hash_blocks(part)
 
     _in_threads(hash_parts, list(_parts(mine.rows)))
     return {}

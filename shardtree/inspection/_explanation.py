@@ -11,6 +11,7 @@ import numpy as np
 from ..core import plans
 from ..core.geometry import Column
 from ..core.layouts import ShardColumns, join_checked, shard_columns, sharding_problems
+from ..core.mapping import given_tensor
 from ..live import cuts_shards, foretold_exchange, foretold_groups
 from ..shell.checkpoint import AlikeColumns, KnownLayout, LayoutDescription, check_together, describe
 from ..shell.checkpoint.loading import (
@@ -218,7 +219,7 @@ def _check(load: _Load, findings: Findings, rank: int) -> None:
     with findings.record([rank]):
         _, omissions = join_common(stored, target, rest, mode)
     with findings.record([rank]):
-        check_tensors(rest.tensors, donate=request.donate)
+        check_tensors([(shard, given_tensor(shard)) for shard in rest.tensors], donate=request.donate)
     findings.add_problems(in_common_state(stored, (*fit.problems, *objects.problems), rest))
     findings.unexpected |= {one.key: one for one in named}
     findings.add_omissions(omissions)

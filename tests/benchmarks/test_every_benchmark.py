@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import async_save, device, hashes, maps, memory, opening, planning, reshard, small, trace
+from benchmarks import async_save, device, hashes, limit, maps, memory, opening, planning, reshard, small, trace
 from benchmarks.__main__ import BENCHMARKS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,6 +25,7 @@ TOLD: dict[str, list[str]] = {
     "async_save": [async_save.COPY, async_save.OURS_UNCOPIED, async_save.DCP_THREAD_STAGED],
     "convert": ["2 processes", "back, the same fingerprints", "a copy by hand"],
     "imports": ["ms more"],
+    "limit": [*limit.RAW.values(), "in all", "load of one small tensor"],
     "maps": [maps.PLAIN, maps.ASKED, maps.NEW],
     "memory": ["mapped pages", *(case.operation for case in memory.CASES)],
     "opening": [*opening.PARTS],

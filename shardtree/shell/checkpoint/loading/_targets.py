@@ -103,8 +103,8 @@ def with_memories(
     Raises:
         ShapeError: A tensor doesn't pass `check_tensors`.
     """
-    check_tensors(shards, donate=donate)
     pairs = [(shard, given_tensor(shard)) for shard in shards]
+    in_place = check_tensors(pairs, donate=donate)
     # What is stored under several keys is compared before it goes into the one memory that they have.
     apart = {number for group in tied(pairs) for number in group} if donate else set()
     memories = []
@@ -112,7 +112,7 @@ def with_memories(
         if number in apart and tensor is not None:
             memories.append(with_memory(shard, tensor, donate=False))
             continue
-        if tensor is not None and donate and _is_memory(shard, tensor):
+        if number in in_place:
             memories.append(shard)
             continue
         place = device if tensor is None else tensor.device
@@ -125,11 +125,11 @@ def with_memories(
     return memories
 
 
-def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
-    """Raise unless a load can fill memory for these shards: before any memory is made.
+def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *, donate: bool) -> set[int]:
+    """Return the numbers of the shards whose own tensors are filled in place; raise before any memory is made.
 
     Args:
-        shards: The target's shards.
+        pairs: The target's shards with their tensors, None where they have none.
         donate: Whether their tensors are given away.
 
     Raises:
@@ -137,21 +137,26 @@ def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
             one is in read-only memory.
 
     Examples:
-        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(2))
-        >>> check_tensors([shard], donate=False)
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> check_tensors([(shard, shard.data)], donate=True), check_tensors([(shard, shard.data)], donate=False)
+        ({0}, set())
     """
-    used = shards if donate else [shard for shard in shards if shard.allow_shape_mismatch]
-    pairs = [(shard, tensor) for shard in used if (tensor := given_tensor(shard)) is not None]
-    for shard, tensor in pairs:
+    in_place = set[int]()
+    for number, (shard, tensor) in enumerate(pairs):
+        if tensor is None:
+            continue
         if donate and _is_memory(shard, tensor):
-            continue  # it passes both checks
-        check_unchanged("load", shard, tensor)
-        if donate:
-            check_writable("load", shard, tensor)
+            in_place.add(number)  # it passes both checks
+        elif donate or shard.allow_shape_mismatch:
+            check_unchanged("load", shard, tensor)
+            if donate:
+                check_writable("load", shard, tensor)
     if donate:
+        donated = [(shard, tensor) for shard, tensor in pairs if tensor is not None]
         # Two shards that alias would be filled one over the other, and the second would silently win.
-        check_no_aliases("load", pairs)
-        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in pairs))
+        check_no_aliases("load", donated)
+        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in donated))
+    return in_place
 
 
 def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
