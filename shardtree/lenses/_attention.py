@@ -33,29 +33,30 @@ def attention_qkv(
     part: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Lens:
-    """Return the lens of attention's fused tensor: of weights, whose rows it moves, or biases.
+    """Return the lens of an attention layer's fused query, key and value tensor, a weight or a bias.
 
-    Interleaved is what Megatron-Core holds: each query group has its queries, its key and its value, one after the
-    other, so that ranks may cut anywhere. GPT-NeoX and BLOOM have the same with a group a head. Concatenated is all
-    queries, then all keys, then all values, as Phi-3 and GPT-2 have it; where a layer of that form is tensor parallel,
+    Interleaved is Megatron-Core's form: the queries, the key and the value of one query group lie one after the other,
+    so that ranks may cut between any two groups. GPT-NeoX and BLOOM have one group for each head. Concatenated is the
+    form of Phi-3 and GPT-2: all queries, then all keys, then all values. Where a concatenated layer is tensor parallel,
     each rank holds [queries; keys; values] of its own.
 
     Args:
-        heads: of queries, in the whole layer.
-        head_size: rows of one head.
-        query_groups: how many heads of keys, and of values, there are; as many as `heads` by default.
-        held: the form in the model.
-        tensor_parallel: over how many ranks a concatenated layer is cut. For an interleaved one it doesn't matter.
-        stored: the form under the same key, where there are no names; [queries; keys; values] by default.
-        axis: along which the rows lie.
-        part: what of the key is replaced by the names, as ``"linear_qkv"``.
-        names: of queries, keys and values, as ``("q_proj", "k_proj", "v_proj")``, if they are stored separately.
+        heads: Number of query heads in the whole layer.
+        head_size: Number of rows of one head.
+        query_groups: Number of key heads, which is also that of value heads; `heads` by default.
+        held: Form of the tensor in the model.
+        tensor_parallel: Number of ranks that share a concatenated layer; an interleaved one is the same for any number.
+        stored: Form of the stored tensor if there are no names; [queries; keys; values] by default.
+        axis: Axis of the rows.
+        part: Part of the key that the names replace, such as ``"linear_qkv"``.
+        names: Names of the separate query, key and value tensors, such as ``("q_proj", "k_proj", "v_proj")``; without
+            names, one fused tensor is stored.
 
     Raises:
-        MetadataError: a number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups:
-            then several ranks would hold the same keys and values, which aren't pieces of one tensor.
-        TreeError: the names are unusable, or the key has no such part.
-        ShapeError: the axis isn't as long as all heads are.
+        MetadataError: A number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups:
+            then several ranks would hold the same keys and values, which aren't shards of one tensor.
+        TreeError: The names are unusable, or the key has no such part.
+        ShapeError: The length of the axis isn't that of all heads together.
 
     Examples:
         >>> import torch
@@ -95,10 +96,10 @@ def attention_qkv(
 
 
 def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stored_blocks: int | None) -> AxisRuns:
-    """Return the runs from one number of fused blocks to another, or, if that is None, to separate tensors."""
+    """Return the runs from `held_blocks` fused blocks to `stored_blocks`; None means three separate tensors."""
     if length != groups * sum(sizes):
         expected = f"{groups} query groups of {' + '.join(map(str, sizes))} rows"
-        raise ShapeError(error_text("an axis that isn't queries, keys and values", found=length, expected=expected))
+        raise ShapeError(error_text("the axis isn't made of queries, keys and values", found=length, expected=expected))
     each = groups // held_blocks
     block, part, within = (index.reshape(-1) for index in np.indices((held_blocks, 3, each), dtype=np.int64))
     group, rows = block * each + within, np.array(sizes, dtype=np.int64)
@@ -109,7 +110,7 @@ def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stor
 
 
 def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Column:
-    """Return where each group's part begins in blocks of so many groups: queries, keys, then values of all of them."""
+    """Return offsets of the groups' parts in blocks of `each` groups: all queries, then all keys, then all values."""
     before: Column = np.cumsum(rows) - rows
     block: Column = group // each * int(rows.sum()) + before[part]
     return each * block + group % each * rows[part]
@@ -125,13 +126,13 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
     `attention_qkv`, give it those keys alone, with `by_pattern`.
 
     Args:
-        head_size: rows of one head; how many heads there are follows from the axis.
-        rotary_size: how many of a head's rows are rotated, from its first one; all by default.
-        axis: along which the rows lie.
+        head_size: Number of rows of one head; the number of heads follows from the axis.
+        rotary_size: Number of rotated rows at the start of each head; all by default.
+        axis: Axis of the rows.
 
     Raises:
-        MetadataError: the numbers aren't positive, or an odd number of rows would be rotated.
-        ShapeError: the axis isn't made of such heads.
+        MetadataError: A number isn't positive, or an odd number of rows would be rotated.
+        ShapeError: The axis isn't made of such heads.
 
     Examples:
         >>> import torch
@@ -147,7 +148,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
 
 
 def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
-    """Return the opposite lens: from rows rotated as pairs of halves, to rows rotated as neighbouring pairs.
+    """Return the inverse of `rotary_halves`: from rows rotated as pairs of halves to rows rotated as neighbours.
 
     The arguments and errors are those of `rotary_halves`.
 
@@ -162,7 +163,7 @@ def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 
 
 
 def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int | None, axis: int) -> Lens:
-    """Return the lens by which a head's rows fill a table of this shape by columns, and are stored by rows."""
+    """Return the lens that permutes each head's rows: they fill `table` column by column, and are stored row by row."""
     size = positive(doing, "head_size", head_size)
     count = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
     if count % 2 or count > size:
@@ -172,7 +173,7 @@ def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int
 
     def runs(length: int) -> AxisRuns:
         if length % size:
-            raise ShapeError(error_text("an axis that isn't made of heads", found=length, expected=f"heads of {size}"))
+            raise ShapeError(error_text("the axis isn't made of heads", found=length, expected=f"heads of {size}"))
         start = (np.arange(0, length, size)[:, None] + head).reshape(-1)
         return AxisRuns(np.ones_like(start), np.zeros_like(start), start, (length,))
 

@@ -18,19 +18,19 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisRuns:
-    """Where each index of an axis, as the model holds it, is stored. Runs follow the held axis, without gaps.
+    """The mapping of one axis to stored tensors, as runs of consecutive indices that tile the model's axis in order.
 
-    Each place of the stored tensors is held exactly once.
+    Each index of a stored tensor belongs to exactly one run.
 
     Attributes:
-        length: of each run, int64 (runs,).
-        part: which stored tensor a run lies in; `PADDING` where it isn't stored, int64 (runs,).
-        start: the first place of a run along the stored tensor's axis, int64 (runs,).
-        sizes: how long the stored tensors are along the axis, one for each part.
+        length: Length of each run, int64 (runs,).
+        part: Number of the stored tensor of each run, or `PADDING` if the run isn't stored, int64 (runs,).
+        start: Offset of each run along the stored tensor's axis, int64 (runs,).
+        sizes: Length of the axis in each stored tensor, one number a part.
 
     Raises:
-        ShapeError: the columns aren't integers or differ in length, a run leaves its part, or a place is held by no run
-            or by several.
+        ShapeError: The columns aren't integers or differ in length, a run exceeds its part, or an index of a part
+            belongs to no run or to several.
 
     Examples:
         >>> rows = AxisRuns(np.array([2, 2, 2, 2]), np.array([0, 1, 0, 1]), np.array([0, 0, 2, 2]), (4, 4))
@@ -51,7 +51,7 @@ class AxisRuns:
 
     @property
     def total(self) -> int:
-        """How long the held axis is."""
+        """Length of the model's axis."""
         return int(self.length.sum())
 
 
@@ -67,7 +67,7 @@ def _column(name: str, values: Any) -> Column:
 
 
 def _check_runs(runs: AxisRuns) -> None:
-    """Raise ShapeError unless each stored place is held exactly once."""
+    """Raise ShapeError unless each stored index belongs to exactly one run."""
     counts = {len(runs.length), len(runs.part), len(runs.start)}
     if len(counts) > 1 or (runs.length < 0).any():
         fix = "Pass one length, part and start for each run, none of them negative."
@@ -91,12 +91,12 @@ def _check_runs(runs: AxisRuns) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisBlock:
-    """An interval of a stored axis, and where the model holds it.
+    """An interval of a stored tensor's axis, and the model's indices of its elements.
 
     Attributes:
-        part: which stored tensor.
-        start: the first place along its axis.
-        places: for each of its places, where it is held, counted from the interval's begin, int64 (places,).
+        part: Number of the stored tensor.
+        start: Offset of the interval along the stored tensor's axis.
+        places: Index of each of its elements in the model's box, int64 (elements,).
     """
 
     part: int
@@ -108,13 +108,13 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
     """Return the runs of an axis of several groups, each with one segment of every part in turn.
 
     Args:
-        total: how long the axis is: `groups` times the sum of the sizes.
-        groups: how many there are.
-        sizes: how long a part's segment is in each group.
+        total: Length of the axis, which must be `groups` times the sum of the sizes.
+        groups: Number of groups.
+        sizes: Length of each part's segment in one group.
 
     Raises:
-        MetadataError: they aren't integers.
-        ShapeError: the axis isn't as long as that.
+        MetadataError: A number isn't an integer.
+        ShapeError: The axis has another length.
 
     Examples:
         >>> runs = grouped_runs(12, 2, (4, 1, 1))  # q q q q k v, twice
@@ -129,7 +129,7 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
     )
     if count < 0 or count * sum(each) != whole:
         found, expected = f"{count} groups of {sum(each)}", f"{whole} in all"
-        raise ShapeError(error_text("an axis that isn't made of such groups", found=found, expected=expected))
+        raise ShapeError(error_text("the axis isn't made of such groups", found=found, expected=expected))
     length = np.tile(np.array(each, dtype=np.int64), count)
     part = np.tile(np.arange(len(each)), count)
     start = length * np.repeat(np.arange(count), len(each))
@@ -140,11 +140,11 @@ def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns
     """Return the same runs with all parts concatenated in one stored tensor.
 
     Args:
-        runs: of one part or more.
-        order: of the parts; by default their own.
+        runs: Runs to one part or more.
+        order: Part numbers in the order of their concatenation; ascending by default.
 
     Raises:
-        ShapeError: the order doesn't name each part once.
+        ShapeError: The order doesn't name each part once.
 
     Examples:
         >>> joined_parts(grouped_runs(4, 2, (1, 1))).start.tolist()
@@ -161,7 +161,7 @@ def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns
 
 
 def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[AxisBlock]:
-    """Return where an interval of the held axis is stored: the fewest blocks, by part, then place.
+    """Return the stored blocks of an interval of the model's axis: as few as possible, sorted by part and offset.
 
     Examples:
         >>> rows = grouped_runs(8, 2, (2, 2))
@@ -186,6 +186,6 @@ def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[AxisBlock]:
 
 
 def _interval_places(start: Column, length: Column) -> Column:
-    """Return all places of the intervals, in their order."""
+    """Return all indices of some intervals, interval by interval."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(length.sum())

@@ -21,18 +21,18 @@ from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked
 
 
 def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
-    """Return the boxes that a flat shard consists of, at most ``2 * axes - 1``, as views, in the order of its elements.
+    """Return the boxes that make up a flat shard, as views in row-major order; at most ``2 * axes - 1``.
 
-    They hold the same elements of the same global tensor, for code that doesn't support flat ranges.
+    Code that doesn't support flat ranges can use them: they hold the same elements of the same global tensor.
 
     Args:
-        shard: a flat one, with data or without; one that is a box already is returned as it is.
+        shard: Flat shard, with or without data; a shard without a flat range is returned unchanged.
 
     Returns:
-        Boxes of an irregular grid. A range without elements has none; that of a box without elements is the box.
+        Boxes of an irregular grid. An empty range has no boxes, unless its box is empty too: then it has that one.
 
     Raises:
-        ShapeError: it isn't a shard.
+        ShapeError: The argument isn't a shard.
 
     Examples:
         >>> flat = ShardedTensor.from_rank_offsets_flat("w", torch.arange(7), (3, 4), flattened_range=slice(2, 9))
@@ -58,14 +58,14 @@ def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
 
 
 def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
-    """Return a flat shard with new data: tensors of exactly the boxes that it consists of; undoes `boxes_of`.
+    """Return a flat shard whose new data are joined from the tensors of its boxes; the inverse of `boxes_of`.
 
     Args:
-        shard: the flat one, with data or without.
-        tensors: one for each of `boxes_of(shard)`, in that order.
+        shard: Flat shard, with or without data.
+        tensors: Tensors of `boxes_of(shard)`, in that order.
 
     Raises:
-        ShapeError: they aren't of these boxes, or of several dtypes; names each of them.
+        ShapeError: Tensors have other shapes than the boxes, or several dtypes; the error names each of them.
 
     Examples:
         >>> flat = ShardedTensor.from_rank_offsets_flat("w", torch.arange(3), (2, 2), flattened_range=slice(1, 4))
@@ -84,11 +84,11 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
 
 
 def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
-    """Return a shard's tensors, after checking that they are its boxes', and of one dtype."""
+    """Return the tensors as a list, after checking their number, their shapes and that they have one dtype."""
     subject, boxes = f"flat_of: {shard.key!r}", boxes_of(shard)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         found, expected = type(tensors).__name__, "a list of them, one for each of `boxes_of(shard)`"
-        raise ShapeError(error_text(f"{subject}: not tensors", found=found, expected=expected))
+        raise ShapeError(error_text(f"{subject}: the argument isn't a list of tensors", found=found, expected=expected))
     values = list(tensors)
     if len(values) != len(boxes):
         found, expected = plural(len(values), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
@@ -96,11 +96,11 @@ def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
     pairs = enumerate(zip(values, boxes, strict=True))
     wrong = [f"tensor {number}: {text}" for number, (one, box) in pairs if (text := _misfit(one, box)) is not None]
     if wrong:
-        raise ShapeError(error_text(f"{subject}: tensors of other boxes", offenders=wrong))
+        raise ShapeError(error_text(f"{subject}: tensors don't fit the boxes", offenders=wrong))
     if len({tensor.dtype for tensor in values}) > 1:
         of_each = [f"tensor {number}: {tensor.dtype}" for number, tensor in enumerate(values)]
         fix = "Convert them to one dtype."
-        raise ShapeError(error_text(f"{subject}: tensors of several dtypes", offenders=of_each, fix=fix))
+        raise ShapeError(error_text(f"{subject}: tensors have several dtypes", offenders=of_each, fix=fix))
     return values
 
 
@@ -129,7 +129,7 @@ def _box(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], 
 def _check_shard(shard: Any, doing: str) -> None:
     if not isinstance(shard, ShardedTensor):
         fix = "Apply factories first: what they build are shards." if hasattr(shard, "build") else None
-        what = f"{doing}: not a shard"
+        what = f"{doing}: the argument isn't a shard"
         raise ShapeError(error_text(what, found=type(shard).__name__, expected="a ShardedTensor", fix=fix))
 
 
@@ -140,20 +140,19 @@ _STATES = "**.optimizer.state.*."
 def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
     """Return the factory that stores a shard through a lens.
 
-    It may be changed by `dataclasses.replace`: another key and data make it the factory of an optimizer's state, and
-    one of a flat range with `flattened_range`. A flat range is stored as the few boxes that it consists of, which any
-    layout can load.
+    `dataclasses.replace` adapts it: with another key and data it is the factory of an optimizer's state, with
+    `flattened_range` that of a flat range. A flat range is stored as its few boxes, which any layout can load.
 
     Args:
-        shard: a box of the tensor that the model holds, or a flat range of one; with data or without.
-        lens: from it to what is stored.
+        shard: Box of the model's tensor, or a flat range of one, with or without data.
+        lens: Lens from the model's tensor to the stored ones.
 
     Returns:
-        A factory whose built tree has the shards by number, and the function that merges them.
+        A factory whose built tree holds the stored shards by number and the function that merges them.
 
     Raises:
-        MetadataError: the arguments aren't a shard and a lens; when it builds: the range leaves the box.
-        ShapeError: when it builds: data that isn't of the box's or the range's shape.
+        MetadataError: The arguments aren't a shard and a lens; at build time: the flat range exceeds the box.
+        ShapeError: At build time: the data has another shape than the box or the flat range.
 
     Examples:
         >>> from shardtree.lenses import transposed
@@ -173,11 +172,11 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Build:
-    """The build function of a factory: what a lens stores of a box, or of a flat range of it.
+    """The build function of a factory: the stored shards of a box, or of a flat range of it.
 
     Attributes:
-        box: the shard of the whole box, without data.
-        lens: from it to what is stored.
+        box: Shard of the whole box, without data.
+        lens: Lens from the model's tensor to the stored ones.
     """
 
     box: ShardedTensor
@@ -201,20 +200,23 @@ class _Build:
         return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _check_and_merge(tree, key, form))}
 
     def for_target(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        """Return what is built of memory that will be filled: no element of it is read, whatever the lens computes."""
-        if self.box.allow_shape_mismatch:  # what isn't stored stays as the target has it
+        """Return the tree that is built of a load's target; whatever the lens computes, no element of it is read."""
+        if self.box.allow_shape_mismatch:  # elements that aren't stored keep the target's values
             return self(key, data, replica_id, flattened_range)
         with only_filled():
             return self(key, data, replica_id, flattened_range)
 
 
 def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any:
-    """Return the merged tensor, after checking that the parts are what was built."""
+    """Return the merged tensor, after checking that the parts have the shapes of the built shards."""
     boxes: list[Any] = [part.local_shape for part in form.shards]
     parts: list[Any] = [tree.get(str(number)) for number in range(len(boxes))]
     shapes = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
     if shapes != boxes:
-        what, fix = f"factory of {key!r}: not what was built", "Merge what was loaded for the tree that it built."
+        what, fix = (
+            f"factory of {key!r}: the tree to merge isn't the one that was built",
+            "Merge what was loaded for the tree that it built.",
+        )
         raise ShapeError(error_text(what, found=_shapes_text(shapes), expected=_shapes_text(boxes), fix=fix))
     return form.merge(parts)
 
@@ -230,9 +232,9 @@ def _merge(tree: Mapping[str, Any]) -> Any:
 
 
 def _flat_form(shard: ShardedTensor, data: Any, flat: slice, lens: Lens) -> StoredForm:
-    """Return the stored form of a flat range of a box: that of each of its boxes."""
-    # Stored as boxes: where a lens moves rows, a range of what is held is no range of what is stored, and any layout
-    # can load boxes.
+    """Return the stored form of a flat range: the stored forms of its boxes, joined."""
+    # Where a lens moves rows, a flat range of the model's tensor is no flat range of the stored one. Boxes stay boxes,
+    # and any layout can load them.
     forms = [built_by(lens, box) for box in boxes_of(replace(shard, data=data, flattened_range=flat))]
 
     def merge(parts: Sequence[Any]) -> Any:
@@ -249,12 +251,13 @@ def _flat_form(shard: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Stor
 
 
 def _place_like(example: Any, box: Any) -> Any:
-    """Return a merged box where another was loaded to, which nothing tells one that stores nothing: it is padding."""
+    """Return a merged box on the device of another one, or lazy like it: padding alone doesn't know where to be."""
     if not isinstance(box, torch.Tensor):
         return box
     if isinstance(example, torch.Tensor):
         return box.to(example.device)
-    # The number is in the name: a conversion is recognised by it. As an integer, since torch has no `item` of some.
+    # The value is part of the name, by which conversions tell lazy tensors apart; as an integer, since some dtypes have
+    # no `item`.
     name = f"padding of {as_integers(box)[:1].tolist()}"
     return stored(lambda at, shape: box[at[0] : at[0] + shape[0]].clone(), box.shape, box.dtype, name=name)
 
@@ -262,26 +265,26 @@ def _place_like(example: Any, box: Any) -> Any:
 def _checked_data(key: str, data: Any, shape: tuple[int, ...]) -> Any:
     actual = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
     if data is not None and actual != shape:
-        what = f"factory of {key!r}: data of another shape than its shard"
+        what = f"factory of {key!r}: the data has another shape than its shard"
         fix = "A state of another shape than its parameter needs a rule of its own."
         raise ShapeError(error_text(what, found=actual, expected=shape, fix=fix))
     return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would require gradients
 
 
 def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent: Iterable[str] = ()) -> Any:
-    """Return the tree with factories instead of tensors whose keys match a pattern; the rest is shared.
+    """Return the tree with factories in the place of tensors whose keys match a pattern; all other leaves are shared.
 
     Args:
-        tree: any tree of shards.
-        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` matches one part between dots of a key,
-            ``**`` any number. The first one that matches the key counts; for an optimizer's state, the parameter's
-            key after ``optimizer.state.<name>.``. States of another shape than their parameter, such as ``step``, need
-            a pattern of their own before it.
-        absent: patterns that may match nothing on this rank, as those of other pipeline stages' layers.
+        tree: Tree of shards.
+        lenses: Lens of each pattern of keys, or None for tensors that stay unchanged. ``*`` matches one part between
+            dots of a key, ``**`` any number of them. The first matching pattern counts. A state of an optimizer is
+            matched by its parameter's key, which follows ``optimizer.state.<name>.``. States of another shape than
+            their parameter, such as ``step``, need an earlier pattern of their own.
+        absent: Patterns that may match nothing on this rank, such as those of another pipeline stage's layers.
 
     Raises:
-        MetadataError: the lenses aren't patterns and lenses, or `absent` isn't a list of patterns.
-        TreeError: a pattern fits no key, so that its tensors would be stored unchanged.
+        MetadataError: `lenses` doesn't map patterns to lenses, or `absent` isn't a list of patterns.
+        TreeError: A pattern matches no key, so that its tensors would be stored unchanged.
 
     Examples:
         >>> from shardtree.lenses import transposed
@@ -298,11 +301,12 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent
     unused = [repr(pattern) for pattern in lenses if pattern not in {*patterns.values(), *absent}]
     if unused:
         fix = "Correct them, or pass absent=[...] for tensors that other ranks hold."
-        raise TreeError(error_text("factories_by_pattern: patterns that fit no tensor", offenders=unused, fix=fix))
+        raise TreeError(error_text("factories_by_pattern: patterns match no tensor", offenders=unused, fix=fix))
     rows = {number: lenses[pattern] for number, pattern in patterns.items() if pattern is not None}
     return map_shards(lambda leaf: leaf if (lens := rows.get(id(leaf))) is None else as_factory(leaf, lens), tree)
 
 
 def _fits(pattern: str, key: str) -> bool:
-    """Return whether a pattern matches a key, or that of a state's parameter: both must be stored in one form."""
+    """Return whether a pattern matches a key or, for an optimizer's state, its parameter's key."""
+    # Parameters and their states must be stored in one form.
     return any(match_key(each, key) is not None for each in (pattern, _STATES + pattern))

@@ -19,26 +19,26 @@ from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredForm:
-    """What a lens returns for one box.
+    """Result of a lens for one box of the model: the stored boxes, and the function that leads back.
 
     Attributes:
-        shards: what is stored, boxes; their data are views of the given data where they can be, None where it is None.
-        merge: takes tensors of exactly these boxes, in order, and returns the tensor of the given box.
+        shards: Stored boxes. Their data are views of the box's data where possible, and None if it has none.
+        merge: Function from tensors of these boxes, in order, to the tensor of the model's box.
     """
 
     shards: tuple[ShardedTensor, ...]
     merge: Callable[[Sequence[Any]], Any]
 
 
-# One function that returns the way back along with what is stored, as `jax.vjp` does: the way back may use what was
-# found on the way there. Megatron-Core's factories are two functions, of which the second has to guess what the first
-# was given.
+# One function returns the stored boxes along with the way back, as `jax.vjp` does, so that the way back may use what
+# the way there has found. Megatron-Core's factories are two functions, and the second has to guess the first one's
+# arguments.
 Lens: TypeAlias = Callable[[ShardedTensor], StoredForm]
-"""A function from a box of a tensor, as the model holds it, to what is stored of it.
+"""A function from a box of the model's tensor to its stored form.
 
-Where an element is stored may depend on the tensor's global shape and the lens's own parameters, never on how the
-tensor is cut. So boxes, flat ranges, optimizer states and other numbers of ranks all meet in the same stored tensors.
-The given shard is a box; it may lack prepended axes, which axis numbers don't count.
+The place of a stored element may depend on the tensor's global shape and the lens's parameters, never on the layout.
+So boxes, flat ranges, optimizer states and any number of ranks lead to the same stored tensors. The shard is a box.
+Axis numbers don't count its prepended axes, which its data needn't have.
 
 References:
     J. N. Foster et al., Combinators for bidirectional tree transformations, TOPLAS 29(3), 2007; `jax.vjp` for the form.
@@ -46,12 +46,12 @@ References:
 
 
 def compose(*lenses: Lens) -> Lens:
-    """Return the lens that goes through all of these: the first sees what the model holds, the last what is stored.
+    """Return the composition of lenses: the first one takes the model's box, the last one gives the stored boxes.
 
-    Without any, it is the lens that changes nothing.
+    Without arguments it is the identity.
 
     Raises:
-        MetadataError: one of them isn't a function.
+        MetadataError: An argument isn't a function.
 
     Examples:
         >>> import torch
@@ -69,21 +69,17 @@ def compose(*lenses: Lens) -> Lens:
 
 
 def check_function(doing: str, field: str, lens: object) -> None:
-    """Raise unless a lens is a function.
-
-    Raises:
-        MetadataError: it isn't.
-    """
+    """Raise MetadataError unless a lens is a function."""
     if not callable(lens):
         fix = "Pass what `gate_and_up(...)`, `transposed()` or another such function returns."
         refuse(doing, field, type(lens).__name__, "a lens", fix, error=MetadataError)
 
 
 def built_by(lens: Lens, shard: ShardedTensor) -> StoredForm:
-    """Return what a lens returns for a box, after checking its type: users write lenses too.
+    """Return a lens's stored form of a box, after checking its type: users write lenses too.
 
     Raises:
-        MetadataError: it gives something else.
+        MetadataError: The lens returned something else.
     """
     form = lens(shard)
     if not isinstance(form, StoredForm):
@@ -117,8 +113,8 @@ def check_box(doing: str, shard: ShardedTensor) -> None:
     """Raise unless a shard is a box.
 
     Raises:
-        MetadataError: it isn't a ShardedTensor.
-        ShapeError: it is a flat range.
+        MetadataError: The value isn't a ShardedTensor.
+        ShapeError: The shard is a flat range.
     """
     if not isinstance(shard, ShardedTensor):
         refuse(doing, "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
@@ -128,10 +124,10 @@ def check_box(doing: str, shard: ShardedTensor) -> None:
 
 
 def check_exact(doing: str, shard: ShardedTensor) -> None:
-    """Raise unless a shard is a box of a tensor whose stored shape is known, since places follow from the shape.
+    """Raise unless a shard is a box of a tensor with an exact global shape, from which stored places follow.
 
     Raises:
-        ShapeError: it is a flat range, or its `allow_shape_mismatch` is set.
+        ShapeError: The shard is a flat range, or its `allow_shape_mismatch` is set.
     """
     check_box(doing, shard)
     if shard.allow_shape_mismatch:
@@ -141,11 +137,11 @@ def check_exact(doing: str, shard: ShardedTensor) -> None:
 
 
 def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
-    """Return an axis of the shard's own tensor, counted from the front.
+    """Return the number of an axis of the shard's own tensor, counted from the front.
 
     Raises:
-        MetadataError: it isn't an integer.
-        ShapeError: there is no such axis.
+        MetadataError: The number isn't an integer.
+        ShapeError: The tensor has no such axis.
     """
     axes, number = len(shard.local_shape), integer(doing, "axis", axis)
     if not -axes <= number < axes:
@@ -156,10 +152,10 @@ def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
 
 
 def positive(doing: str, field: str, value: int) -> int:
-    """Return a count, which is at least 1.
+    """Return a count, after checking that it is an integer of at least 1.
 
     Raises:
-        MetadataError: it isn't an integer, or is less than 1.
+        MetadataError: It isn't.
     """
     number = integer(doing, field, value)
     if number < 1:
@@ -168,7 +164,7 @@ def positive(doing: str, field: str, value: int) -> int:
 
 
 def with_values(values: tuple[T, ...], at: int, new: tuple[T, ...], count: int = 1) -> tuple[T, ...]:
-    """Return a tuple with some values, from a place on, replaced by others.
+    """Return a tuple in which `count` values, from index `at` on, are replaced by `new`.
 
     Examples:
         >>> with_values((2, 3, 4), 1, (5, 6))
@@ -178,16 +174,16 @@ def with_values(values: tuple[T, ...], at: int, new: tuple[T, ...], count: int =
 
 
 def reshaped(tensor: Any, shape: Shape) -> Any:
-    """Return a tensor with another shape: a view where it can be, else a copy, bit for bit, of any dtype."""
+    """Return a tensor of another shape: a view where possible, else a copy, bit for bit for any dtype."""
     if not isinstance(tensor, torch.Tensor):
         return tensor.reshape(shape)
     return as_integers(tensor).reshape(shape).view(tensor.dtype)
 
 
 def flat_axes(tensor: Any, at: int, count: int) -> Any:
-    """Return a tensor with some adjacent axes merged to one, row-major.
+    """Return a tensor whose `count` axes from `at` on are merged into one, row-major.
 
-    Where a lazy tensor's axes can't be merged, as after a transposition, its rows are concatenated.
+    If a lazy tensor's axes can't be merged, say after a transposition, its rows are concatenated.
     """
     shape = tuple(tensor.shape)
     flat = with_values(shape, at, (prod(shape[at : at + count]),), count)
@@ -204,7 +200,7 @@ def no_elements(shard: ShardedTensor, shape: Shape) -> torch.Tensor:
 
 
 def device_of(data: Any) -> torch.device:
-    """Return where a shard's tensor is; the CPU where there is none, or none in memory, as in targets of a load."""
+    """Return the device of a shard's tensor; the CPU if it has none, or one without memory, as load targets may."""
     device = getattr(data, "device", None)
     return device if isinstance(device, torch.device) and device.type != "meta" else torch.device("cpu")
 
@@ -213,10 +209,10 @@ def device_of(data: Any) -> torch.device:
 
 
 def checked_lenses(doing: str, lenses: Mapping[str, Lens | None]) -> dict[str, Lens | None]:
-    """Return a copy of a mapping from patterns to lenses, None where a tensor stays as it is.
+    """Return a checked copy of a mapping from key patterns to lenses; None leaves a tensor unchanged.
 
     Raises:
-        MetadataError: it isn't one.
+        MetadataError: The argument isn't such a mapping.
 
     Examples:
         >>> checked_lenses("by_pattern", {"**.v_proj.**": None})

@@ -29,22 +29,22 @@ def mapped_axis(
     fill: float = 0,
     doing: str = "mapped_axis",
 ) -> Lens:
-    """Return the lens that stores each index of an axis at its run's place; other axes stay as they are.
+    """Return the lens that stores each index of one axis as its run says; other axes stay unchanged.
 
-    A rank's box becomes the fewest boxes. They are views of it where its rows lie in the same order, else copies.
+    A rank's box becomes as few boxes as possible: views where its rows keep their order, else copies.
 
     Args:
-        axis: of the tensor that the model holds; prepended axes don't count.
-        runs: from the length of the whole axis to its runs. It must depend on nothing else.
-        part: what of the key is replaced by the parts' names.
-        names: one for each part. Without names there is one part, which keeps the key.
-        fill: what a merged tensor has where nothing is stored.
-        doing: the lens's name in errors.
+        axis: Number of the axis in the model's tensor; prepended axes don't count.
+        runs: Function from the length of the whole axis to its runs; they may depend on nothing else.
+        part: Part of the key that the names replace.
+        names: Names of the stored parts; without names there is one part, which keeps the key.
+        fill: Value of elements that aren't stored, in a merged tensor.
+        doing: Name of the lens in errors.
 
     Raises:
         MetadataError: `runs` isn't a function.
-        TreeError: the names aren't sound, or the key has no such part.
-        ShapeError: the tensor has no such axis, or its length doesn't fit; when it merges, a dtype without that fill.
+        TreeError: The names are unusable, or the key has no such part.
+        ShapeError: The tensor has no such axis, or its length doesn't fit; at merge time: the dtype has no such fill.
 
     Examples:
         >>> from shardtree.lenses import grouped_runs
@@ -79,7 +79,7 @@ def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], 
         raise
     found = f"{axis_runs.total} indices" if isinstance(axis_runs, AxisRuns) else type(axis_runs).__name__
     if not isinstance(axis_runs, AxisRuns) or axis_runs.total != length:
-        what, expected = f"{doing}: no runs for the axis of {shard.key!r}", f"AxisRuns for {length} indices"
+        what, expected = f"{doing}: the runs don't cover the axis of {shard.key!r}", f"AxisRuns for {length} indices"
         raise ShapeError(error_text(what, found=found, expected=f"{expected}, of global shape {shard.global_shape}"))
     return axis_runs
 
@@ -119,7 +119,7 @@ def _stored_box(shard: ShardedTensor, at: int, block: AxisBlock, key: str, size:
 
 
 def _gather(data: Any, at: int, index: Column) -> Any:
-    """Return the elements at these places of an axis: a view where they are consecutive."""
+    """Return the elements at some indices of an axis: a view if the indices are consecutive."""
     cuts = [0, *(np.flatnonzero(np.diff(index) != 1) + 1).tolist(), len(index)]
     if len(cuts) <= 2:
         return data.narrow(at, int(index[0]) if len(index) else 0, len(index))
@@ -137,7 +137,7 @@ def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[AxisBlock], pa
     pieces = list(parts)
     if absent.size or not pieces:
         shape, device = with_values(shard.local_shape, at, (len(absent),)), device_of(shard.data)
-        # Lazy where the pieces are: it is concatenated with them.
+        # Lazy if the pieces are, since they are concatenated.
         pieces.append(padding_like(pieces[0], shape, fill) if pieces else full_data(shape, shard.dtype, device, fill))
     order = np.empty(length, dtype=np.int64)
     order[np.concatenate([places, absent])] = np.arange(length)
@@ -145,23 +145,23 @@ def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[AxisBlock], pa
     return _gather(whole, at, order)
 
 
-# Padded axes, as that of a vocabulary: padding isn't stored, so that it may differ between layouts.
+# Padded axes, such as a vocabulary's. Padding isn't stored, so that it may differ between layouts.
 
 
 def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
-    """Return the lens of a tensor with padding at the end of an axis, which isn't stored.
+    """Return the lens that leaves out the padding at the end of an axis.
 
-    Megatron-Core pads a vocabulary to a multiple that depends on the number of tensor-parallel ranks. A rank may hold
-    nothing but padding: it stores nothing.
+    Megatron-Core pads a vocabulary to a multiple that depends on the number of tensor-parallel ranks. A rank that holds
+    nothing but padding stores nothing.
 
     Args:
-        size: how much is stored, in elements along the axis.
-        axis: of the tensor that the model holds; prepended axes don't count.
-        fill: the value of the padding in a merged tensor; padding that is saved may have any.
+        size: Length of the stored axis, which is that without padding.
+        axis: Number of the axis in the model's tensor; prepended axes don't count.
+        fill: Value of the padding in a merged tensor; the padding of a saved tensor may have any value.
 
     Raises:
-        MetadataError: the size isn't an integer of at least 0.
-        ShapeError: the tensor has no such axis, or is shorter.
+        MetadataError: The size isn't an integer of at least 0.
+        ShapeError: The tensor has no such axis, or a shorter one.
 
     Examples:
         >>> import torch
@@ -174,11 +174,15 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
     """
     size = integer("padded_axis", "size", size)
     if size < 0:
-        refuse("padded_axis", "size", size, "0 or more", "Pass what the axis has without padding.", error=ShapeError)
+        refuse(
+            "padded_axis", "size", size, "0 or more", "Pass the length of the axis without padding.", error=ShapeError
+        )
 
     def runs(length: int) -> AxisRuns:
         if length < size:
-            raise ShapeError(error_text("an axis that isn't padded", found=length, expected=f"{size} or more"))
+            raise ShapeError(
+                error_text("the axis is shorter than without padding", found=length, expected=f"{size} or more")
+            )
         return AxisRuns(np.array([size, length - size]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (size,))
 
     inner = mapped_axis(axis, runs, fill=fill, doing="padded_axis")
@@ -187,8 +191,8 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
         check_box("padded_axis", shard)
         if not shard.allow_shape_mismatch:
             return inner(shard)
-        # Other lenses refuse this flag, since places follow from the exact shape. Here they follow from `size` alone:
-        # if the held tensor may have another shape, so may the stored one.
+        # Other lenses refuse this flag, since stored places follow from the exact shape. Here they follow from `size`
+        # alone: if the model's tensor may have another shape, so may the stored one.
         form = inner(replace(shard, allow_shape_mismatch=False))
         return replace(form, shards=tuple(replace(part, allow_shape_mismatch=True) for part in form.shards))
 
@@ -201,22 +205,22 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
 def gate_and_up(
     *, tensor_parallel: int, axis: int = 0, part: str | None = None, names: Sequence[str] | None = None
 ) -> Lens:
-    """Return the lens of a gated layer's fused tensor, of which each tensor-parallel rank holds [gate; up] of its own.
+    """Return the lens of a gated layer's fused tensor; each tensor-parallel rank holds [gate; up] of its own.
 
-    Saved as plain rows, such a tensor would be loaded with gate and up rows mixed where the number of ranks changes.
+    If such a tensor were saved as plain rows, a load on another number of ranks would mix gate and up rows.
 
     Args:
-        tensor_parallel: over how many ranks the layer is cut: so many times gate and up alternate in what
-            all ranks hold together. 1 where the layer isn't cut, even if FSDP or ZeRO cuts its rows.
-        axis: along which gate and up lie.
-        part: what of the key is replaced by the names, as ``"linear_fc1"``.
-        names: of gate and of up, as ``("gate_proj", "up_proj")``. Without names both are stored in one tensor under the
-            same key, all gate rows before all up rows, as Megatron-Core does.
+        tensor_parallel: Number of ranks that share the layer: gate and up alternate that many times in the tensor of
+            all ranks together. 1 for a layer that isn't tensor parallel, even if FSDP or ZeRO shards its rows.
+        axis: Axis of the gate and up rows.
+        part: Part of the key that the names replace, such as ``"linear_fc1"``.
+        names: Names of the separate gate and up tensors, such as ``("gate_proj", "up_proj")``. Without names both are
+            stored in one tensor under the same key, all gate rows before all up rows, as Megatron-Core does.
 
     Raises:
-        MetadataError: `tensor_parallel` is no integer of at least 1.
-        TreeError: the names aren't sound, or the key has no such part.
-        ShapeError: the axis can't be divided like that.
+        MetadataError: `tensor_parallel` isn't an integer of at least 1.
+        TreeError: The names are unusable, or the key has no such part.
+        ShapeError: The axis can't be divided like that.
 
     Examples:
         >>> import torch

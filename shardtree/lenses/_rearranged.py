@@ -19,15 +19,15 @@ from ._traced import stored_by
 
 
 def transposed(*axes: int) -> Lens:
-    """Return the lens that stores a tensor with its axes in this order, as `torch.permute` gives it; always views.
+    """Return the lens that permutes a tensor's axes as `torch.permute` does; stored boxes are always views.
 
     Args:
-        axes: all axes of the tensor that the model holds, prepended ones not counted; by default the last two change
-            places.
+        axes: All axes of the model's tensor in their stored order, prepended ones not counted; by default the last two
+            are swapped.
 
     Raises:
-        MetadataError: they aren't integers.
-        ShapeError: they aren't the tensor's axes.
+        MetadataError: An axis isn't an integer.
+        ShapeError: The axes aren't those of the tensor.
 
     Examples:
         >>> import torch
@@ -75,21 +75,23 @@ _AXIS = re.compile(r"\(([^()]*)\)|([^\s()]+)")
 
 
 def rearranged(pattern: str, **sizes: int) -> Lens:
-    """Return the lens that rearranges axes as a pattern says: on the left what the model holds, then what is stored.
+    """Return the lens that rearranges axes by a pattern: the model's axes on the left, the stored ones on the right.
 
-    A name is an axis; names in parentheses are axes merged into one, row-major. The names on both sides are the
-    same. A pattern that names the prepended axes too makes them axes of the tensor; else they stay in front.
+    A name is an axis; names in parentheses are axes merged into one, row-major. Both sides have the same names. If the
+    pattern names the prepended axes too, they become axes of the tensor; else they stay in front.
 
-    A box that cuts through an axis in parentheses becomes several boxes: a few on the left, and on the right at most
-    one for each index of the names before the last one that it hasn't all of. Data are views where torch can make them.
+    A box may become several boxes where it cuts through merged axes. On the left these are few. On the right there is
+    at most one for each index of the merged axes before the last one that the box doesn't hold whole. Data are views
+    where torch can make them.
 
     Args:
-        pattern: as ``"(e f) h -> e h f"``.
-        sizes: of the names in parentheses on the left; one in each may be left out, and follows from the axis.
+        pattern: Pattern such as ``"(e f) h -> e h f"``.
+        sizes: Sizes of the names in parentheses on the left. One in each pair of parentheses may be left out: it
+            follows from the length of the axis.
 
     Raises:
-        MetadataError: it isn't such a pattern, or the sizes don't belong to it.
-        ShapeError: the tensor doesn't fit the pattern.
+        MetadataError: The pattern is malformed, or a size doesn't belong to it.
+        ShapeError: The tensor doesn't fit the pattern.
 
     Examples:
         >>> import torch
@@ -106,8 +108,7 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(doing, shard)
-        # Prepended axes stay in front where the pattern doesn't name them: one layer's lens is that of stacked layers
-        # too.
+        # Prepended axes that the pattern doesn't name stay in front, so that a layer's lens serves stacked layers too.
         front = 0 if len(left) == len(shard.global_shape) else shard.prepend_axis_num
         shape = shard.global_shape[front:]
         if len(left) != len(shape):

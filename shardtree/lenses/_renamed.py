@@ -19,19 +19,19 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
     """Return a key with one part, or several adjacent ones, replaced.
 
     Args:
-        doing: for the error.
-        key: names between dots.
-        part: some of them, with dots between; it occurs once.
-        name: what replaces it.
+        doing: Name of the caller in errors.
+        key: Key made of names between dots.
+        part: Name in the key, or several adjacent ones with dots between them.
+        name: Replacement.
 
     Raises:
-        TreeError: the part isn't there, or more than once.
+        TreeError: The key doesn't have the part exactly once.
 
     Examples:
         >>> replaced_part("gate_and_up", "optimizer.state.exp_avg.layers.0.fc1.weight", "fc1", "up_proj")
         'optimizer.state.exp_avg.layers.0.up_proj.weight'
     """
-    # With dots at both ends, so that a part never matches within a name.
+    # Dots at both ends keep a part from matching within a name.
     whole = f".{key}."
     count = sum(whole.startswith(f".{part}.", at) for at in range(len(whole)))
     if count != 1:
@@ -42,10 +42,7 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
 
 
 def check_names(doing: str, part: str | None, names: Sequence[str] | None, count: int) -> None:
-    """Raise unless there are a part and as many different names as needed, or neither.
-
-    Raises:
-        TreeError: says what is wrong.
+    """Raise TreeError unless a part and `count` different names are given, or neither.
 
     Examples:
         >>> check_names("gate_and_up", "fc1", ("gate_proj", "up_proj"), 2)
@@ -59,19 +56,19 @@ def check_names(doing: str, part: str | None, names: Sequence[str] | None, count
         is_sound and all(isinstance(text, str) and text for text in texts) and len(set(words)) == len(words) == count
     ):
         found, expected = f"part={part!r}, names={names!r}"[:300], f"a part of the key, and {count} different names"
-        fix = "Pass both, or neither: then all is stored in one tensor under the same key."
-        raise TreeError(error_text(f"{doing}: not names of parts", found=found, expected=expected, fix=fix))
+        fix = "Pass both, or neither to store one tensor under the same key."
+        raise TreeError(error_text(f"{doing}: unusable names of parts", found=found, expected=expected, fix=fix))
 
 
 def renamed(part: str, name: str) -> Lens:
     """Return the lens that stores a tensor under another key.
 
     Args:
-        part: what of the key is replaced, with dots between where it is more than one name.
-        name: what replaces it.
+        part: Name in the key that is replaced, or several adjacent ones with dots between them.
+        name: Replacement.
 
     Raises:
-        TreeError: a name isn't a text, or the key has no such part.
+        TreeError: A name isn't a text, or the key has no such part.
 
     Examples:
         >>> import torch
@@ -84,17 +81,17 @@ def renamed(part: str, name: str) -> Lens:
 
 
 def tied(part: str, name: str) -> Lens:
-    """Return the lens of a tensor that is a copy of another one: it is stored as a replica under the other's key.
+    """Return the lens of a tensor that is tied to another one: it is stored as a replica under the other one's key.
 
-    So both are stored once, and each is loaded where it is held, on other pipeline stages too. Nothing compares the
-    two: as with all replicas, any of them may be written, and it is the model that keeps them equal.
+    Their values are stored once, and both tensors are loaded, also on different pipeline stages. Nothing compares the
+    two: as with all replicas, either may be written, and the model keeps them equal.
 
     Args:
-        part: what of the key is replaced.
-        name: the same part of the other one's key; ``tied("output_layer", "embedding.word_embeddings")``, say.
+        part: Part of the key that is replaced.
+        name: The same part of the other tensor's key: ``tied("output_layer", "embedding.word_embeddings")``, say.
 
     Raises:
-        TreeError: a name isn't a text, or the key has no such part.
+        TreeError: A name isn't a text, or the key has no such part.
 
     Examples:
         >>> import torch
@@ -123,16 +120,16 @@ def _the_part(parts: Sequence[Any]) -> Any:
 
 
 def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
-    """Return the lens that chooses another by the key, as after `attention_qkv` with names.
+    """Return the lens that chooses one of several lenses by the key, say for the parts of `attention_qkv`.
 
     Args:
-        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` matches one part between dots of a key,
-            ``**`` any number. The first one that matches the key, or what follows some dot in it, counts: so a state
-            gets the lens of its parameter.
+        lenses: Lens of each pattern of keys, or None for tensors that stay unchanged. ``*`` matches one part between
+            dots of a key, ``**`` any number of them. The first pattern counts that matches the key or the rest of it
+            after some dot: so an optimizer's state gets the lens of its parameter.
 
     Raises:
-        MetadataError: there are no patterns, or one has no lens.
-        TreeError: no pattern fits a key.
+        MetadataError: There are no patterns, or a value isn't a lens.
+        TreeError: No pattern matches a key.
 
     Examples:
         >>> import torch
@@ -151,8 +148,8 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
     def lens(shard: ShardedTensor) -> StoredForm:
         pattern = next((each for each in lenses if _fits(each, shard.key)), None)
         if pattern is None:
-            fix = 'Add it, with None where the tensor stays as it is; {"**": None} fits all keys.'
-            what = f"by_pattern: no pattern fits {shard.key!r}"
+            fix = 'Add one, with None if the tensor stays unchanged; {"**": None} matches all keys.'
+            what = f"by_pattern: no pattern matches {shard.key!r}"
             raise TreeError(error_text(what, expected=", ".join(map(repr, lenses)), fix=fix))
         inner = lenses[pattern]
         return StoredForm((shard,), _the_part) if inner is None else inner(shard)

@@ -19,20 +19,20 @@ from ._traced import stored_by
 
 
 def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
-    """Return the lens of tensors with a key for each layer, stored in one tensor with an axis in front for the layers.
+    """Return the lens that stacks tensors with a key for each layer into one stored tensor, along a new first axis.
 
     The layer's number follows `part` in the key and is removed: ``layers.3.norm.weight`` is entry 3 of
     ``layers.norm.weight``, which is how Megatron-Core stores layers of equal shapes. The data are the same tensor
     objects.
 
     Args:
-        part: what precedes the number in the key, as ``"layers"``, ``"decoder.layers"`` or ``"experts"``.
-        layers: how many there are in the whole model.
-        first: what is added to the number, where keys count the layers of a pipeline stage only.
+        part: Part of the key before the number, such as ``"layers"``, ``"decoder.layers"`` or ``"experts"``.
+        layers: Number of layers in the whole model.
+        first: Number that is added to the key's, if keys count the layers of one pipeline stage only.
 
     Raises:
-        MetadataError: a number isn't an integer, or there are no layers.
-        TreeError: the key doesn't have the part followed by a number, or there are fewer layers.
+        MetadataError: A number isn't an integer, or there are no layers.
+        TreeError: The key doesn't have the part followed by a number, or there are fewer layers.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("layers.3.norm.weight", torch.zeros(2))
@@ -55,7 +55,9 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
         if not 0 <= number + base < count:
             expected = f"a number below {count} layers"
             found = f"layer {number}" + (f", counted from {base}" if base else "")
-            raise TreeError(error_text(f"{doing}: {shard.key!r} has no place", found=found, expected=expected))
+            raise TreeError(
+                error_text(f"{doing}: the number of {shard.key!r} exceeds the layers", found=found, expected=expected)
+            )
         fragments = shard.axis_fragmentations
         stack = replace(
             shard,
@@ -73,8 +75,8 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
 def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[str, int]:
     matches = list(expression.finditer(key))
     if len(matches) != 1:
-        what = f"stacked_layers: no layer's number in {key!r}"
-        fix = "Name what precedes the number, with adjacent parts where it occurs twice."
+        what = f"stacked_layers: {key!r} has no number of a layer"
+        fix = "Name the part before the number, with adjacent parts if it occurs twice."
         expected = f"'{part}.<number>' once"
         raise TreeError(error_text(what, found=f"{len(matches)} times", expected=expected, fix=fix))
     [place] = matches
@@ -82,16 +84,16 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
 
 
 def unstacked_layers(part: str) -> Lens:
-    """Return the lens of a tensor whose first axis counts layers, stored with a key for each of them; always views.
+    """Return the lens that splits a tensor along its first axis, layers, into one stored tensor with a key for each.
 
-    A box of it may hold some of the layers, a prepended axis one of them.
+    Stored boxes are always views. A rank's box may hold several layers; if the axis is a prepended one, it holds one.
 
     Args:
-        part: after which part of the key the layer's number goes: ``"layers"`` in ``layers.norm.weight``.
+        part: Part of the key that the layer's number follows: ``"layers"`` in ``layers.norm.weight``.
 
     Raises:
-        TreeError: the key doesn't have the part.
-        ShapeError: the tensor has no axis.
+        TreeError: The key doesn't have the part.
+        ShapeError: The tensor is a scalar.
 
     Examples:
         >>> held = ShardedTensor.from_rank_offsets("layers.bias", torch.zeros(2, 3), (0, 1, 2))
@@ -103,7 +105,7 @@ def unstacked_layers(part: str) -> Lens:
 
 
 def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> StoredForm:
-    """Return the stored form of a box with a key for each index of an axis: a prepended one, or the first own."""
+    """Return the stored form of a box with a key for each index of an axis: a prepended axis, or its own first one."""
     check_box(doing, shard)
     if not shard.global_shape:
         refuse(doing, f"shape of {shard.key!r}", (), "a first axis", "Leave scalars out.", error=ShapeError)
@@ -126,7 +128,7 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
 
 
 def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> ShardedTensor:
-    """Return one layer of a box, by its number in the box: a view, without the axis that counts layers."""
+    """Return one layer of a box, by its number in the box, as a view without the axis of the layers."""
     is_prepended, fragments = place < shard.prepend_axis_num, shard.axis_fragmentations
     whole = shard.data is None or is_prepended
     return replace(
@@ -145,17 +147,17 @@ def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> Sharded
 
 
 def expert_stack(*, experts: int, axis: int = 0) -> Lens:
-    """Return the lens of experts that share an axis, stored with an axis of their own in front; always views.
+    """Return the lens that gives experts, concatenated along an axis, an axis of their own in front; always views.
 
     Experts with a key each are stacked by `stacked_layers`.
 
     Args:
-        experts: how many there are on all ranks; each has as much of the axis.
-        axis: along which they are concatenated.
+        experts: Number of experts on all ranks together; they have equal parts of the axis.
+        axis: Axis along which they are concatenated.
 
     Raises:
         MetadataError: `experts` isn't an integer of at least 1.
-        ShapeError: the tensor has no such axis, or they don't divide it.
+        ShapeError: The tensor has no such axis, or the experts don't divide it.
 
     Examples:
         >>> import torch
@@ -168,19 +170,19 @@ def expert_stack(*, experts: int, axis: int = 0) -> Lens:
 
 
 def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
-    """Return the lens of experts that share an axis, stored with a key each; always views.
+    """Return the lens that splits experts, concatenated along an axis, into one stored tensor with a key for each.
 
-    Experts that have an axis of their own, the first one, get keys by `unstacked_layers`.
+    Stored boxes are always views. Experts with a first axis of their own get keys by `unstacked_layers`.
 
     Args:
-        part: after which part of the key the expert's number goes: ``"experts"`` in ``mlp.experts.fc1.weight``.
-        experts: how many there are on all ranks; each has as much of the axis.
-        axis: along which they are concatenated.
+        part: Part of the key that the expert's number follows: ``"experts"`` in ``mlp.experts.fc1.weight``.
+        experts: Number of experts on all ranks together; they have equal parts of the axis.
+        axis: Axis along which they are concatenated.
 
     Raises:
         MetadataError: `experts` isn't an integer of at least 1.
-        TreeError: the key doesn't have the part.
-        ShapeError: the tensor has no such axis, or they don't divide it.
+        TreeError: The key doesn't have the part.
+        ShapeError: The tensor has no such axis, or the experts don't divide it.
 
     Examples:
         >>> import torch
@@ -214,6 +216,6 @@ class _Experts:
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         each = tensor.shape[self.axis] // self.count
-        # To the front, where keys or a prepended axis can count them.
+        # Experts come to the front, where keys or a prepended axis can count them.
         apart: torch.Tensor = tensor.unflatten(self.axis, (self.count, each))  # type: ignore[no-untyped-call]
         return {"": apart.movedim(self.axis, 0)}

@@ -1,4 +1,4 @@
-"""Lenses from traces: of a torch function of one tensor, and of what a trace makes of stored tensors."""
+"""Lenses from traces: of a torch function of one tensor, and of a whole loader of stored tensors."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ _TENSOR = "held"
 
 
 def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None = None, drop: bool = False) -> Lens:
-    """Return the lens of a torch function of one whole tensor, from what the model holds to what is stored.
+    """Return the lens of a torch function from the model's whole tensor to the stored ones.
 
-    The function is traced for each shape, and run the other way too: it may only move elements, each exactly once, and
-    cast them so that none is rounded. Boxes that ranks hold, moments and flat ranges follow from that.
+    The function is traced for each shape, and its trace is inverted: so it may only move elements, each exactly once,
+    and cast them without rounding. Ranks' boxes, moments and flat ranges follow from the trace.
 
     Args:
-        function: from the whole tensor to a tensor, stored under the same key, or to a dict of tensors.
-        part: what of the key the names of that dict replace.
-        drop: whether elements that the function doesn't use aren't stored, as rows of padding; loaded, they are zeros.
+        function: Function from the whole tensor to a tensor, stored under the same key, or to a dict of tensors.
+        part: Part of the key that the names of that dict replace.
+        drop: Whether the function may leave out elements, such as rows of padding. They aren't stored, and are zeros
+            once loaded.
 
     Raises:
-        TraceError: when a shard is met: the function asks for elements, or isn't one to one.
-        ShapeError: it gives a dict and `part` isn't given, or the other way round.
-        TreeError: the key has no such part.
+        TraceError: When the lens meets a shard: the function asks for values, or isn't one to one.
+        ShapeError: The function returned a dict without `part`, or a tensor with it.
+        TreeError: The key has no such part.
 
     Examples:
         >>> gate_and_up = from_function(lambda w: dict(zip(("gate", "up"), w.chunk(2))), part="fc1")
@@ -61,7 +62,7 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
         output = function(tensor)
         if isinstance(output, Mapping) == (part is None):
             fix = "Return a dict with part=..., whose names replace it, or a tensor without."
-            raise ShapeError(error_text(f"{doing}: the function gave {type(output).__name__}", fix=fix))
+            raise ShapeError(error_text(f"{doing}: the function returned a {type(output).__name__}", fix=fix))
         return output if isinstance(output, Mapping) else {"": output}
 
     def lens(shard: ShardedTensor) -> StoredForm:
@@ -84,13 +85,13 @@ def stored_by(
     """Return the stored form of a box by a torch function of the whole tensor.
 
     Args:
-        function: from the whole tensor to tensors by name; equal ones, by `==`, are traced once.
-        doing: for messages.
-        shard: the box.
-        front: how many of its axes the function doesn't get.
-        part: what of the key the names replace, if anything.
-        drop: as of `from_function`.
-        keep_views: whether boxes that are views stay apart where they would be one that isn't.
+        function: Function from the whole tensor to tensors by name; functions that are equal (`==`) are traced once.
+        doing: Name of the lens in errors.
+        shard: Box of the model's tensor.
+        front: Number of leading axes that the function doesn't get.
+        part: Part of the key that the names replace, if any.
+        drop: Whether the function may leave out elements.
+        keep_views: Whether boxes that are views stay separate if joining them would take a copy.
     """
     axes = len(shard.global_shape) - front
     shape = (*(1,) * (axes - len(shard.local_shape)), *shard.local_shape)
@@ -121,14 +122,16 @@ def stored_by(
     return StoredForm(tuple(shards), merge)
 
 
-# By shape and dtype, and by box: a model has few of them, and thousands of tensors.
+# Memoised by shape and dtype, and by box: a model has few of those, and thousands of tensors.
 @lru_cache(maxsize=64)
 def _back(function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]], doing: str, drop: bool, kind: Kind) -> Trace:
     there = trace(lambda tensors: function(tensors[_TENSOR]), {_TENSOR: kind})
     names = [name for name, moves in there.moves.items() if any(move.root != _TENSOR for move in moves)]
     if names:
-        fix = "Store what the model holds alone."
-        raise TraceError(error_text(f"{doing}: elements that the tensor doesn't have", offenders=names, fix=fix))
+        fix = "Return only elements of the tensor."
+        raise TraceError(
+            error_text(f"{doing}: outputs have elements that aren't the tensor's", offenders=names, fix=fix)
+        )
     return there.inverse(drop)
 
 
@@ -143,9 +146,9 @@ def _plan(
     offset: Shape,
     shape: Shape,
 ) -> tuple[Mapping[str, Kind], Local, list[Local], View | None]:
-    """Return what is stored, the boxes that make a held box, what makes each of them, and what one alone is to it."""
+    """Return the plan of a box: stored tensors, stored boxes, how each is copied, and the box as a view of one alone."""
     back = _back(function, doing, drop, Kind(whole, dtype))
-    # Each box holds nothing but what is held: together, ranks store each element once.
+    # Stored boxes hold elements of this box alone, so that all ranks together store each element once.
     local = localized(back, _TENSOR, offset, shape, most=2**62, keep_views=keep_views)
     if not prod(whole):  # an empty tensor must be stored too, or it would be missing
         boxes = [(name, Box((0,) * len(kind.shape), kind.shape)) for name, kind in back.sources.items()]
@@ -160,18 +163,18 @@ def _plan(
 
 
 def _box_data(data: Any, box: Box, view: View | None, copy: Local) -> Any:
-    """Return the elements of a box that is stored: a view of what is held where it is one."""
+    """Return the elements of a stored box: a view of the model's data if possible."""
     alias = _alias(data, box.shape, view)
     return copy.output([data[slices(*own)] for _, own in copy.boxes]) if alias is None else alias
 
 
 def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return a view of a tensor in memory, None if there is none."""
+    """Return a view of a tensor in memory, or None if there is none."""
     if view is None or not isinstance(tensor, torch.Tensor):
         return None
     if tensor.is_contiguous():
         return tensor.as_strided(shape, view.steps, tensor.storage_offset() + view.at)
-    # Steps that lead along axes, over no axis's end, do so by any strides.
+    # Steps that stay within their axes can be taken with any strides.
     own = tuple(tensor.shape)
     at, *steps = (_along_axes(flat, own) for flat in (view.at, *view.steps))
     last = [
@@ -185,7 +188,7 @@ def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
 
 
 def _along_axes(flat: int, shape: Shape) -> list[int]:
-    """Return a distance in a dense tensor as one along each axis."""
+    """Return a distance between elements of a dense tensor as a distance along each axis."""
     return [flat // step % size for step, size in zip(dense(shape).stride, shape, strict=True)]
 
 
@@ -198,21 +201,21 @@ def _merge(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float
 
 
 def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-    """Return a target whose tensors are made by a trace of what is stored: as factories, which a load merges.
+    """Return a load's target with factories that compute its tensors from stored ones by a trace.
 
-    So each rank asks for the boxes of stored tensors that its own are made of, and for nothing else, as `explain` of
-    the result shows. Tensors that the trace doesn't make stay as they are.
+    Each rank then reads only those boxes of stored tensors from which its own are made; `explain` of the result shows
+    them. Tensors that the trace doesn't make stay unchanged.
 
     Args:
-        tree: a target: shards, or plain tensors, which are whole and have the keys of their paths.
-        found: from stored tensors to those of the target, by key.
-        cast: whether a target may have another dtype than what the trace makes.
-        plain: patterns of keys of values that need no scales, as for `load`.
+        tree: Target of a load, made of shards, or of whole plain tensors whose keys are their paths.
+        found: Trace from stored tensors to those of the target, by key.
+        cast: Whether the target may have other dtypes than the trace's outputs.
+        plain: Patterns of keys of values that need no scales, as for `load`.
 
     Raises:
-        ShapeError: the trace makes a tensor of another shape or dtype than the target's, or passes on quantised values
-            that would be cast without their scales; when it is loaded.
-        TraceError: it never writes elements of one; likewise.
+        ShapeError: During the load: an output of the trace has another shape or dtype than the target, or quantised
+            values would be cast without their scales.
+        TraceError: During the load: the trace never writes some elements of a tensor.
 
     Examples:
         >>> import shardtree as st
@@ -238,20 +241,20 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
 
 
 def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTensor) -> StoredForm:
-    """Return the boxes that a box of a target is made of, with data where they go as they are: the target's own."""
+    """Return the stored boxes of a target's box; those that are read as they are have the target's memory as data."""
     doing = "transform"
     check_box(doing, shard)
     check_written(whole, shard.key, doing)
     kind, target = whole.outputs[shard.key], Kind(shard.global_shape, shard.dtype)
     if kind.shape != target.shape or (kind.dtype is not target.dtype and not cast):
         fix = "Trace the code with what is stored, and make the target of what it makes."
-        what = f"{doing}: the trace makes another {shard.key!r} than the target"
+        what = f"{doing}: the trace's {shard.key!r} doesn't fit the target"
         raise ShapeError(error_text(what, found=kind, expected=target, fix=fix))
     if kind.dtype is not target.dtype:
         _refuse_without_scales(doing, whole, shard.key, plain)
     shape = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
     local = localized(whole, shard.key, shard.global_offset, shape, keep_views=False)
-    # What is computed isn't where its operands are, and bits of another dtype aren't those of the target.
+    # Computed elements need memory of their own, and so do elements that are cast.
     is_moved = kind == target and all(isinstance(move.root, str) for move in whole.moves[shard.key])
     data = given_tensor(shard)
     own = data if is_moved and not lacks_memory(data) else None
@@ -266,16 +269,16 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
         )
         for (name, box), view in zip(local.boxes, local.views, strict=True)
     ]
-    # Some parts may be where the target is, and others not.
+    # Parts may be on the target's device or not.
     place = None if data is None else data.device
     return StoredForm(tuple(shards), lambda parts: _merge(local, shard, parts).to(device=place, dtype=shard.dtype))
 
 
 def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[str]) -> None:
-    """Raise where a trace passes on quantised values as they are, which would then be cast without their scales."""
+    """Raise if a trace passes on quantised values unchanged: the cast would lose their scales."""
     roots, is_plain = [move.root for move in trace.moves[key]], key_matcher(checked_patterns(f"{doing}: plain", plain))
     if not all(isinstance(root, str) for root in roots) or any(is_plain(str(each)) for each in (key, *roots)):
-        return  # what is computed has its scales
+        return  # computed values were multiplied by their scales
     for kinds, keys in ((trace.sources, {*map(str, roots)}), (trace.outputs, {key})):
         dtypes = {name: kind.dtype for name, kind in kinds.items()}
         values = {name: dtypes[name] for name in keys}
@@ -283,7 +286,7 @@ def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[s
 
 
 def _row_major(tensor: torch.Tensor, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return a view of a tensor if rows of a file can be read into it as they are, else None."""
-    # Others gain nothing, and aliases among finely interleaved ones take long to rule out.
+    """Return a contiguous view of a tensor, into which rows of a file can be read, or None."""
+    # Other views gain nothing, and aliases among finely interleaved ones take long to rule out.
     alias = _alias(tensor, shape, view)
     return alias if alias is not None and alias.is_contiguous() else None
