@@ -146,7 +146,7 @@ def _plan(
     offset: Shape,
     shape: Shape,
 ) -> tuple[Mapping[str, Kind], Local, list[Local], View | None]:
-    """Return the plan of a box: stored tensors, stored boxes, how each is copied, and the box as a view of one alone."""
+    """Return the plan of a box: stored tensors, stored boxes, how each is copied, and the box as a view of one."""
     back = _back(function, doing, drop, Kind(whole, dtype))
     # Stored boxes hold elements of this box alone, so that all ranks together store each element once.
     local = localized(back, _TENSOR, offset, shape, most=2**62, keep_views=keep_views)
