@@ -1,4 +1,4 @@
-"""How often the main replicas of several ranks hold each element of their global tensors: once, twice or not at all."""
+"""Coverage: the number of main replicas of each element of global tensors, over all ranks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ _HEAD = ("tensor", "shape", "once", "twice", "not", "copies")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Coverage:
-    """How often each element of global tensors is held; prints as a table.
+    """Counts of the elements of global tensors with one, several or no main replicas; prints as a table.
 
     Attributes:
-        keys: the tensors.
-        kinds: what each is.
-        once: elements with one main replica, int64 (keys,).
-        twice: elements with more than one, int64 (keys,).
-        missing: elements with none, int64 (keys,).
-        copies: how many shards hold an element, replicas included, on average, float64 (keys,).
-        problems: the places that are held twice or not at all, with the ranks that hold them; the first 20 of each
-            tensor.
+        keys: Keys of the tensors.
+        kinds: Dtype and shape of each tensor.
+        once: Number of elements with one main replica, int64 (keys,).
+        twice: Number of elements with several, int64 (keys,).
+        missing: Number of elements with none, int64 (keys,).
+        copies: Mean number of shards of an element, replicas included, float64 (keys,).
+        problems: Boxes with several or no main replicas, with the ranks that hold them; the first 20 of each tensor.
     """
 
     keys: tuple[str, ...]
@@ -81,15 +80,15 @@ class Coverage:
 
 
 def coverage(trees: RankTrees | ShardColumns) -> Coverage:
-    """Return what the main replicas of ranks' trees hold of their tensors: once, twice, or not at all.
+    """Return the counts of elements with one, several or no main replicas in the trees of all ranks.
 
     Args:
-        trees: each rank's tree, by rank: a mapping, or a sequence that begins with rank 0; or all ranks' shards as
-            columns, as `layout_of` gives them.
+        trees: Tree of each rank, as a mapping by rank or a sequence that begins with rank 0; or all ranks' shards as
+            columns, such as `layout_of` returns.
 
     Raises:
-        TreeError: it isn't a tree for each rank.
-        IntegrityError: shards of one key differ in global shape, dtype or prepended axes.
+        TreeError: The argument doesn't hold a tree for each rank.
+        IntegrityError: Shards of one key differ in global shape, dtype or prepended axes.
 
     Examples:
         >>> import torch, shardtree as st
@@ -113,6 +112,6 @@ def coverage(trees: RankTrees | ShardColumns) -> Coverage:
 
 
 def _elements(faults: Faults, which: NDArray[np.bool_], keys: int) -> Column:
-    """Return how many elements the chosen faults have, for each key."""
+    """Return the number of elements of the chosen faults, for each key."""
     sizes = np.where(faults.start < 0, volumes(faults.shape), faults.stop - faults.start)
     return group_sums(faults.key[which], sizes[which], keys)

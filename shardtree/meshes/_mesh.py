@@ -17,17 +17,17 @@ from ..errors import MetadataError, error_text, plural
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Mesh:
-    """Ranks in a grid with named axes, row-major: along the last axis, neighbours are consecutive ranks.
+    """Ranks in a row-major grid with named axes: along the last axis, neighbours are consecutive ranks.
 
     Args:
-        axes: the size of each axis, by name, outermost first.
+        axes: Size of each axis by its name, outermost first.
 
     Attributes:
-        axes: (name, size) of each axis.
-        ranks: the rank at each place, in row-major order; 0, 1, 2 ... unless set by `on_ranks`.
+        axes: Pairs (name, size), one for each axis.
+        ranks: Ranks of the grid in row-major order; 0, 1, 2 ... unless set by `on_ranks`.
 
     Raises:
-        MetadataError: a size isn't an integer of at least 1, or has no name.
+        MetadataError: A size isn't an integer of at least 1, or has no name.
 
     Examples:
         >>> mesh = Mesh(dp=2, tp=4)
@@ -66,22 +66,22 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return prod(size for _, size in self.axes)
 
     @property
     def shape(self) -> dict[str, int]:
-        """The size of each axis, by name."""
+        """Size of each axis, by name."""
         return dict(self.axes)
 
     def on_ranks(self, ranks: Iterable[int]) -> Mesh:
-        """Return the mesh of the same axes with other ranks on it.
+        """Return a mesh of the same axes with other ranks.
 
         Args:
-            ranks: the rank of each place, in row-major order, each once.
+            ranks: Ranks of the grid in row-major order, each once.
 
         Raises:
-            MetadataError: there are more or fewer than places, or one occurs twice, or is negative.
+            MetadataError: The number of ranks isn't the mesh's size, a rank occurs twice, or one is negative.
 
         Examples:
             >>> Mesh(tp=2, dp=2).on_ranks(range(4, 8)).rank_at(tp=1, dp=0)
@@ -100,10 +100,10 @@ class Mesh:
         return mesh
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank is, as its index along each axis.
+        """Return the index of a rank along each axis.
 
         Raises:
-            MetadataError: it isn't on the mesh.
+            MetadataError: The rank isn't on the mesh.
         """
         rank = integer(repr(self), "rank", rank)
         if rank not in self.ranks:
@@ -113,10 +113,10 @@ class Mesh:
         return {name: int(index) for (name, _), index in zip(self.axes, place, strict=True)}
 
     def rank_at(self, **coordinates: int) -> int:
-        """Return the rank that has the given index along each axis.
+        """Return the rank with the given index along each axis.
 
         Raises:
-            MetadataError: an axis is missing or unknown, or an index is out of range.
+            MetadataError: An axis is missing or unknown, or an index is out of range.
         """
         for name, index in coordinates.items():
             if not 0 <= integer(repr(self), name, index) < self.shape.get(name, 0):
@@ -130,18 +130,19 @@ class Mesh:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise MetadataError for what isn't a mesh.
+    """Raise MetadataError unless a value is a mesh.
 
     Examples:
         >>> check_mesh(Mesh(tp=2))
     """
     if not isinstance(mesh, Mesh):
-        what, fix = "not a mesh", "Pass Mesh(dp=2, tp=4), say, before the specs; `mesh_of` makes one of a DeviceMesh."
+        what = "the argument isn't a mesh"
+        fix = "Pass Mesh(dp=2, tp=4), say, before the specs; `mesh_of` makes one of a DeviceMesh."
         raise MetadataError(error_text(what, found=type(mesh).__name__, expected="a Mesh", fix=fix))
 
 
 def _by_name(sizes: tuple[Any, ...]) -> str:
-    """Return the call that makes a mesh given in the style of JAX and torch: sizes, then names.
+    """Return the call that makes a mesh of arguments in the style of JAX and torch: sizes, then names.
 
     Examples:
         >>> _by_name(((2, 4), ("dp", "tp"))), _by_name((8,))

@@ -1,4 +1,4 @@
-"""Tensors on a mesh: a tree's, each with its key and how it is cut; and all ranks' shards of them, as columns."""
+"""Tensors of a tree with their keys and specs, and the shards of all ranks of a mesh as columns."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ._specs import PartitionSpec, Specs, check_patterns, check_spec
 from ._tree_specs import specs_by_path
 
 KeyFunction = Callable[[TreePath], str]
-"""From a leaf's path to the key of its tensor."""
+"""Function from a leaf's path to the key of its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A tensor and how it is cut.
+    """A tensor and its spec.
 
     Attributes:
-        key: the tensor's name.
-        kind: what it is.
-        spec: how it is cut.
-        copy: 0 for the main one; tensors that occur more than once under one key are numbered.
+        key: Key of the tensor.
+        kind: Dtype and shape of the tensor.
+        spec: Spec of the tensor.
+        copy: Number among the tensors of one key, which are tied; 0 for the main one.
     """
 
     key: str
@@ -45,11 +45,11 @@ class Placement:
 def keyed_tensors(
     doing: str, pairs: Sequence[tuple[TreePath, Any]], key: KeyFunction | None
 ) -> dict[TreePath, ShardedTensor]:
-    """Return a tree's tensors, by path: each as a whole shard under its key; shards are left out.
+    """Return a tree's plain tensors as whole shards, by path; leaves that are shards are left out.
 
     Raises:
-        MetadataError: `key` isn't a function, or gives what is no key.
-        TreeError: a tensor isn't dense.
+        MetadataError: `key` isn't a function, or returned something that isn't a key.
+        TreeError: A tensor isn't dense.
 
     Examples:
         >>> keyed_tensors("shard", [(("a", "w"), torch.zeros(2))], None)["a", "w"].key
@@ -62,7 +62,7 @@ def keyed_tensors(
     if problems:
         dense = "Shard dense tensors, as .to_dense() and .dequantize() give them."
         fix = SHAPE_FIX if any(without_shape(leaf) for _, leaf in pairs) else dense
-        raise TreeError(error_text(f"{doing}: not dense", offenders=problems, fix=fix))
+        raise TreeError(error_text(f"{doing}: tensors that aren't dense", offenders=problems, fix=fix))
     tensors = [(path, leaf) for path, leaf in pairs if isinstance(leaf, (torch.Tensor, LazyTensor))]
     return {path: _whole_shard(call_at(path, key or path_key, path), leaf) for path, leaf in tensors}
 
@@ -87,17 +87,17 @@ def copies_by_path(
     leaves: Mapping[TreePath, Any],
     key: KeyFunction | None,
 ) -> dict[TreePath, int]:
-    """Return how many tensors with its key come before each; only keys that the caller chose may be shared.
+    """Return each tensor's number among those of its key; several tensors may have a key only if the caller chose it.
 
     Args:
-        doing: named in the error.
-        tensors: the tensors with their keys, in the tree's order.
-        leaves: the tree's leaves: shards bring their own keys.
-        key: the user's function, if there is one.
+        doing: Name of the caller in errors.
+        tensors: Tensors with their keys, in the tree's order.
+        leaves: Leaves of the tree; shards among them bring their own keys.
+        key: Function that the user passed, or None.
 
     Raises:
-        TreeError: two paths have one key, and neither shards nor `key` chose it.
-        IntegrityError: tensors of one key aren't the same tensor.
+        TreeError: Two paths lead to one key, which neither shards nor `key` chose.
+        IntegrityError: Tensors of one key differ.
 
     Examples:
         >>> tied = torch.zeros(2)
@@ -126,7 +126,7 @@ def copies_by_path(
 
 
 def _same_tensor(left: ShardedTensor, right: ShardedTensor) -> bool:
-    """Return whether shards are of one tensor; without data, whether they may be."""
+    """Return whether two shards are equal tensors; without data, whether they can be."""
     if (left.dtype, left.global_shape) != (right.dtype, right.global_shape):
         return False
     one, other = left.data, right.data
@@ -134,7 +134,7 @@ def _same_tensor(left: ShardedTensor, right: ShardedTensor) -> bool:
         return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one is other  # lazy tensors aren't read to compare
-    # Tied weights mostly are one memory: comparing addresses first spares comparing their elements.
+    # Tied weights usually share memory: comparing addresses first spares comparing elements.
     is_one_view = (one.device, one.data_ptr(), one.stride()) == (other.device, other.data_ptr(), other.stride())
     return is_one_view or not diff(one, other)
 
@@ -147,8 +147,8 @@ class Placed:
     """A leaf of a tree that is to be sharded.
 
     Attributes:
-        leaf: a whole shard for a tensor; anything else as it was.
-        placement: how the tensor is cut; None for what is no tensor.
+        leaf: Whole shard of a tensor, or another leaf unchanged.
+        placement: Key and spec of the tensor; None for other leaves.
     """
 
     leaf: Any
@@ -158,13 +158,13 @@ class Placed:
 def placed_leaves(
     tree: Any, mesh: Mesh, specs: Specs, key: KeyFunction | None
 ) -> tuple[list[Placed], Callable[[Sequence[Any]], Any]]:
-    """Return a tree's leaves with how they are cut, and the function that makes a tree of others in their places.
+    """Return a tree's leaves with their placements, and the function that rebuilds the tree from new leaves.
 
     Raises:
-        TreeError: a leaf is a factory, no whole tensor, or has a key that another leaf has by its path.
-        MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or `key` isn't a function.
-        KeyMismatch: a pattern of `specs_by_pattern` fits no tensor.
-        IntegrityError: leaves were given one key, and aren't the same tensor.
+        TreeError: A leaf is a factory or part of a tensor, or two paths lead to one key.
+        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh; or `key` isn't a function.
+        KeyMismatch: A pattern of `specs_by_pattern` matches no tensor.
+        IntegrityError: Tensors of one key differ.
     """
     # A mapping that isn't a dict would be a leaf.
     tree = dict(tree) if isinstance(tree, Mapping) and not isinstance(tree, dict) else tree
@@ -192,11 +192,11 @@ def _check_leaves(pairs: Sequence[tuple[TreePath, Any]]) -> None:
     factories = [render_path(path) for path, leaf in pairs if isinstance(leaf, ShardedTensorFactory)]
     if factories:
         fix = "Call `apply_factories` on the tree first: specs are for the tensors that are stored."
-        raise TreeError(error_text("shard: factories can't be cut", offenders=factories, fix=fix))
+        raise TreeError(error_text("shard: factories can't be sharded", offenders=factories, fix=fix))
     parts = [f"{render_path(path)}: {leaf.key!r}" for path, leaf in pairs if _is_partial(leaf)]
     if parts:
-        fix = "Shard whole tensors: `unshard` puts shards together, and DTensors know their own layout."
-        raise TreeError(error_text("shard: not whole", offenders=parts, fix=fix))
+        fix = "Pass whole tensors: `unshard` joins shards, and DTensors know their own layout."
+        raise TreeError(error_text("shard: tensors or objects that aren't whole", offenders=parts, fix=fix))
     refuse_hidden("shard", pairs)
 
 
@@ -207,7 +207,7 @@ def _is_partial(leaf: Any) -> bool:
     return is_flat or (isinstance(leaf, ShardedTensor) and leaf.local_shape != leaf.global_shape)
 
 
-# All ranks' shards, computed once for each shape and spec without building a shard.
+# The shards of all ranks, computed once for each shape and spec without building a shard.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,17 +221,17 @@ class _Rows:
 
 
 def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str, PartitionSpec]) -> ShardColumns:
-    """Return the shards that all ranks of a mesh hold, as columns; equal to those of the trees that `shard` makes.
+    """Return the shards of all ranks of a mesh as columns, equal to those of the trees that `shard` makes.
 
-    Rows are ordered by key, then in the mesh's order, then as `RankShard.boxes` are.
+    Rows are sorted by key, then in the mesh's order, then in the order of `RankShard.boxes`.
 
     Args:
-        kinds: the tensors, by key.
-        mesh: the ranks.
-        specs: how each is cut, by the same keys.
+        kinds: Dtype and shape of each tensor, by key.
+        mesh: Mesh of the ranks.
+        specs: Spec of each tensor, by the same keys.
 
     Raises:
-        MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or its kind isn't a TensorKind.
+        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh; or its kind isn't a TensorKind.
 
     Examples:
         >>> import torch
@@ -252,7 +252,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
-    """As `mesh_columns`, for placements, of which several may have one key."""
+    """Return the shards of all ranks of a mesh as columns, for placements; tied tensors may have one key."""
     placements = sorted(placements, key=lambda each: (each.key, each.copy))
     _check_kinds(placements)
     for each in placements:
@@ -266,7 +266,7 @@ def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     kinds = {each.key: each.kind for each in placements}
     number = {key: position for position, key in enumerate(kinds)}
     counts = np.array([len(each.rank) for each in rows], dtype=np.int64)
-    # Of tied tensors only the first has main replicas.
+    # Only the first of tied tensors has main replicas.
     is_first = np.array([each.copy == 0 for each in placements], dtype=np.bool_)
     no_range = np.full(counts.sum(), -1, dtype=np.int64)
     return ShardColumns(
@@ -283,7 +283,7 @@ def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
 
 
 def _check_kinds(placements: Iterable[Placement]) -> None:
-    """Raise IntegrityError where tensors of one key are of different kinds."""
+    """Raise IntegrityError if tensors of one key differ in dtype or shape."""
     kinds: dict[str, dict[TensorKind, None]] = defaultdict(dict)
     for each in placements:
         kinds[each.key][each.kind] = None

@@ -28,28 +28,29 @@ _Fill = Callable[[ShardedTensor, RankShard], Any]
 def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
     """Return the sharded tree of each rank of a mesh, in the mesh's order.
 
-    Shards are views of the given tensors; only a rank's part that is several boxes is a copy, see `rank_leaf`.
-    `unshard` undoes it.
+    Shards are views of the tensors in the tree. Only a part that consists of several boxes is a copy; see `rank_leaf`.
+    `unshard` is the inverse.
 
     Args:
-        tree: its tensors are the whole ones: tensors on any device, lazy tensors, or shards that are whole (which keep
-            their keys, and may have no data). A whole `ShardedObject` becomes a replica on each rank. Other values stay
-            as they are, on all ranks.
-        mesh: the ranks.
-        specs: how tensors are cut: a PartitionSpec for all of them, a tree of specs (one holds for all tensors at
-            its place and below, as in JAX), or a function ``(key, leaf) -> PartitionSpec`` as `specs_by_pattern` makes.
-        key: names a tensor by its path; by default the path's entries are joined by dots. Where two tensors get one
-            key they must be the same, and the first is the main one.
+        tree: Tree of whole tensors: tensors on any device, lazy tensors, or whole shards (which keep their keys, and
+            may have no data). A whole `ShardedObject` becomes a replica on each rank. Other values stay unchanged on
+            all ranks.
+        mesh: Mesh of the ranks.
+        specs: Specs of the tensors: a PartitionSpec for all of them, a tree of specs (each holds for all tensors at its
+            place and below, as in JAX), or a function ``(key, leaf) -> PartitionSpec`` such as `specs_by_pattern`
+            returns.
+        key: Function from a tensor's path to its key; by default the entries of the path are joined by dots. Tensors
+            with one key must be equal; the first one is the main replica.
 
     Returns:
-        One tree a rank. A tensor that a rank doesn't hold is left out of its tree: out of dicts, while in a list or
-        tuple a `HOLE` keeps its place.
+        A tree for each rank. Tensors that a rank doesn't hold are left out of its dicts; in a list or tuple, a `HOLE`
+        keeps their place.
 
     Raises:
-        MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh.
-        TreeError: a leaf is a factory or no whole tensor, or two paths have one key.
-        KeyMismatch: a pattern of `specs_by_pattern` fits no tensor, and `unused="allow"` isn't given.
-        IntegrityError: different tensors were given one key.
+        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh.
+        TreeError: A leaf is a factory or part of a tensor, or two paths lead to one key.
+        KeyMismatch: A pattern of `specs_by_pattern` matches no tensor, and `unused="allow"` isn't passed.
+        IntegrityError: Tensors of one key differ.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
@@ -61,13 +62,13 @@ def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None
 
 
 def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction | None = None) -> Any:
-    """Return one rank's sharded tree; see `shard`.
+    """Return the sharded tree of one rank; see `shard`.
 
     Args:
-        rank: one that is on the mesh.
+        rank: Rank on the mesh.
 
     Raises:
-        MetadataError: as `shard`, or the rank isn't on the mesh.
+        MetadataError: The rank isn't on the mesh, or `shard` would raise it.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
@@ -78,12 +79,13 @@ def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction
 
 
 def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
-    """Return what `shard` does, with meta tensors as data: targets for a load, which puts tensors on its `device`.
+    """Return the sharded tree of each rank with meta tensors as data: targets of a load, which allocates their memory.
 
-    Meta tensors have a shape and a dtype and hold no elements; `without_data` puts None instead.
+    Meta tensors have a shape and a dtype but no elements; `without_data` puts None in their place.
 
     Args:
-        tree: as for `shard`; shards without data and meta tensors do, as `load_tensors_metadata` gives them.
+        tree: Tree of whole tensors, as for `shard`; shards without data and meta tensors suffice, such as
+            `load_tensors_metadata` returns.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
@@ -95,7 +97,7 @@ def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = N
 
 
 def abstract_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction | None = None) -> Any:
-    """Return one rank's tree with meta tensors as data; see `abstract`.
+    """Return the tree of one rank with meta tensors as data; see `abstract`.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
@@ -106,9 +108,9 @@ def abstract_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunct
 
 
 def layout_of(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> ShardColumns:
-    """Return the shards that `shard` would give to all ranks, as columns; none of them is built.
+    """Return the shards of all ranks as columns, without building them; see `shard`.
 
-    So each rank knows what every rank holds. Rows are ordered by key, then in the mesh's order.
+    Each rank thereby knows every rank's shards. Rows are sorted by key, then in the mesh's order.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
@@ -124,7 +126,7 @@ def layout_of(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = 
 def _trees(
     tree: Any, mesh: Mesh, specs: Specs, ranks: tuple[int, ...], key: KeyFunction | None, fill: _Fill
 ) -> list[Any]:
-    """Return the trees of some ranks, of all where none is named."""
+    """Return the trees of some ranks, or of all ranks if none is named."""
     check_mesh(mesh)
     for rank in ranks:
         mesh.coordinates(rank)
@@ -139,7 +141,7 @@ def _leaf(source: Placed, mesh: Mesh, rank: int, parts: dict[Any, RankShard | No
     if placement is None:
         return replace(leaf, replica_id=mesh.ranks.index(rank)) if isinstance(leaf, ShardedObject) else leaf
     name = (leaf.global_shape, placement.spec, rank)
-    # Computed once for all tensors of a shape and spec: layers repeat them.
+    # Computed once for all tensors of one shape and spec, which layers repeat.
     if name not in parts:
         parts[name] = mesh_shard(leaf.global_shape, mesh, placement.spec, rank)
     part = parts[name]
@@ -160,7 +162,7 @@ def _meta_data(leaf: ShardedTensor, part: RankShard) -> torch.Tensor:
     return empty_data(part.shape, leaf.dtype, "meta")
 
 
-# from_local: from tensors that a rank holds.
+# from_local: from the tensors of one rank.
 
 
 def from_local(
@@ -172,29 +174,28 @@ def from_local(
     key: KeyFunction | None = None,
     global_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Any:
-    """Return a rank's sharded tree of the tensors that it holds; `shard_at` is the same for whole tensors.
+    """Return the sharded tree of a rank from its own tensors; `shard_at` takes whole tensors instead.
 
-    The shards' data are the same tensor objects, parameters too, so that optimizer states find them. Nothing is
-    communicated: an axis that is cut is taken to be as long as all parts of this rank's size together. Where that isn't
-    so, ranks don't agree on the global shape, and `save` and `load` raise an error that says so and names
-    `global_shapes`, which such tensors need.
+    The shards' data are the same tensor objects, parameters included, so that optimizer states find them. Nothing is
+    communicated: the parts along a sharded axis are assumed to have equal sizes. If they don't, ranks disagree about
+    the global shape; `save` and `load` then raise an error that asks for `global_shapes`.
 
     Args:
-        tree: its tensors are what this rank holds, lazy ones too; shards and other values stay as they are.
-        mesh: the ranks.
-        specs: how the global tensors are cut, as for `shard`.
-        rank: one that is on the mesh.
-        key: names a tensor by its path; by default the path's entries are joined by dots. A tensor that occurs twice
-            may have one key; then the first is the main one.
-        global_shapes: by key, those of tensors that aren't cut into equal parts.
+        tree: Tree of the rank's own tensors, lazy ones too; shards and other values stay unchanged.
+        mesh: Mesh of the ranks.
+        specs: Specs of the global tensors, as for `shard`.
+        rank: Rank on the mesh.
+        key: Function from a tensor's path to its key; by default the entries of the path are joined by dots. A tensor
+            that occurs twice may have one key; the first one is the main replica.
+        global_shapes: Global shapes, by key, of tensors whose parts differ in size.
 
     Raises:
-        MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or the rank isn't there.
-        ShapeError: a tensor isn't of the shape that the rank has of the global one, or the rank has nothing of it.
-        IntegrityError: different tensors have one key.
-        KeyMismatch: a pattern of `specs_by_pattern` fits no tensor, and nearly fits one that got the default.
-        TreeError: the tree holds DTensors, which know their own layout, or tensors that aren't dense; or two paths
-            have one key, and no `key` says so.
+        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh; or the rank isn't on the mesh.
+        ShapeError: A tensor has another shape than the rank's part of the global tensor, or that part is empty.
+        IntegrityError: Different tensors have one key.
+        KeyMismatch: A pattern of `specs_by_pattern` matches no tensor, and nearly matches one that got the default.
+        TreeError: The tree holds DTensors, which know their own layout, or tensors that aren't dense; or two paths
+            lead to one key, which `key` didn't choose.
 
     Examples:
         >>> import torch
@@ -245,15 +246,15 @@ def _part(
     """Return the rank's part of the global tensor, after checking that the local tensor has its shape."""
     entries = (*spec.entries, *(None,) * (len(local) - len(spec.entries)))
     counts = (prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
-    # Ranks can't tell from their own part whether it is a last, shorter one: where parts differ in size, ranks compute
-    # different global shapes, which saves and loads compare.
+    # A rank can't tell from its own part whether it is a last, shorter one. If parts differ in size, ranks compute
+    # different global shapes, and saves and loads compare those.
     whole = (
         tuple(size * count for size, count in zip(local, counts, strict=True)) if global_shape is None else global_shape
     )
     part = mesh_shard(whole, mesh, spec, rank)
     if part is None or part.shape != local:
         expected = "nothing" if part is None else part.shape
-        fix = "Correct the spec, or pass global_shapes={key: shape} for a tensor that isn't cut into equal parts."
-        what = f"from_local: {name!r} at {render_path(path)} isn't what rank {rank} has of {whole} by {spec}"
+        fix = "Correct the spec, or pass global_shapes={key: shape} for a tensor whose parts differ in size."
+        what = f"from_local: {name!r} at {render_path(path)} isn't rank {rank}'s part of {whole} by {spec}"
         raise ShapeError(error_text(what, found=local, expected=expected, fix=fix))
     return part

@@ -1,4 +1,4 @@
-"""What each rank of a mesh holds of a tensor: intervals along each axis, the boxes they form, and the tree's leaf."""
+"""A rank's part of a tensor on a mesh: the intervals along each axis, the boxes that they form, and the tree's leaf."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ._specs import AxisSplit, PartitionSpec, SpecEntry, check_fits, splits
 
 @dataclass(frozen=True, slots=True)
 class RankBox:
-    """One of the boxes that a rank's part of a tensor consists of.
+    """One box of a rank's part of a tensor.
 
     Attributes:
-        offset: in the global tensor.
-        shape: of the box.
-        local_offset: in the rank's own tensor.
+        offset: Offset in the global tensor.
+        shape: Shape of the box.
+        local_offset: Offset in the rank's own tensor.
     """
 
     offset: tuple[int, ...]
@@ -38,14 +38,15 @@ class RankBox:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What one rank holds of a tensor.
+    """One rank's part of a tensor.
 
     Attributes:
-        rank: who holds it.
-        spans: the intervals of each axis, in the order of the local tensor.
-        global_shape: the tensor's.
-        replica_id: 0 for the main replica; the copies are numbered row-major over the axes that the spec leaves out.
-        grid: into how many equal pieces each axis is cut; None where they aren't equal, or parts are several boxes.
+        rank: Rank that holds the part.
+        spans: Intervals along each axis, in the order of the local tensor.
+        global_shape: Shape of the global tensor.
+        replica_id: 0 for the main replica; other replicas are numbered row-major over the mesh axes that the spec
+            leaves out.
+        grid: Number of equal pieces along each axis; None if pieces differ in size or parts consist of several boxes.
     """
 
     rank: int
@@ -56,16 +57,16 @@ class RankShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the rank's own tensor."""
+        """Shape of the rank's own tensor."""
         return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
 
     @property
     def boxes(self) -> tuple[RankBox, ...]:
-        """The boxes, in row-major order of the local tensor: one, for most; a part without elements is one too."""
+        """Boxes in row-major order of the local tensor; usually one, also for a part without elements."""
         if 0 in self.shape:
             starts = zip(self.spans, self.global_shape, strict=True)
-            # The box of the local shape, from the first intervals' starts, stays within the tensor, since intervals are
-            # disjoint.
+            # A box of the local shape that begins where the first intervals do stays within the tensor, since intervals
+            # are disjoint.
             offset = tuple(spans[0][0] if spans else size for spans, size in starts)
             return (RankBox(offset, self.shape, (0,) * len(offset)),)
         per_axis = [list(_local_spans(spans)) for spans in self.spans]
@@ -83,15 +84,15 @@ def _local_spans(spans: Spans) -> Iterator[tuple[int, int, int]]:
 
 
 def mesh_shards(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[RankShard, ...]:
-    """Return what each rank of a mesh holds of a tensor, in the mesh's order; ranks that don't hold it are left out.
+    """Return the part of each rank of a mesh, in the mesh's order; ranks that don't hold the tensor are left out.
 
     Args:
-        global_shape: the tensor's.
-        mesh: the ranks.
-        spec: one that fits both.
+        global_shape: Shape of the global tensor.
+        mesh: Mesh of the ranks.
+        spec: Spec of the tensor.
 
     Raises:
-        MetadataError: it doesn't.
+        MetadataError: The spec doesn't fit the shape or the mesh.
 
     Examples:
         >>> [(part.spans, part.replica_id) for part in mesh_shards((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"))]
@@ -104,16 +105,16 @@ def mesh_shards(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) 
 
 
 def mesh_shard(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, rank: int) -> RankShard | None:
-    """Return what one rank of a mesh holds of a tensor; None where it doesn't hold it.
+    """Return the part of one rank of a mesh, or None if the rank doesn't hold the tensor.
 
     Args:
-        global_shape: the tensor's.
-        mesh: the ranks.
-        spec: one that fits both.
-        rank: one that is on the mesh.
+        global_shape: Shape of the global tensor.
+        mesh: Mesh of the ranks.
+        spec: Spec of the tensor.
+        rank: Rank on the mesh.
 
     Raises:
-        MetadataError: the spec doesn't fit, or the rank isn't on the mesh.
+        MetadataError: The spec doesn't fit, or the rank isn't on the mesh.
 
     Examples:
         >>> mesh_shard((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"), 3).shape
@@ -135,7 +136,7 @@ def _parts(
 ) -> Iterator[RankShard]:
     entries = (*spec.entries, *(None,) * (len(global_shape) - len(spec.entries)))
     left_out = [axis for axis in mesh.shape if axis not in spec.axes and axis not in dict(spec.at)]
-    # Into how many equal pieces each axis is cut, if all are equal and none is several intervals.
+    # The number of pieces along each axis, if all are equal and none consists of several intervals.
     counts = tuple(prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
     grid = counts if all(map(partial(_is_even, mesh), global_shape, entries, counts)) else None
     # Many ranks share their intervals along an axis: each is computed once.
@@ -152,7 +153,7 @@ def _parts(
 
 
 def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
-    """Return the number of a place, row-major over the given axes."""
+    """Return the row-major index of some coordinates over the given axes."""
     number = 0
     for axis in axes:
         number = number * mesh.shape[axis] + place[axis]
@@ -161,8 +162,8 @@ def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
 
 def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) -> Spans:
     whole: Spans = ((0, size),) if size else ()
-    # Names in a tuple count as one axis, as in JAX: one cut into the product of their sizes. Cutting by one after the
-    # other would give other parts where sizes aren't multiples.
+    # Names in a tuple count as one axis, as in JAX: one cut into as many parts as the product of their sizes. Cutting
+    # along one after the other would give other parts if sizes aren't multiples.
     if isinstance(entry, tuple) and not isinstance(entry[0], AxisSplit):
         axes = [split.axis for split in splits(entry)]
         return cut_spans(whole, prod(mesh.shape[axis] for axis in axes), _flat_index(mesh, axes, place))
@@ -183,27 +184,26 @@ def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:
     return all(len(piece) == 1 and piece[0][1] - piece[0][0] == size // count for piece in pieces)
 
 
-# The tree's leaf: a shard, or a factory where the rank holds several boxes.
+# The tree's leaf: a shard, or a factory if the rank holds several boxes.
 
 
 def rank_leaf(
     key: str, data: Any, dtype: torch.dtype, part: RankShard, *, allow_shape_mismatch: bool = False
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return the leaf for a rank's part of a tensor.
+    """Return the leaf of a rank's part of a tensor.
 
-    One box is a shard. Several are a factory: it builds a list of one shard a box, in the order of `part.boxes`, whose
-    data are views of the rank's tensor, and merges tensors of the boxes to one that is new. A part without elements is
-    one shard.
+    A part of one box is a shard. A part of several boxes is a factory: it builds one shard for each of `part.boxes`,
+    whose data are views of the rank's tensor, and merges tensors of the boxes into a new one.
 
     Args:
-        key: the global tensor's name.
-        data: the rank's own tensor, of shape `part.shape`; or None.
-        dtype: the tensor's.
-        part: what the rank holds.
-        allow_shape_mismatch: see ShardedTensor.
+        key: Key of the global tensor.
+        data: The rank's own tensor, of shape `part.shape`, or None.
+        dtype: Dtype of the tensor.
+        part: The rank's part of the tensor.
+        allow_shape_mismatch: Value of `ShardedTensor.allow_shape_mismatch`.
 
     Raises:
-        ShapeError: the data's dtype or shape isn't what the part and `dtype` say.
+        ShapeError: The data's dtype or shape contradicts `dtype` or the part.
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, AxisSplit, mesh_shards
@@ -223,14 +223,14 @@ def rank_leaf(
 
 
 def rank_data(whole: Any, part: RankShard) -> Any:
-    """Return a rank's part of a global tensor: a view where it is one box, else the boxes copied to one tensor.
+    """Return the data of a rank's part: a view of the global tensor for one box, else a copy of the boxes, joined.
 
     Args:
-        whole: the global tensor, or a lazy one, which isn't read; None stays None.
-        part: what the rank holds.
+        whole: Global tensor; a lazy one isn't read, and None stays None.
+        part: The rank's part of the tensor.
 
     Raises:
-        ShapeError: the tensor isn't of the part's global shape.
+        ShapeError: The tensor has another shape than the part's global shape.
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, mesh_shards
@@ -241,19 +241,26 @@ def rank_data(whole: Any, part: RankShard) -> Any:
         return None
     if tuple(whole.shape) != part.global_shape:
         found, fix = tuple(whole.shape), "Pass the whole tensor that the part was computed for."
-        raise ShapeError(error_text("rank_data: not the tensor", found=found, expected=part.global_shape, fix=fix))
+        raise ShapeError(
+            error_text(
+                "rank_data: the tensor has another shape than the part's",
+                found=found,
+                expected=part.global_shape,
+                fix=fix,
+            )
+        )
     boxes = [whole[slices(box.offset, box.shape)] for box in part.boxes]
     return boxes[0] if len(boxes) == 1 else _concatenate(boxes, part)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildBoxes:
-    """The build function of a rank's part that is several boxes. A value, so that equal parts make equal factories.
+    """The build function of a part of several boxes. A dataclass, so that equal parts make equal factories.
 
     Attributes:
-        part: what the rank holds.
-        dtype: the tensor's, used where there is no data.
-        allow_shape_mismatch: see ShardedTensor.
+        part: The rank's part of the tensor.
+        dtype: Dtype of shards without data.
+        allow_shape_mismatch: Value of `ShardedTensor.allow_shape_mismatch`.
     """
 
     part: RankShard
@@ -263,21 +270,23 @@ class BuildBoxes:
     def __call__(
         self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        """Return one shard a box; views of the rank's tensor, without data where there is none.
+        """Return a shard for each box, whose data are views of the rank's tensor, or None if it is.
 
         Raises:
-            ShapeError: the tensor isn't the part's, or is flat.
+            ShapeError: The tensor has another shape than the part, or a flat range was passed.
         """
         if flattened_range is not None:
             found, fix = flattened_range, "Flatten each box: the shards that `apply_factories` gives."
-            raise ShapeError(error_text(f"{key!r}: a part of several boxes is flat", found=found, fix=fix))
+            raise ShapeError(
+                error_text(f"{key!r}: a part of several boxes can't have a flat range", found=found, fix=fix)
+            )
         self.check(key, data)
         return [self._shard(key, data, replica_id, box) for box in self.part.boxes]
 
     def check(self, key: str, data: Any) -> None:
-        """Raise ShapeError unless there is no data, or its shape is the part's."""
+        """Raise ShapeError if the data has another shape than the part."""
         if data is not None and tuple(data.shape) != self.part.shape:
-            what, fix = f"{key!r}: not the rank's own part of the tensor", "Pass the tensor that the rank holds."
+            what, fix = f"{key!r}: the data isn't the rank's part of the tensor", "Pass the rank's own tensor."
             raise ShapeError(error_text(what, found=tuple(data.shape), expected=self.part.shape, fix=fix))
 
     def _shard(self, key: str, data: Any, replica_id: ReplicaId, box: RankBox) -> ShardedTensor:
@@ -289,21 +298,21 @@ class BuildBoxes:
 
 @dataclass(frozen=True, slots=True)
 class MergeBoxes:
-    """The merge function of a rank's part that is several boxes; undoes `BuildBoxes`.
+    """The merge function of a part of several boxes; the inverse of `BuildBoxes`.
 
     Attributes:
-        part: what the rank holds.
+        part: The rank's part of the tensor.
     """
 
     part: RankShard
 
     def __call__(self, boxes: Sequence[Any]) -> Any:
-        """Return the rank's tensor: what the boxes hold, copied to one."""
+        """Return the rank's tensor, a copy of the boxes, joined."""
         return _concatenate(list(boxes), self.part)
 
 
 def _concatenate(boxes: list[Any], part: RankShard) -> Any:
-    """Return boxes in row-major order, concatenated to one tensor, along the last axis first."""
+    """Return the tensor that boxes in row-major order form; they are concatenated along the last axis first."""
     for axis in reversed(range(len(part.spans))):
         count = len(part.spans[axis])
         rows = [boxes[first : first + count] for first in range(0, len(boxes), count)]

@@ -20,14 +20,15 @@ from ._mesh import Mesh, check_mesh
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """One cut of a tensor's axis along one axis of a mesh, applied to what the cuts before it left.
+    """One cut of a tensor's axis along one axis of a mesh, applied to the parts that earlier cuts left.
 
     Attributes:
-        axis: the mesh's axis.
-        split_factor: how many blocks are cut, a piece of each for every rank; more than one interleaves the ranks.
+        axis: Name of the mesh axis.
+        split_factor: Number of blocks; each is cut into a piece for every rank, so that several blocks interleave the
+            ranks.
 
     Raises:
-        MetadataError: the axis isn't a name, or the factor no integer of at least 1.
+        MetadataError: The axis isn't a name, or the factor isn't an integer of at least 1.
 
     Examples:
         >>> PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))  # as FSDP2 over TP cuts rows
@@ -50,23 +51,23 @@ class AxisSplit:
 
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | tuple[AxisSplit, ...] | None
-"""How one axis of a tensor is cut: along one axis of the mesh, along several as if they were one (the first outermost),
-by splits one after the other, or not at all."""
+"""Spec of one axis of a tensor: a mesh axis; several mesh axes that count as one, the first outermost; several splits,
+applied one after the other; or None, which doesn't cut it."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class PartitionSpec:
-    """How a tensor is cut: for each of its axes the axes of a mesh, as in JAX; it is replicated along the others.
+    """The mesh axes along which each axis of a tensor is cut, as in JAX; along other mesh axes it is replicated.
 
     Args:
-        entries: for each axis of the tensor a mesh axis, a tuple of them, an `AxisSplit`, a tuple of those, or None.
-            Axes beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
-            `torch.chunk` does: into equal pieces, but the last ones, which are shorter or have nothing.
-        at: ranks that hold the tensor at all, by their index along axes of the mesh, as in ``at={"pp": 1}`` for the
-            layers of a pipeline's second stage.
+        entries: Entry of each axis of the tensor: a mesh axis, a tuple of them, an `AxisSplit`, a tuple of those, or
+            None. Axes beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
+            by `torch.chunk`: the last parts are shorter or empty.
+        at: Index along mesh axes of the ranks that hold the tensor at all, such as ``at={"pp": 1}`` for the layers of a
+            pipeline's second stage.
 
     Raises:
-        MetadataError: an entry is none of these, `at` isn't a mapping from names to integers, or a mesh axis occurs
+        MetadataError: An entry has another type, `at` isn't a mapping from names to integers, or a mesh axis occurs
             twice.
 
     Examples:
@@ -95,16 +96,16 @@ class PartitionSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that the tensor is cut along, in the order in which they occur."""
+        """Mesh axes along which the tensor is cut, in the order of the entries."""
         return tuple(split.axis for entry in self.entries for split in splits(entry))
 
 
 P = PartitionSpec
-"""The short name, as in JAX."""
+"""Short name of PartitionSpec, as in JAX."""
 
 
 def splits(entry: SpecEntry) -> Iterator[AxisSplit]:
-    """Yield the mesh axes of an entry as splits; those of a tuple of names count as one axis together.
+    """Yield the mesh axes of an entry as splits; the names in a tuple count as one axis together.
 
     Examples:
         >>> list(splits("tp"))
@@ -123,7 +124,7 @@ def _entry(entry: Any) -> SpecEntry:
     kinds = {type(item) for item in entry} if isinstance(entry, tuple) else {type(entry)}
     if not isinstance(entry, tuple) or (kinds - {str} and kinds - {AxisSplit}):
         expected = "a mesh axis, a tuple of them, a tuple of AxisSplit, or None"
-        raise MetadataError(error_text("PartitionSpec: not an entry", found=repr(entry)[:200], expected=expected))
+        raise MetadataError(error_text("PartitionSpec: unusable entry", found=repr(entry)[:200], expected=expected))
     return entry[0] if len(entry) == 1 and kinds == {str} else entry or None
 
 
@@ -139,14 +140,14 @@ def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> N
     """Raise unless a spec fits a tensor and a mesh.
 
     Args:
-        key: the tensor's.
-        kind: what it is; without prepended axes.
-        mesh: the ranks.
-        spec: how it is to be cut.
+        key: Key of the tensor.
+        kind: Dtype and shape of the tensor, without prepended axes.
+        mesh: Mesh of the ranks.
+        spec: Spec of the tensor.
 
     Raises:
-        MetadataError: the spec has more entries than the tensor has axes, or names what the mesh hasn't; or the tensor
-            has prepended axes.
+        MetadataError: The spec has more entries than the tensor has axes, or names an axis or index that the mesh
+            doesn't have; or the tensor has prepended axes.
 
     Examples:
         >>> import torch
@@ -157,12 +158,12 @@ def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> N
         refuse(repr(key), "its kind", type(kind).__name__, "a TensorKind", fix, error=MetadataError)
     if kind.prepend_axis_num:
         fix = "Describe the whole tensor, with all its axes."
-        raise MetadataError(error_text(f"{key!r}: a spec for a tensor with prepended axes", found=kind, fix=fix))
+        raise MetadataError(error_text(f"{key!r}: a tensor with prepended axes can't have a spec", found=kind, fix=fix))
     check_fits(repr(key), kind.global_shape, mesh, spec)
 
 
 def check_fits(subject: str, global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> None:
-    """Raise MetadataError unless a spec fits a shape and a mesh, and is one.
+    """Raise MetadataError unless a value is a spec that fits a shape and a mesh.
 
     Examples:
         >>> check_fits("'w'", (4, 6), Mesh(tp=2), PartitionSpec(None, "tp"))
@@ -176,26 +177,28 @@ def check_fits(subject: str, global_shape: tuple[int, ...], mesh: Mesh, spec: Pa
     unknown = [repr(axis) for axis in (*spec.axes, *dict(spec.at)) if axis not in mesh.shape]
     unknown += [f"{axis}={index}" for axis, index in spec.at if not 0 <= index < mesh.shape.get(axis, index + 1)]
     if unknown:
-        what, fix = f"{subject}: {spec} names what {mesh} hasn't", "Use the mesh's own axes."
+        what, fix = f"{subject}: {spec} names axes or indices that {mesh} doesn't have", "Use the mesh's own axes."
         raise MetadataError(error_text(what, offenders=unknown, fix=fix))
 
 
 def checked_spec(subject: str, spec: Any) -> PartitionSpec:
-    """Return a spec; what isn't one raises MetadataError."""
+    """Return a spec, or raise MetadataError if the value isn't one."""
     if not isinstance(spec, PartitionSpec):
         found, fix = type(spec).__name__, "Pass PartitionSpec() for a tensor that isn't cut."
-        raise MetadataError(error_text(f"{subject}: not a spec", found=found, expected="a PartitionSpec", fix=fix))
+        raise MetadataError(
+            error_text(f"{subject}: the value isn't a spec", found=found, expected="a PartitionSpec", fix=fix)
+        )
     return spec
 
 
 # Specs for all tensors of a tree: one, a tree of them, patterns of keys, or a function.
 
 SpecFunction: TypeAlias = Callable[[str, Any], PartitionSpec]
-"""From a tensor's key and its leaf to how it is cut."""
+"""Function from a tensor's key and leaf to its spec."""
 
 Specs: TypeAlias = Any
-"""A PartitionSpec for all tensors, a tree of them, or a function. In a tree each spec holds for all tensors at its
-place and below, as in JAX; plain values need none. Its containers may be of other classes, with the same entries: a
+"""A PartitionSpec for all tensors, a tree of specs, or a `SpecFunction`. In a tree, each spec holds for all tensors at
+its place and below, as in JAX; plain values need none. A container may be of another class with the same entries: a
 dict of fields for a registered class or a named tuple, say."""
 
 
@@ -207,9 +210,9 @@ class PatternSpecs:
     """Specs by patterns of keys; a `SpecFunction`. `specs_by_pattern` makes it.
 
     Attributes:
-        rows: the patterns, as texts and as functions of keys, and their specs; the first that fits a key counts.
-        default: the spec of keys that no pattern fits; None where they are an error.
-        allow_unused: whether patterns may fit no key.
+        rows: Patterns as texts and as predicates of keys, with their specs; the first matching one counts.
+        default: Spec of keys that no pattern matches; None makes them an error.
+        allow_unused: Whether patterns may match no key.
 
     Examples:
         >>> specs_by_pattern({"**.bias": PartitionSpec("tp")})("layers.3.up.bias", None)
@@ -221,7 +224,7 @@ class PatternSpecs:
     allow_unused: bool
 
     def __call__(self, key: str, leaf: Any) -> PartitionSpec:
-        """Return a tensor's spec; KeyMismatch where no pattern fits its key, and there is no default."""
+        """Return the spec of a tensor; raise KeyMismatch if no pattern matches its key and there is no default."""
         row = self.first(key)
         spec = self.default if row is None else row[2]
         if spec is None:
@@ -232,7 +235,7 @@ class PatternSpecs:
         return spec
 
     def first(self, key: str) -> tuple[str, Callable[[str], bool], PartitionSpec] | None:
-        """Return the row of the first pattern that fits a key, None if none does."""
+        """Return the row of the first pattern that matches a key, or None."""
         return next((row for row in self.rows if row[1](key)), None)
 
 
@@ -242,22 +245,22 @@ def specs_by_pattern(
     *,
     unused: Literal["raise", "allow"] = "raise",
 ) -> SpecFunction:
-    """Return the function that gives a tensor the spec of the first pattern that fits its key.
+    """Return the function that chooses a tensor's spec by the first pattern that matches its key.
 
     Args:
-        patterns: keys, in which ``*`` matches one part between dots and ``**`` any number of them.
-        default: for keys that no pattern matches; without, they are an error.
-        unused: what becomes of a pattern that is no key's first one, most likely a typing error. `shard` and others
-            that see the whole tree raise; `from_local` sees one rank's tensors, and raises only where the pattern
-            nearly fits a key that got the default. "allow" is for specs that models share.
+        patterns: Spec of each pattern of keys, in which ``*`` matches one part between dots and ``**`` any number.
+        default: Spec of keys that no pattern matches; without it, they are an error.
+        unused: Treatment of a pattern that is no key's first one, most likely a typing error. With "raise", functions
+            that see the whole tree raise, such as `shard`; `from_local`, which sees one rank's tensors, raises only if
+            the pattern nearly matches a key that got the default. "allow" is for specs that several models share.
 
     Returns:
-        ``(key, leaf) -> PartitionSpec``, which raises KeyMismatch for a key that no pattern matches.
+        Function ``(key, leaf) -> PartitionSpec``, which raises KeyMismatch for a key that no pattern matches.
 
     Raises:
-        TreeError: a pattern isn't a text, or is empty.
-        MetadataError: a pattern's value, or the default, isn't a PartitionSpec; or `patterns` isn't a dict, or `unused`
-            neither of the two.
+        TreeError: A pattern isn't a text, or is empty.
+        MetadataError: A value of `patterns` or the default isn't a PartitionSpec, `patterns` isn't a dict, or `unused`
+            has another value.
 
     Examples:
         >>> specs = specs_by_pattern({"layers.*.up.weight": PartitionSpec("tp")}, default=PartitionSpec())
@@ -266,7 +269,7 @@ def specs_by_pattern(
     """
     if not isinstance(patterns, Mapping):
         found, fix = type(patterns).__name__, "Say which keys a spec is for: {'**.weight': PartitionSpec('tp')}."
-        raise MetadataError(error_text("specs_by_pattern: not a dict of specs", found=found, fix=fix))
+        raise MetadataError(error_text("specs_by_pattern: patterns isn't a dict of specs", found=found, fix=fix))
     if unused not in ("raise", "allow"):
         fix = "Pass 'allow' for specs shared by models."
         refuse("specs_by_pattern", "unused", repr(unused)[:200], "'raise' or 'allow'", fix, error=MetadataError)
@@ -281,17 +284,17 @@ def specs_by_pattern(
 
 
 def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool) -> None:
-    """Raise where a pattern was most likely meant for a tensor that has another spec now.
+    """Raise if a pattern was most likely meant for a tensor that got another spec.
 
     Args:
-        doing: for the message.
-        specs: of any form; only those of `specs_by_pattern` are looked at.
-        keys: of the tree's tensors.
-        whole: whether these are all tensors that there are, or those of one rank.
+        doing: Name of the caller in errors.
+        specs: Specs of any form; only those of `specs_by_pattern` are checked.
+        keys: Keys of the tree's tensors.
+        whole: Whether these are the tensors of all ranks, not those of one rank.
 
     Raises:
-        KeyMismatch: a pattern is the first one of no key, if these are all; else, one nearly fits a key that got the
-            default.
+        KeyMismatch: With all tensors: a pattern is the first one of no key. With one rank's: such a pattern nearly
+            matches a key that got the default.
 
     Examples:
         >>> specs = specs_by_pattern({"embed.weight": PartitionSpec("tp")}, default=PartitionSpec())
@@ -301,19 +304,17 @@ def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool
         return
     first = {key: row and row[0] for key in keys for row in [specs.first(key)]}
     unused = [pattern for pattern, _, _ in specs.rows if pattern not in first.values()]
-    # One key of those that differ in numbers alone, which layers have.
+    # Keys that differ in numbers alone, as those of layers do, count once.
     rest = {re.sub(r"\d+", "0", key): key for key, pattern in first.items() if pattern is None}.values()
     near = {pattern: next((key for key in rest if _nearly_fits(pattern, key)), "") for pattern in unused}
     wrong = [f"{pattern!r}" + f", nearly {key!r}" * bool(key) for pattern, key in near.items() if whole or key]
     if wrong:
-        fix = (
-            "Correct it, put it before those that fit its keys too, or pass unused='allow' for specs shared by models."
-        )
-        raise KeyMismatch(error_text(f"{doing}: patterns of specs that fit no tensor", offenders=wrong, fix=fix))
+        fix = "Correct it, put it before others that match its keys, or pass unused='allow' for specs shared by models."
+        raise KeyMismatch(error_text(f"{doing}: patterns of specs match no tensor", offenders=wrong, fix=fix))
 
 
 def _nearly_fits(pattern: str, key: str) -> bool:
-    """Return whether a key would fit a pattern if one part of the pattern were spelled a little differently."""
+    """Return whether a key would match a pattern if one part of the pattern were spelled a little differently."""
     parts = pattern.split(".")
     for at, part in enumerate(parts):
         match = None if "*" in part else match_key(".".join([*parts[:at], "*", *parts[at + 1 :]]), key)

@@ -20,7 +20,8 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
         tensors: The tree's tensors, by path.
 
     Raises:
-        MetadataError: a tree of specs holds something else, has a place that the tree hasn't, or none for a tensor.
+        MetadataError: A tree of specs holds another value, has an entry that the tree doesn't have, or lacks one for a
+            tensor.
 
     Examples:
         >>> import torch
@@ -42,15 +43,15 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
     placed = [(path, place, spec) for path, place, spec in prefix_places(specs, tree) if spec is not None]
     beyond = [render_path(path, "specs") for path, place, _ in placed if place is None]
     if beyond:
-        fix = "Give specs at places that the tree has."
-        raise MetadataError(error_text("specs for what isn't in the tree", offenders=beyond, fix=fix))
+        fix = "Remove them, or give them the tree's names."
+        raise MetadataError(error_text("specs have entries that the tree doesn't have", offenders=beyond, fix=fix))
     return _nearest({place: spec for _, place, spec in placed if place is not None}, tensors)
 
 
 def _nearest(
     specs: Mapping[TreePath, PartitionSpec], tensors: Mapping[TreePath, ShardedTensor]
 ) -> dict[TreePath, PartitionSpec]:
-    """Return the spec at each tensor's path or above it."""
+    """Return the spec of each tensor: the one at its path, or the nearest above it."""
     places = {path: place_above(path, specs) for path in tensors}
     lacking = [path for path, place in places.items() if place is None]
     if lacking:

@@ -54,7 +54,7 @@ def test_the_law_of_patterns_catches_typing_errors_that_fall_to_the_default() ->
 
 @pytest.mark.parametrize("pattern", [*TYPOS[:3], TYPOS[4], "layers.*.noorm.weight", "layers.*.nrom.weight"])
 def test_a_rank_s_own_tensors_show_a_near_miss(pattern: str) -> None:
-    with pytest.raises(KeyMismatch, match=r"from_local: patterns of specs that fit no tensor\n  '.*', nearly '"):
+    with pytest.raises(KeyMismatch, match=r"from_local: patterns of specs match no tensor\n  '.*', nearly '"):
         from_local(TREE, MESH, specs_by_pattern({pattern: ROWS}, default=WHOLE), 0)
     from_local(TREE, MESH, specs_by_pattern({pattern: ROWS}, default=WHOLE, unused="allow"), 0)
 
