@@ -103,6 +103,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "fetch",
     "fetch_ahead",
     "fetch_cost",
+    "fetch_from_memory",
     "files_in",
     "in_threads",
     "is_folder",
@@ -326,6 +327,7 @@ if typing.TYPE_CHECKING:
         digest,
         fetch,
         fetch_cost,
+        fetch_from_memory,
         files_in,
         in_threads,
         inside,
@@ -451,9 +453,10 @@ else:
             ),
             "..shell.storage": (
                 "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader Sibling Storage "
-                "StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_cost files_in in_threads "
-                "inside is_folder joined_crc32 listed locked make_folder move parts_in_file read_if_there "
-                "remove_files remove_folder sync_folder tensor_buffers threads_of write_hashed write_parts"
+                "StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_cost fetch_from_memory "
+                "files_in in_threads inside is_folder joined_crc32 listed locked make_folder move parts_in_file "
+                "read_if_there remove_files remove_folder sync_folder tensor_buffers threads_of write_hashed "
+                "write_parts"
             ),
             "..shell.table.index": (
                 "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "

@@ -29,16 +29,17 @@ from ...kit import (
     ShardedTensor,
     StoredFile,
     Verify,
+    byte_buffer,
     check_objects_known,
     check_taken,
     fetch,
     fetch_cost,
+    fetch_from_memory,
     plan_shards,
     row_major_bits,
     runs_plan,
     shard_columns,
 )
-from ...stores import MemoryStorage
 from ..archives import StoredTensor, box_of, filled_tensor
 from ..rank_archives import check_record
 from ..unique_keys import is_object
@@ -174,17 +175,12 @@ def _read_scattered(
             verify: Verify = None if checkpoint.options.verify is None else "all"
             is_checked = check_record(reader, rows, verify, checkpoint.storage.where(place.file))
             tensor, start = filled_tensor(reader.read, rows, what), start + first
-    memory = MemoryStorage()
     # From here on like a file of row-major bytes, so that the plan's rows apply unchanged.
-    bits = row_major_bits(tensor)
-    memory.write("tensor", [memoryview(bits.numpy())], durable=False)
     one = np.zeros_like
     runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)
     strided = replace(plan.strided, file=one(plan.strided.file), byte=plan.strided.byte - start)
-    inner = replace(plan, runs=runs, strided=strided)
-    report = fetch(
-        memory, {0: StoredFile("tensor", bits.numel())}, inner, memories, progress=checkpoint.options.progress
-    )
+    inner, contents = replace(plan, runs=runs, strided=strided), {0: byte_buffer(row_major_bits(tensor))}
+    report = fetch_from_memory(contents, inner, memories, progress=checkpoint.options.progress)
     return replace(report, blocks_checked=int(is_checked), blocks_unchecked=int(not is_checked))
 
 

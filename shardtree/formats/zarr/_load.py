@@ -24,11 +24,12 @@ from ...kit import (
     ShardedObject,
     ShardedTensor,
     Storage,
+    byte_buffer,
     check_lengths,
     check_objects_known,
     check_taken,
     dtype_name,
-    fetch,
+    fetch_from_memory,
     objects_from_index,
     old_unique_key,
     plan_shards,
@@ -37,7 +38,6 @@ from ...kit import (
     read_planned,
     shard_columns,
 )
-from ...stores import MemoryStorage
 from ..archives import decode_archive
 from ._array import Shape, StoredArray, fill_item, zarr_name
 from ._codecs import check_headers
@@ -194,10 +194,7 @@ def _read_virtual(
     if cell is not None and checkpoint.storage.length(file.name) is None:
         check_lengths(checkpoint, [file])
     chunk = filled(array, file.length) if cell is None else decoded(checkpoint.storage, array, cell)
-    # Decoded chunks go through the same fetch as files do, so that there is one way from a plan to memory.
-    room = MemoryStorage()
-    room.write(file.name, [memoryview(chunk.numpy())], durable=False)
-    return fetch(room, {number: file}, plan, memories, verify=None, progress=checkpoint.options.progress)
+    return fetch_from_memory({number: byte_buffer(chunk)}, plan, memories, progress=checkpoint.options.progress)
 
 
 def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:

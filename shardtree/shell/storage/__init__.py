@@ -77,7 +77,7 @@ from ._threads import Task, background_threads, in_threads, in_turn, usual_threa
 from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 
 if typing.TYPE_CHECKING:
-    from ._fetch import fetch, fetch_run
+    from ._fetch import fetch, fetch_from_memory, fetch_run
     from ._network import crosses_network
     from ._requests import fetch_cost
 else:
@@ -86,7 +86,7 @@ else:
     __getattr__ = later(
         __name__,
         {
-            "._fetch": "fetch fetch_run",
+            "._fetch": "fetch fetch_from_memory fetch_run",
             "._network": "crosses_network",
             "._requests": "fetch_cost",
         },

@@ -21,11 +21,18 @@ from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Verify, run_blocks
 from ._buffers import host_memory, is_staged
 from ._capabilities import can
 from ._checked import ReadReport, StoredFile, damage_error, range_crc32
-from ._requests import Checks, Request, cut_of, requests_of
+from ._requests import Checks, Cut, Request, cut_of, requests_of
 from ._storage import Buffer, Storage
 from ._strided import copy_piece, wide_reads
 from ._threads import run_workers
-from ._transports import RequestSource, RequestTransport, cut_for_devices, read_to_devices, transport_of
+from ._transports import (
+    RequestSource,
+    RequestTransport,
+    cut_for_devices,
+    from_memory,
+    read_to_devices,
+    transport_of,
+)
 
 Sums = dict[int, Any]
 """Checksums found in a file. Of blocks that came whole: number → hash, -1 if it came twice with different bytes. Of
@@ -56,13 +63,55 @@ def fetch(
         CorruptCheckpoint: a file's length or a block's hash isn't what the index says.
         StorageError: a file can't be read.
     """
-    cut, is_on_device = cut_of(storage, plan), np.array([is_staged(memory) for memory in memories], dtype=np.bool_)
+    return _carry_out(transport_of(storage, files), cut_of(storage, plan), files, plan, memories, verify, progress)
+
+
+def fetch_from_memory(
+    contents: Mapping[int, Buffer],
+    plan: LoadPlan,
+    memories: Sequence[torch.Tensor],
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> ReadReport:
+    """Copy the bytes that a plan reads from files whose content is in memory, such as decoded ones; return how many.
+
+    Args:
+        contents: The bytes of each file, by its number in the plan.
+        plan: The runs and boxes to copy.
+        memories: Destinations, in the form of `fetch`.
+        progress: Callback that gets the number of bytes copied since its last call.
+
+    Raises:
+        StorageError: A file has fewer bytes than the plan reads.
+
+    Examples:
+        >>> from shardtree.core.plans import runs_plan
+        >>> file, byte, target, target_byte, length = (np.array([number]) for number in (0, 1, 0, 0, 2))
+        >>> plan = runs_plan(Runs(file, byte, target, target_byte, length))
+        >>> memory = torch.zeros(2, dtype=torch.uint8)
+        >>> fetch_from_memory({0: memoryview(bytes([5, 6, 7]))}, plan, [memory]).bytes_read, memory.tolist()
+        (2, [6, 7])
+    """
+    files = {number: StoredFile("", data.nbytes) for number, data in contents.items()}
+    return _carry_out(from_memory(contents), cut_of(None, plan), files, plan, memories, None, progress)
+
+
+def _carry_out(
+    transport: RequestTransport,
+    cut: Cut,
+    files: Mapping[int, StoredFile],
+    plan: LoadPlan,
+    memories: Sequence[torch.Tensor],
+    verify: Verify,
+    progress: Callable[[int], None],
+) -> ReadReport:
+    is_on_device = np.array([is_staged(memory) for memory in memories], dtype=np.bool_)
     if is_on_device.any():
         cut = cut_for_devices(cut)
     requests, checks = requests_of(files, plan, verify, cut)
     with collector_paused():
         views = _views(plan, memories, is_on_device)
-    transport, sums = transport_of(storage, files), {number: Sums() for number in checks}
+    sums = {number: Sums() for number in checks}
 
     def carry_out(requests: Sequence[Request], progress: Callable[[int], None]) -> int:
         read = partial(_read, transport, checks, sums, progress)
@@ -82,7 +131,7 @@ def fetch(
             if check.file.ranges is not None:
                 what = f"the checksum of {len(spans)} of its tensors"
             offenders = (f"bytes {begin} to {end}" for begin, end in spans)
-            raise damage_error(storage.where(check.file.name), f"{what} differs", offenders)
+            raise damage_error(transport.where(check.file.name), f"{what} differs", offenders)
     count = sum(len(sums[number] if check.file.ranges is None else check.ranges) for number, check in checks.items())
     return ReadReport(bytes_read, count, sum(check.units for check in checks.values()) - count, len(checks))
 

@@ -19,6 +19,7 @@ from ...core import limits
 from ...core.codec import bit_view, byte_buffer, device_bits
 from ...core.geometry import Column, row_major_strides, rows_of, volumes
 from ...core.plans import Runs, Strided, grouped
+from ...errors import StorageError, error_text
 from ._blocks import Flags
 from ._buffers import DeviceCopies, Pair, copies_of, host_memory
 from ._capabilities import ReadRange, can
@@ -51,11 +52,13 @@ class RequestTransport:
     Attributes:
         arrivals: takes requests off a list, until it is empty, and yields them with their sources.
         threads: how many call it.
+        where: Function from a file's name to its name in error messages.
         tries: how often a block or byte range is read before it counts as damaged.
     """
 
     arrivals: Arrivals
     threads: int
+    where: Callable[[str], str]
     tries: int = 1
 
 
@@ -64,13 +67,28 @@ def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTr
     read_range = can(storage).read_range
     if read_range is None:
         # Few threads: copies out of the page cache are bound by memory, so that more would gain nothing.
-        return RequestTransport(partial(_from_files, storage, files), usual_threads())
+        return RequestTransport(partial(_from_files, storage, files), usual_threads(), storage.where)
     # A store that answers at once keeps the cores busy with a few requests. More only take turns there, each with other
     # memory: on two cores, 32 in flight took 1.3 times as long as 4.
     answers_at_once = (can(storage).latency or 1.0) < _SHORT_LATENCY
     gate = _Gate(min(2 * usual_threads(), _IN_FLIGHT) if answers_at_once else _IN_FLIGHT)
     # Once more before it is called damage: what came over a network may differ from what the store holds.
-    return RequestTransport(partial(_from_store, storage, read_range, files, gate), _IN_FLIGHT, tries=2)
+    arrivals = partial(_from_store, storage, read_range, files, gate)
+    return RequestTransport(arrivals, _IN_FLIGHT, storage.where, tries=2)
+
+
+def from_memory(contents: Mapping[int, Buffer]) -> RequestTransport:
+    """Return the transport of requests for files whose content is in memory, by their number."""
+
+    def arrivals(waiting: deque[Request]) -> Generator[tuple[Request, RequestSource], None, None]:
+        for request in _remaining(waiting):
+            data = contents[request.file]
+            if request.end > data.nbytes:
+                what = f"load: the content of file {request.file} of the plan is too short"
+                raise StorageError(error_text(what, found=f"{data.nbytes} bytes", expected=f"at least {request.end}"))
+            yield request, _Answer(0, data)
+
+    return RequestTransport(arrivals, usual_threads(), str)
 
 
 def _remaining(waiting: deque[T]) -> Iterator[T]:

@@ -19,7 +19,7 @@ from shardtree.core.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_p
 from shardtree.errors import CorruptCheckpoint, MetadataError, StorageError
 from shardtree.layouts import ShardColumns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.shell.storage import BLOCK_BYTES, Verify, block_hashes, fetch
+from shardtree.shell.storage import BLOCK_BYTES, Verify, block_hashes, fetch, fetch_from_memory
 from shardtree.storage import MemoryStorage, ReadReport, StoredFile
 from shardtree.stores._fsspec import FsspecStorage
 from shardtree.testing import random_bits
@@ -139,6 +139,29 @@ def test_filling_catches_a_plan_that_is_shifted_by_a_byte() -> None:
         fills_targets(parts, 1, None, shift=shift)
 
     assert_caught(law, 1, boxes())
+
+
+@given(boxes(), SHORTEST, THREADS)
+def test_content_in_memory_fills_targets_as_a_file_does(
+    parts: list[tuple[Span, Span]], shortest_run: int, threads: int
+) -> None:
+    source, columns = stored(), request(parts)
+    plan, sizes = plan_load(columns, source.chunks, shortest_run=shortest_run), [int(n) * 4 for n in columns.elements]
+    expected, report, _ = fetched(source, plan, sizes, None)
+    memories = [torch.full((size,), 0xEE, dtype=torch.uint8) for size in sizes]
+    with torch_threads(threads):
+        assert fetch_from_memory({0: memoryview(source.storage.read("f"))}, plan, memories) == report
+    assert all(map(torch.equal, memories, expected))
+
+
+@pytest.mark.parametrize("rows", [(0, COLUMNS), (10, 20)], ids=["runs", "pieces"])
+def test_content_in_memory_that_is_too_short_is_refused(rows: Span) -> None:
+    source, columns = stored(), request([((0, ROWS), rows)])
+    plan, memories = plan_load(columns, source.chunks), [torch.zeros(int(columns.elements[0]) * 4, dtype=torch.uint8)]
+    end = START + ROWS * COLUMNS * 4 - (COLUMNS - rows[1]) * 4
+    fetch_from_memory({0: memoryview(source.storage.read("f"))[:end]}, plan, memories)
+    with pytest.raises(StorageError, match="too short"):
+        fetch_from_memory({0: memoryview(source.storage.read("f"))[: end - 1]}, plan, memories)
 
 
 def missing_of(plan: LoadPlan, length: int) -> dict[int, int]:
