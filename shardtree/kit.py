@@ -1,4 +1,4 @@
-"""The names with which formats, stores and worlds are written; formats of other programs import nothing else of ours.
+"""The names with which formats and stores are written; those that come with shardtree import nothing else of ours.
 
 They are public and versioned with the package, and may change with a note in the changelog. docs/writing-a-backend.md
 has a line about each.
@@ -18,8 +18,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "FormatTraits",
     "LoadOptions",
     "PendingSave",
-    "Replaced",
-    "SaveOptions",
     "Strategy",
     "StrategyAction",
     "Resolution",
@@ -100,7 +98,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "Storage",
     "StoredFile",
     "Verify",
-    "fetch",
     "fetch_ahead",
     "fetch_cost",
     "fetch_from_memory",
@@ -166,9 +163,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "plan_shards",
     "planned_cost",
     "read_planned",
-    "COLUMNS",
     "sound_index",
-    "unsound_index",
     "stored_columns",
     "text_columns",
     "LoadPlan",
@@ -177,9 +172,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "StoredChunks",
     "runs_plan",
     "plan_load",
-    "find_unexpected",
     "grouped",
-    "check_fit",
     # What loads and saves refuse.
     "Copies",
     "check_objects_known",
@@ -211,14 +204,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "copy_bytes",
     "inside",
     "parts_in_file",
-    # Worlds.
-    "World",
-    "check_buffers",
-    "check_one_each",
-    "check_peer",
-    "check_rank",
-    "pack",
-    "unpack",
 ]
 
 if typing.TYPE_CHECKING:
@@ -270,17 +255,7 @@ if typing.TYPE_CHECKING:
     )
     from .core.lazy import LazyTensor, as_integers
     from .core.mapping import ShardedObject, ShardedTensor, box_of
-    from .core.plans import (
-        LoadPlan,
-        ReadCost,
-        Runs,
-        StoredChunks,
-        find_unexpected,
-        grouped,
-        level_writes,
-        plan_load,
-        runs_plan,
-    )
+    from .core.plans import LoadPlan, ReadCost, Runs, StoredChunks, grouped, level_writes, plan_load, runs_plan
     from .core.trees import (
         HOLE,
         Field,
@@ -325,7 +300,6 @@ if typing.TYPE_CHECKING:
         copy_bytes,
         crc32_behind,
         digest,
-        fetch,
         fetch_cost,
         fetch_from_memory,
         files_in,
@@ -360,14 +334,11 @@ if typing.TYPE_CHECKING:
         LoadOptions,
         PendingSave,
         Region,
-        Replaced,
         Resolution,
-        SaveOptions,
         Strategy,
         StrategyAction,
         Unchecked,
         abandoning,
-        check_fit,
         check_lengths,
         check_objects_known,
         check_objects_written,
@@ -384,7 +355,6 @@ if typing.TYPE_CHECKING:
         replace_metadata,
     )
     from .shell.table.index import (
-        COLUMNS,
         DeferredMetadata,
         Index,
         IndexMetadata,
@@ -414,10 +384,8 @@ if typing.TYPE_CHECKING:
         sound_index,
         stored_columns,
         text_columns,
-        unsound_index,
         write_file,
     )
-    from .shell.world import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
 else:
     __getattr__, __dir__ = face(
         __name__,
@@ -440,9 +408,7 @@ else:
             ),
             "..core.lazy": "LazyTensor as_integers",
             "..core.mapping": "ShardedObject ShardedTensor box_of",
-            "..core.plans": (
-                "LoadPlan ReadCost Runs StoredChunks find_unexpected grouped level_writes plan_load runs_plan"
-            ),
+            "..core.plans": "LoadPlan ReadCost Runs StoredChunks grouped level_writes plan_load runs_plan",
             "..core.trees": (
                 "Field HOLE Record diff is_hollow is_subclass leaves_with_paths map_shards map_sharing path_key "
                 "without_holes"
@@ -453,18 +419,15 @@ else:
             ),
             "..shell.storage": (
                 "AnyBuffer Buffer ByteRanges Capabilities Entry LocalStorage ReadReport Reader Sibling Storage "
-                "StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch fetch_cost fetch_from_memory "
-                "files_in in_threads inside is_folder joined_crc32 listed locked make_folder move parts_in_file "
-                "read_if_there remove_files remove_folder sync_folder tensor_buffers threads_of write_hashed "
-                "write_parts"
+                "StoredFile Verify byte_view can copy_bytes crc32_behind digest fetch_cost fetch_from_memory files_in "
+                "in_threads inside is_folder joined_crc32 listed locked make_folder move parts_in_file read_if_there "
+                "remove_files remove_folder sync_folder tensor_buffers threads_of write_hashed write_parts"
             ),
             "..shell.table.index": (
-                "COLUMNS DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of "
-                "index_problem int64 item_buffers load_common load_from_index naming_data_of objects_from_index "
-                "plan_shards planned_cost rank_file rank_files read_planned rows_from_index rows_in_folder "
-                "rows_of_objects rows_of_saves save_file save_in_folder save_with_index sound_index stored_columns "
-                "text_columns unsound_index write_file"
+                "DeferredMetadata Index IndexMetadata RankFiles StoredItem build_index chunks_of index_problem int64 "
+                "item_buffers load_common load_from_index naming_data_of objects_from_index plan_shards planned_cost "
+                "rank_file rank_files read_planned rows_from_index rows_in_folder rows_of_objects rows_of_saves "
+                "save_file save_in_folder save_with_index sound_index stored_columns text_columns write_file"
             ),
-            "..shell.world": "World check_buffers check_one_each check_peer check_rank pack unpack",
         },
     )

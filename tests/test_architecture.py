@@ -25,7 +25,7 @@ PURE |= {"live/resharding", "series/policies"}
 # holds a lock; or draw to a notebook, a terminal or a file.
 EFFECTS_IN_PURE = {"traces/_cells", "traces/_recording", "traces/_threads", "pictures/_display"}
 EFFECT = {"shell", "formats", "maintenance", "stores", "live", "conversion", "series", "inspection", "interop", "cli"}
-EFFECT |= {"kit"}  # with which formats, stores and worlds are written: a layer, though it holds no code
+EFFECT |= {"kit"}  # with which formats and stores are written: a layer, though it holds no code
 FACES = {
     *("buffers", "checkpoint", "display", "fingerprints", "layouts", "mapping", "objects", "plans", "retention"),
     *("kit", "storage", "strategies/__init__", "strategies/base", "trees", "world"),

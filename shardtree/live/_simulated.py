@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ..errors import WorldError, error_text
-from ..kit import World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
+from ..shell.world import World, pack, unpack
 
 T = TypeVar("T")
 
@@ -159,14 +159,14 @@ class SimulatedWorld(World):
         return [value if rank == self.rank else unpack("all_gather", data) for rank, data in enumerate(pieces)]
 
     def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
-        check_rank(self, "gather", root)
+        self.check_rank("gather", root)
         mine = pack("gather", value), pack("gather", brief)
         pairs = self._meeting.collect(self.rank, f"gather(root={root})", mine)
         parts = (whole if self.rank == root else small for whole, small in pairs)
         return [value if rank == self.rank else unpack("gather", data) for rank, data in enumerate(parts)]
 
     def broadcast(self, value: T, root: int = 0) -> T:
-        check_rank(self, "broadcast", root)
+        self.check_rank("broadcast", root)
         mine = pack("broadcast", value) if self.rank == root else b""
         pieces = self._meeting.collect(self.rank, f"broadcast(root={root})", mine)
         if self.rank == root:
@@ -178,7 +178,7 @@ class SimulatedWorld(World):
         self._meeting.collect(self.rank, "barrier", b"")
 
     def all_to_all(self, values: Sequence[T]) -> list[T]:
-        check_one_each(self, values)
+        self.check_one_each(values)
         mine = [b"" if rank == self.rank else pack("all_to_all", value) for rank, value in enumerate(values)]
         rows = self._meeting.collect(self.rank, "all_to_all", mine)
         return [
@@ -186,15 +186,15 @@ class SimulatedWorld(World):
         ]
 
     def send(self, value: Any, to: int) -> None:
-        check_peer(self, "send", to)
+        self.check_peer("send", to)
         self._meeting.send(self.rank, to, pack("send", value))
 
     def recv(self, source: int) -> Any:
-        check_peer(self, "recv", source)
+        self.check_peer("recv", source)
         return unpack("recv", self._meeting.recv(self.rank, source))
 
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        check_buffers(self, outgoing, incoming)
+        self.check_buffers(outgoing, incoming)
         buffers = self._meeting.collect(self.rank, "exchange", (dict(outgoing), dict(incoming)))
         _check_sizes(buffers)
         for source, buffer in incoming.items():

@@ -27,18 +27,15 @@ from ...kit import (
     ShardedTensor,
     Strategy,
     TensorKind,
-    check_fit,
-    check_lengths,
     check_objects_known,
     chunks_of,
-    fetch,
-    fetch_cost,
     file_regions,
-    find_unexpected,
     in_threads,
     opened,
     plan_load,
     plan_shards,
+    planned_cost,
+    read_planned,
     shard_columns,
     span_findings,
     threads_of,
@@ -61,7 +58,6 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
         UnsupportedValue: a tensor can't be read.
         CorruptCheckpoint: stored bytes aren't what was saved, or aren't those of their parameter.
     """
-    check_fit(find_unexpected({shard.key for shard in shards}, contents.shown.keys()))
     _check_loadable(checkpoint, contents, shards)
     computed = [shard for shard in shards if shard.key in contents.derived or shard.key in contents.numbers]
     if computed:  # the plan is only made for what it checks: shapes and dtypes
@@ -121,11 +117,7 @@ def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[st
 def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
     plan = plan_shards(contents.stored, shards, shard_columns(shards, checkpoint.world.rank))
     plan = in_order(plan, [file.length for file in contents.files]) if contents.scattered else plan
-    files = {number: contents.checked[number] for number in plan.files}
-    check_lengths(checkpoint, files.values())
-    options = checkpoint.options
-    memories = [shard.data for shard in shards]
-    report = fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+    report = read_planned(checkpoint, contents.checked.__getitem__, plan, [shard.data for shard in shards])
     return report + read_scattered(checkpoint, contents.scattered, shards) if contents.scattered else report
 
 
@@ -222,9 +214,7 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
     numbers = contents.stored.find_keys(columns.keys)
     plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
     plan = in_order(plan, [file.length for file in contents.files])
-    files = {number: contents.checked[number] for number in plan.files}
-    check_lengths(checkpoint, files.values())
-    cost = fetch_cost(files, plan, verify=checkpoint.options.verify)
+    cost = planned_cost(checkpoint, contents.checked.__getitem__, plan)
     return cost + scattered_cost(contents.scattered, sources)
 
 

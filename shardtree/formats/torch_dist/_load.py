@@ -32,10 +32,10 @@ from ...kit import (
     byte_buffer,
     check_objects_known,
     check_taken,
-    fetch,
     fetch_cost,
     fetch_from_memory,
     plan_shards,
+    read_planned,
     row_major_bits,
     runs_plan,
     shard_columns,
@@ -82,8 +82,7 @@ def read_archives(
     direct = plan.select(run_in_order, piece_in_order)
     file_plan = _file_plan(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
     files = _files(listing, payloads, numbers[in_order])
-    options = checkpoint.options
-    report = fetch(checkpoint.storage, files, file_plan, memories, verify=options.verify, progress=options.progress)
+    report = read_planned(checkpoint, files.__getitem__, file_plan, memories)
     for number in numbers[~in_order].tolist():
         own = plan.select(run == number, piece == number)
         report += _read_scattered(checkpoint, listing, payloads.places.get(number), number, own, memories)

@@ -162,7 +162,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     plan = plan_shards(group.index, shards, columns, group.gaps)
     memories = [shard.data for shard in shards]
     plain, virtual_plan = _split(group, plan)
-    report = read_planned(checkpoint, group.index, plain, memories)
+    report = read_planned(checkpoint, group.index.file, plain, memories)
     for number, part in _by_file(virtual_plan):
         report += _read_virtual(checkpoint, group, number, part, memories)
     return report
@@ -175,7 +175,7 @@ def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor],
     lengths = [checkpoint.storage.length(group.index.file(number).name) or 0 for number in numbers]
     pieces = len(virtual_plan.runs.file) + len(virtual_plan.strided.file)
     decoded_cost = ReadCost(virtual_plan.bytes_read, sum(lengths), pieces, len(numbers))
-    return planned_cost(checkpoint, group.index, plain) + decoded_cost
+    return planned_cost(checkpoint, group.index.file, plain) + decoded_cost
 
 
 def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...errors import CorruptCheckpoint, StrategyError, error_text
 from ...kit import (
-    COLUMNS,
     Buffer,
     Checkpoint,
     Fields,
@@ -40,7 +38,6 @@ from ...kit import (
     replace_metadata,
     sound_index,
     sync_folder,
-    unsound_index,
     without_prefix,
     write_hashed,
 )
@@ -115,7 +112,7 @@ def write_blob(
 
 def encode_columns(index: Index) -> bytes:
     """Return an index as bytes: its columns in the common codec."""
-    return encode_tree({name: np.ascontiguousarray(getattr(index, name)) for name in COLUMNS})
+    return encode_tree(index.columns())
 
 
 def decode_columns(data: Buffer, where: str) -> Index:
@@ -125,9 +122,7 @@ def decode_columns(data: Buffer, where: str) -> Index:
         CorruptCheckpoint: they don't hold one that is sound.
     """
     columns = decode_tree(data)
-    if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
-        raise unsound_index(where, "other columns than an index has")
-    return sound_index(Index(**{name: columns[name] for name in COLUMNS}), where)
+    return sound_index(columns if isinstance(columns, dict) else {}, where)
 
 
 # The common state, encoded by the common codec

@@ -5,10 +5,6 @@ from ._phases import agree, gather, gather_on_rank_zero, on_one_rank, on_rank_ze
 from ._world import (
     DEFAULT_TIMEOUT,
     World,
-    check_buffers,
-    check_one_each,
-    check_peer,
-    check_rank,
     one_process,
     pack,
     unpack,

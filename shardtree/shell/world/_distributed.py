@@ -19,10 +19,6 @@ from ._world import (
     Exchange,
     T,
     World,
-    check_buffers,
-    check_one_each,
-    check_peer,
-    check_rank,
     pack,
     unpack,
 )
@@ -55,7 +51,7 @@ class DistributedWorld(World):
         return [value if rank == self.rank else _read("all_gather", frame) for rank, frame in enumerate(frames)]
 
     def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
-        check_rank(self, "gather", root)
+        self.check_rank("gather", root)
         # What fits into a head reaches every rank at no cost; of what doesn't, ranks but the root hear the length.
         data = pack("gather", value)
         frame = self._frame(pack("gather", (0, data)))
@@ -79,7 +75,7 @@ class DistributedWorld(World):
         return [value if rank == self.rank else unpack("gather", each) for rank, each in enumerate(parts)]
 
     def broadcast(self, value: T, root: int = 0) -> T:
-        check_rank(self, "broadcast", root)
+        self.check_rank("broadcast", root)
         frame = self._frame(pack("broadcast", value)) if self.rank == root else self._empty_frame()
         with self._backend_errors(f"broadcast(root={root})") as group:
             wait_for_all(group, group.broadcast(frame[: self._head], root), self.timeout)
@@ -98,14 +94,14 @@ class DistributedWorld(World):
             wait_for_all(group, group.allreduce(torch.zeros(1, dtype=torch.int32, device="cpu")), self.timeout)
 
     def all_to_all(self, values: Sequence[T]) -> list[T]:
-        check_one_each(self, values)
+        self.check_one_each(values)
         mine = [b"" if rank == self.rank else pack("all_to_all", value) for rank, value in enumerate(values)]
         with self._backend_errors("all_to_all") as group:
             pieces = self._exchange_pieces(group, mine)
         return [values[rank] if rank == self.rank else unpack("all_to_all", piece) for rank, piece in enumerate(pieces)]
 
     def send(self, value: Any, to: int) -> None:
-        check_peer(self, "send", to)
+        self.check_peer("send", to)
         frame = self._frame(pack("send", value))
         with self._backend_errors(f"send(to={to})", [to]) as group:
             for part in (frame[: self._head], frame[self._head :]):
@@ -113,7 +109,7 @@ class DistributedWorld(World):
                     self._wait(group.send([part], to, _VALUE))
 
     def recv(self, source: int) -> Any:
-        check_peer(self, "recv", source)
+        self.check_peer("recv", source)
         with self._backend_errors(f"recv(source={source})", [source]) as group:
             head = self._empty_frame()
             self._wait(group.recv([head], source, _VALUE))
@@ -123,7 +119,7 @@ class DistributedWorld(World):
         return _read("recv", frame)
 
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        check_buffers(self, outgoing, incoming)
+        self.check_buffers(outgoing, incoming)
         with self._backend_errors("exchange", {*outgoing, *incoming}) as group:
             # Sizes aren't checked: that would take a message more for each pair. Callers plan both sides alike; gloo
             # ends a process that gets more bytes than its buffer has.

@@ -65,7 +65,7 @@ class World(ABC):
         Raises:
             WorldError, UnsupportedValue: as `all_gather`.
         """
-        check_rank(self, "gather", root)
+        self.check_rank("gather", root)
         return self.all_gather(value)
 
     @abstractmethod
@@ -106,7 +106,7 @@ class World(ABC):
             WorldError: if a buffer is something else or a peer is this rank, before anything is sent; if ranks don't
                 agree about what is sent, where that can be detected; if a peer is silent.
         """
-        check_buffers(self, outgoing, incoming)
+        self.check_buffers(outgoing, incoming)
         # As arrays: a pickled array contains its own elements only, a pickled tensor the whole storage that it views.
         rows = [outgoing[rank].numpy() if rank in outgoing else None for rank in range(self.size)]
         pieces = {rank: data for rank, data in enumerate(self.all_to_all(rows)) if data is not None and data.size}
@@ -128,39 +128,34 @@ class World(ABC):
         """
         return self.exchange if kind == "cpu" else None
 
+    # What subclasses check before they send anything, in the errors' common form
 
-def check_rank(world: World, what: str, rank: int) -> None:
-    """Raise unless the world has such a rank."""
-    if not 0 <= rank < world.size:
-        raise WorldError(error_text(f"{what}: no such rank", found=rank, expected=f"0 to {world.size - 1}"))
+    def check_rank(self, what: str, rank: int) -> None:
+        """Raise unless the world has such a rank; the error begins with the name of the collective."""
+        if not 0 <= rank < self.size:
+            raise WorldError(error_text(f"{what}: no such rank", found=rank, expected=f"0 to {self.size - 1}"))
 
+    def check_peer(self, what: str, rank: int) -> None:
+        """Raise unless the world has such a rank, and it isn't this one."""
+        self.check_rank(what, rank)
+        if rank == self.rank:
+            raise WorldError(error_text(f"{what}: rank {rank} can't exchange messages with itself"))
 
-def check_peer(world: World, what: str, rank: int) -> None:
-    """Raise unless the world has such a rank, and it isn't this one."""
-    check_rank(world, what, rank)
-    if rank == world.rank:
-        raise WorldError(error_text(f"{what}: rank {rank} can't exchange messages with itself"))
+    def check_buffers(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        """Raise unless all peers are other ranks of the world, and all buffers contiguous bytes in the CPU's memory."""
+        for peer, buffer in (*outgoing.items(), *incoming.items()):
+            self.check_peer("exchange", peer)
+            plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
+            if not plain:
+                found = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
+                expected = "contiguous bytes in the CPU's memory, uint8 of one axis"
+                raise WorldError(error_text(f"exchange: the buffer for rank {peer}", found=found, expected=expected))
 
-
-def check_buffers(world: World, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-    """Raise unless all peers are other ranks of the world, and all buffers contiguous bytes in the CPU's memory."""
-    for peer, buffer in (*outgoing.items(), *incoming.items()):
-        check_peer(world, "exchange", peer)
-        plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
-        if not plain:
-            found = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
-            expected = "contiguous bytes in the CPU's memory, uint8 of one axis"
-            raise WorldError(error_text(f"exchange: the buffer for rank {peer}", found=found, expected=expected))
-
-
-def check_one_each(world: World, values: Sequence[object]) -> None:
-    """Raise unless there is one value for each rank."""
-    if len(values) != world.size:
-        raise WorldError(
-            error_text(
-                f"all_to_all: rank {world.rank}", found=plural(len(values), "value"), expected=f"{world.size}, one each"
-            )
-        )
+    def check_one_each(self, values: Sequence[object]) -> None:
+        """Raise unless there is one value for each rank."""
+        if len(values) != self.size:
+            found, expected = plural(len(values), "value"), f"{self.size}, one each"
+            raise WorldError(error_text(f"all_to_all: rank {self.rank}", found=found, expected=expected))
 
 
 # Values as bytes, for sending them between ranks.
@@ -220,14 +215,14 @@ class OneProcess(World):
         return [value]
 
     def broadcast(self, value: T, root: int = 0) -> T:
-        check_rank(self, "broadcast", root)
+        self.check_rank("broadcast", root)
         return value
 
     def barrier(self) -> None:
         pass
 
     def all_to_all(self, values: Sequence[T]) -> list[T]:
-        check_one_each(self, values)
+        self.check_one_each(values)
         return list(values)
 
     def send(self, value: Any, to: int) -> NoReturn:

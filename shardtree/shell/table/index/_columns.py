@@ -99,6 +99,11 @@ class Index:
         """Return the names of the files, by number."""
         return texts(self.file_text, self.file_start)
 
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Return the columns by their names, contiguous."""
+        columns = {name: getattr(self, name) for name in ALL_COLUMNS}
+        return {name: np.ascontiguousarray(column) for name, column in columns.items() if column is not None}
+
     def find_keys(self, keys: Sequence[str]) -> list[int]:
         """Return the number of each tensor, -1 for one that isn't there."""
         return find_texts(self.key_text, self.key_start, keys)
@@ -145,8 +150,8 @@ class Index:
         return [kinds.get(kind) or kinds.setdefault(kind, TensorKind(*kind)) for kind in fields]
 
 
-OPTIONAL_COLUMNS = ("x_fingerprint",)
-COLUMNS = tuple(field.name for field in fields(Index) if field.name not in OPTIONAL_COLUMNS)
+ALL_COLUMNS = tuple(field.name for field in fields(Index))
+COLUMNS = tuple(name for name in ALL_COLUMNS if name != "x_fingerprint")
 """Names of the columns that every index has."""
 
 

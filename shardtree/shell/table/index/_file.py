@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -16,7 +16,7 @@ from ....errors import CheckpointingException, CorruptCheckpoint, error_text, pl
 from ...storage import BLOCK_BYTES, Buffer, StoredFile, in_threads
 from .._metadata import read_checked, write_checked
 from .._values import Checkpoint, Fields, PendingSave
-from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_at, text_columns, texts
+from ._columns import ALL_COLUMNS, COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_at, text_columns, texts
 
 ObjectRow = tuple[str, int, int, int]
 """An object's unique key, the number of its file, its first byte there and its length in bytes."""
@@ -102,10 +102,8 @@ _NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
 
 def encode_index(index: Index) -> bytes:
     """Return the index as the bytes of a safetensors file."""
-    present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
-    columns = {name: np.ascontiguousarray(getattr(index, name)) for name in present}
     # 8-byte columns first: each is then aligned in the file's bytes, so that a reader uses it where it lies.
-    by_size = sorted(columns.items(), key=lambda column: -column[1].itemsize)
+    by_size = sorted(index.columns().items(), key=lambda column: -column[1].itemsize)
     entries, offset = [], 0
     for name, column in by_size:
         tag = _TAGS[column.dtype.name]
@@ -127,7 +125,7 @@ def decode_index(data: Buffer, what: str) -> Index:
     entries, start = decode_header(data, data.nbytes)
     columns: dict[str, Any] = {}
     for entry in entries:
-        if entry.name in COLUMNS or entry.name in OPTIONAL_COLUMNS:
+        if entry.name in ALL_COLUMNS:
             dtype = _NUMPY.get(entry.tag)
             if dtype is None:
                 raise unsound_index(what, f"column {entry.name!r} has dtype {entry.tag}")
@@ -135,10 +133,7 @@ def decode_index(data: Buffer, what: str) -> Index:
             columns[entry.name] = np.frombuffer(part, dtype=dtype).reshape(entry.shape)
         elif not entry.name.startswith("x_"):
             raise unsound_index(what, f"unknown column {entry.name!r}: it was written by a later version")
-    missing = [name for name in COLUMNS if name not in columns]
-    if missing:
-        raise unsound_index(what, f"columns {', '.join(missing)} are missing")
-    index = sound_index(Index(**columns), what)
+    index = sound_index(columns, what)
     if problem := _unstored(index):
         raise unsound_index(what, problem)
     return index
@@ -178,12 +173,16 @@ _ROWS = 2**14
 """Rows that are checked at once: so few that what is made of them stays in a core's cache."""
 
 
-def sound_index(index: Index, what: str) -> Index:
-    """Return an index that was read from a file.
+def sound_index(columns: Mapping[str, Any], what: str) -> Index:
+    """Return the index that has a file's columns, by the names of `Index.columns`; other names are ignored.
 
     Raises:
-        CorruptCheckpoint: its columns don't fit together.
+        CorruptCheckpoint: Columns are missing, or contradict each other.
     """
+    arrays = {name: columns[name] for name in ALL_COLUMNS if isinstance(columns.get(name), np.ndarray)}
+    if missing := [name for name in COLUMNS if name not in arrays]:
+        raise unsound_index(what, f"columns {', '.join(missing)} are missing")
+    index = Index(**arrays)
     # A right hash proves nothing: anyone who makes a checkpoint computes its hashes too.
     try:
         problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)

@@ -189,7 +189,7 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
     # The collector would look through a large tree again and again while nothing is freed.
     with collector_paused():
         plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
-    return read_planned(checkpoint, index, plan, [shard.data for shard in shards])
+    return read_planned(checkpoint, index.file, plan, [shard.data for shard in shards])
 
 
 def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
@@ -259,16 +259,21 @@ def _misfits(
     return kinds, [*misfits, *plans.find_mismatches(stored_shards, kinds, cast=cast)]
 
 
-def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
-    """Execute a plan, after checking that its files have the lengths in the index.
+def read_planned(
+    checkpoint: Checkpoint, file: Callable[[int], StoredFile], plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Execute a plan, after checking that its files have their lengths; return what was read.
 
     Args:
-        checkpoint: where the files are, and how they are read.
-        index: on which the plan was made.
-        plan: what to read.
+        checkpoint: The open checkpoint, with the options of the load.
+        file: Function from a file's number in the plan to the file, such as an index's `file`.
+        plan: The bytes to read, and their destinations.
         memories: for each requested shard its memory, a contiguous tensor, written in place.
+
+    Raises:
+        CorruptCheckpoint: A file isn't there, or isn't what was saved.
     """
-    files = {number: index.file(number) for number in plan.files}
+    files = {number: file(number) for number in plan.files}
     options = checkpoint.options
     read = partial(fetch, checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
     if can(checkpoint.storage).read_range is None:
@@ -310,23 +315,23 @@ def explain_from_index(
     numbers = index.find_keys(columns.keys)
     plan = plans.plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
     overlaps = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
-    cost = partial(planned_cost, checkpoint, index, plan) if base.cost is None else partial(base.cost, fit, plan)
+    cost = partial(planned_cost, checkpoint, index.file, plan) if base.cost is None else partial(base.cost, fit, plan)
     problems = (*misfits, *overlaps, *plans.find_gaps(fit, plan.covered, kinds, base.gaps))
     return plans.Prospect(problems, cost, tuple(base.uncompared(keys)))
 
 
-def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.ReadCost:
-    """Return the cost of a plan, after checking that its files have the lengths in the index.
+def planned_cost(checkpoint: Checkpoint, file: Callable[[int], StoredFile], plan: LoadPlan) -> plans.ReadCost:
+    """Return the cost of a plan, after checking that its files have their lengths.
 
     Args:
-        checkpoint: where the files are, and how they are read.
-        index: on which the plan was made.
-        plan: what would be read.
+        checkpoint: The open checkpoint, with the options of the load.
+        file: Function from a file's number in the plan to the file, such as an index's `file`.
+        plan: The bytes that would be read.
 
     Raises:
         CorruptCheckpoint: a file isn't there, or is longer or shorter.
     """
-    files = {number: index.file(number) for number in plan.files}
+    files = {number: file(number) for number in plan.files}
     check_lengths(checkpoint, files.values())
     return fetch_cost(files, plan, verify=checkpoint.options.verify, storage=checkpoint.storage)
 

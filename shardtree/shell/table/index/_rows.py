@@ -142,7 +142,7 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     plan = runs_plan(Runs(file, byte, order, np.zeros(order.size, dtype=np.int64), length))
     # Always whole blocks: a tensor with a flipped bit has a number that is a little wrong, an object is another one.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
-    read_planned(replace(checkpoint, options=options), index, plan, memories)
+    read_planned(replace(checkpoint, options=options), index.file, plan, memories)
     return [_decoded_object(memory, key, checkpoint) for memory, key in zip(memories, unique_keys, strict=True)]
 
 
