@@ -33,7 +33,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "HOLE",
     "leaves_with_paths",
     "without_holes",
-    "map_shards",
     "map_sharing",
     "Field",
     "diff",
@@ -50,7 +49,6 @@ __all__ = [  # noqa: RUF022  (in groups)
     "shard_boxes",
     "as_int",
     "box_column",
-    "box_of",
     "flat_boxes",
     "row_major_strides",
     "shared_groups",
@@ -254,7 +252,7 @@ if typing.TYPE_CHECKING:
         shard_columns,
     )
     from .core.lazy import LazyTensor, as_integers
-    from .core.mapping import ShardedObject, ShardedTensor, box_of
+    from .core.mapping import ShardedObject, ShardedTensor
     from .core.plans import LoadPlan, ReadCost, Runs, StoredChunks, grouped, level_writes, plan_load, runs_plan
     from .core.trees import (
         HOLE,
@@ -264,7 +262,6 @@ if typing.TYPE_CHECKING:
         is_hollow,
         is_subclass,
         leaves_with_paths,
-        map_shards,
         map_sharing,
         path_key,
         without_holes,
@@ -407,11 +404,10 @@ else:
                 "shard_columns"
             ),
             "..core.lazy": "LazyTensor as_integers",
-            "..core.mapping": "ShardedObject ShardedTensor box_of",
+            "..core.mapping": "ShardedObject ShardedTensor",
             "..core.plans": "LoadPlan ReadCost Runs StoredChunks grouped level_writes plan_load runs_plan",
             "..core.trees": (
-                "Field HOLE Record diff is_hollow is_subclass leaves_with_paths map_shards map_sharing path_key "
-                "without_holes"
+                "Field HOLE Record diff is_hollow is_subclass leaves_with_paths map_sharing path_key without_holes"
             ),
             "..maintenance": (
                 "RequestReader check_taken fetch_ahead file_regions files_findings opened refused_findings "

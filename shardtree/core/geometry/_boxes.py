@@ -44,15 +44,10 @@ def integer(subject: str, field: str, value: Any) -> int:
         >>> integer("ShardedTensor 'w'", "local_shape[0]", numpy.int64(4))
         4
     """
-    try:
-        # A bool is an int to Python; as a size or index it is most likely a misplaced argument.
-        if isinstance(value, bool):
-            raise TypeError
-        # By `__index__`, which NumPy's integers have, and floats and texts don't.
-        return int(operator.index(value))
-    except TypeError:
+    if (number := as_int(value)) is None:
         fix = "Convert it with int() where that loses nothing."
         refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
+    return number
 
 
 def as_int(value: Any) -> int | None:
@@ -64,8 +59,10 @@ def as_int(value: Any) -> int | None:
         (4, None, None)
     """
     try:
-        return integer("", "", value)
-    except MetadataError:
+        # A bool is an int to Python; as a size or index it is most likely a misplaced argument. Others are taken by
+        # `__index__`, which NumPy's integers have, and floats and texts don't.
+        return None if isinstance(value, bool) else int(operator.index(value))
+    except TypeError:
         return None
 
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ...errors import CorruptCheckpoint, error_text
-from ...kit import Checkpoint, map_shards
+from ...kit import Checkpoint, map_sharing
 from ..archives import StoredTensor
 from ..pickles import Constructor, Stub, inert
 from ..rank_archives import ArchiveFile, Piece, Tensors, ValueAt, piece_of, state_key
@@ -196,7 +196,7 @@ def plain(value: Any) -> Any:
     def unstubbed(leaf: Any) -> Any:
         return leaf.state if isinstance(leaf, Stub) else leaf
 
-    return map_shards(unstubbed, value)
+    return map_sharing(unstubbed, value)
 
 
 _MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}

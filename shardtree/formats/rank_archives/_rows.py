@@ -91,7 +91,9 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
     wrong = [f"{key!r}: {reason}" for key, reason in sorted(refused.items())]
     if wrong:
         fix = "Leave them out of the target. Where copies differ, LoadOptions(verify=None) reads the first rank's."
-        raise UnsupportedValue(error_text("load: tensors that the ranks' files don't determine", offenders=wrong, fix=fix))
+        raise UnsupportedValue(
+            error_text("load: tensors that the ranks' files don't determine", offenders=wrong, fix=fix)
+        )
 
 
 def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str], *, reads: bool) -> dict[str, str]:

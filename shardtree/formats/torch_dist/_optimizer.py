@@ -26,7 +26,6 @@ from ...kit import (
     ShardColumns,
     ShardedTensor,
     TensorKind,
-    box_of,
     build_index,
     byte_buffer,
     digest,
@@ -160,7 +159,9 @@ def _hashes_of(fill: Fill, pieces: Sequence[BucketPiece], memory: torch.Tensor) 
     data = memory[: sum(sizes)].split_with_sizes(sizes)
     fill(
         [
-            box_of(piece.key, one.view(piece.shape), one.dtype, piece.global_shape, piece.offset, piece.shape)
+            ShardedTensor(
+                piece.key, one.view(piece.shape), one.dtype, piece.shape, piece.global_shape, piece.offset, None
+            )
             for piece, one in zip(pieces, data, strict=True)
         ]
     )
@@ -207,7 +208,8 @@ def _readings(
 
 def _read(fill: Fill, bucket: Bucket, state: str, data: torch.Tensor, begin: int = 0) -> None:
     """Fill memory with elements of a state of a bucket, from one of them on."""
-    fill([box_of(f"{bucket.name}.{state}", data, data.dtype, (bucket.edges[-1],), (begin,), tuple(data.shape))])
+    shape, whole = tuple(data.shape), (bucket.edges[-1],)
+    fill([ShardedTensor(f"{bucket.name}.{state}", data, data.dtype, shape, whole, (begin,), None)])
 
 
 def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
