@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ._command import FORMATS, Command, CommandGroup
+from ._command import FORMATS, Command, CommandGroup, Json
+from ._series_app import series
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -22,6 +23,7 @@ app = typer.Typer(
     " answer is no, 2 where something can't be done, 130 after Ctrl-C.\n\nPatterns of keys: * is one part between dots,"
     " ** any number of parts, and any other character is itself.",
 )
+app.add_typer(series, name="series")
 _command = partial(app.command, cls=Command)
 
 
@@ -45,7 +47,6 @@ _AllowPickle = Annotated[
         " checkpoints that you trust as you trust a program.",
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _Keys = Annotated[
     list[str] | None,
     typer.Option("--key", metavar="PATTERN", help="Only keys like this: '**.bias'. Repeatable."),
@@ -108,7 +109,7 @@ def inspect(
     limit: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Rows of each table.", show_default="all")
     ] = None,
-    as_json: _Json = False,
+    as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
     """Show what is in a checkpoint, and how each tensor is cut; of a run, its steps. Only --values reads a tensor."""
@@ -157,7 +158,7 @@ def verify(
         bool,
         typer.Option("--require-checksums", help="Have status 2 where nothing is damaged, but not all can be checked."),
     ] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Read every byte of a checkpoint, and show each damaged region of a file, and what has no checksum."""
     from ._verify import run_replicas, run_verify
@@ -180,7 +181,7 @@ def diff(
         bool, typer.Option("--structure-only", help="Compare keys, dtypes and shapes, and read no value.")
     ] = False,
     key: _Keys = None,
-    as_json: _Json = False,
+    as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
     """Compare two checkpoints, bit for bit, across formats and cuts."""
@@ -292,7 +293,7 @@ def convert(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Don't read back and compare what was written.")
     ] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
     """Write a checkpoint of any format as one of another, and compare what was written with the source."""
@@ -339,7 +340,7 @@ def trace(
     diff: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="Another loader of the same model: where they differ.")
     ] = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Show what loading code makes of a checkpoint's tensors, what it forgets and writes twice; reads no tensor."""
     from ._names import function_named
@@ -391,7 +392,7 @@ def explain(
         Literal["auto", "always", "never"],
         typer.Option(help="Whether ranks read for each other what several of them want."),
     ] = "auto",
-    as_json: _Json = False,
+    as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
     """Say whether a load in another layout would succeed, and what each rank would read; no tensor is read."""
@@ -427,7 +428,7 @@ def plan(
     origins: Annotated[bool, typer.Option("--origins", help="Show where each box of each tensor comes from.")] = False,
     cast: _Cast = False,
     plain: _Plain = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Show which bytes move between ranks when tensors get from one layout into another; none is moved.
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -21,6 +21,9 @@ from ..errors import CheckpointingException, printable
 
 FORMATS = "dcp, huggingface, safetensors, torch_dist, zarr"
 """The library's formats that can be written, as help shows them: the table of formats would have to wait for torch."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+"""The option of all commands that print JSON."""
 
 TROUBLE = 2
 """The exit status where something couldn't be done."""
@@ -51,7 +54,7 @@ class Command(TyperCommand):
         options = [one for one in self.params if isinstance(one, TyperOption)]
         texts = {str(one.name): _spelling(one) for one in options}
         token = _options.set({**texts, **{name: texts[same] for name, same in _OF_SAVES.items() if same in texts}})
-        name = str(ctx.info_name)
+        name = ctx.command_path.partition(" ")[2]  # without the program: "series prune"
         try:
             # Backslashes, since a key with a character that the encoding lacks must still be told from others.
             for stream in (sys.stdout, sys.stderr):
@@ -143,7 +146,7 @@ def complain(command: str, error: Exception) -> None:
     """Print an error's text, with its notes."""
     # Errors of a function that is called as the command is begin with its name already.
     texts = [str(error), *getattr(error, "__notes__", [])]
-    text = "\n  ".join(one.removeprefix(f"{command}: ") for one in texts)
+    text = "\n  ".join(one.removeprefix(f"{command.partition(' ')[0]}: ") for one in texts)
     text = shell_words(text, options_as_typed())
     typer.echo(f"shardtree {command}: " + "\n".join(map(printable, text.split("\n"))), err=True)
 

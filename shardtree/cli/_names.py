@@ -203,3 +203,22 @@ def size_named(text: str) -> int:
     if match is None or unit is None or float(match[1]) * unit < 1:
         raise typer.BadParameter(f"{text!r} is not a number of bytes, such as 256MB or 1GiB")
     return int(float(match[1]) * unit)
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def seconds_named(text: str) -> float:
+    """Return the number of seconds that a text names: a number, with s, m, h, d or w behind it.
+
+    Raises:
+        typer.BadParameter: the text isn't such a number.
+
+    Examples:
+        >>> seconds_named("90"), seconds_named("1.5h"), seconds_named("7d")
+        (90.0, 5400.0, 604800.0)
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([smhdw]?)", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a length of time, such as 90s, 30m, 12h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]

@@ -1,13 +1,17 @@
-"""`shardtree inspect` of a folder of steps: which are finished, how large, how good, and what stays."""
+"""The steps of a run, as `shardtree inspect` and `shardtree series list` show them; `latest`, `pin` and `unpin`."""
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import typer
 from rich.text import Text
 
-from ..errors import CheckpointingException, plural, shorten
+from ..errors import CheckpointingException, NotACheckpoint, error_text, plural, shorten
 from ..inspection import open_checkpoint, step_prefix
 from ..pictures import moment_text
 from ..series import CheckpointSeries
@@ -16,7 +20,7 @@ from ..shell.storage import Storage, folder_in, listed, storage_at
 from ..shell.world import one_process
 from ._contents import plain
 from ._files import Files, files_in, files_of
-from ._output import Heading, Output, json_text, printable, show_table, size
+from ._output import Heading, Output, json_text, printable, show_table, size, working
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +40,74 @@ class Steps:
     @property
     def newest(self) -> str:
         """The newest step, as it would be named."""
-        return f"{self.where.rstrip('/')}/{self.rows[-1][0].folder}"
+        return _path(self.where, self.rows[-1][0])
 
 
-def find_steps(where: str) -> Steps | None:
+def find_steps(where: str, names: str | None = None) -> Steps | None:
     """Return the steps under a root; None if it has no finished one.
 
-    Steps are folders whose names end in a number: step_00000100, iter_0000100, checkpoint-100 or 100.
+    Args:
+        where: the root, as a path or URL.
+        names: the format of the steps' folders; None for every name that ends in a number, as step_00000100,
+            iter_0000100, checkpoint-100 or 100.
     """
-    root, world = storage_at(where), one_process()
-    with listed(root) as storage:
-        folders = {name: prefix for name in storage.names() if (prefix := step_prefix(name)) is not None}
+    with listed(storage_at(where)) as storage:
+        folders = _step_folders(storage)
         # What stands before the number may differ: each beginning is a series of its own.
-        names = [prefix.replace("{", "{{").replace("}", "}}") + "{}" for prefix in sorted(set(folders.values()))]
-        steps = [step for one in names for step in CheckpointSeries(storage, one, world=world).steps()]
+        formats = sorted(set(folders.values())) if names is None else [names]
+        steps = [step for one in formats for step in series_in(storage, one).steps()]
         steps.sort(key=lambda step: (step.number, step.folder))
         if not steps:
             return None
         # Each has an index to read: only the one that a run resumes from is opened.
         rows = tuple((step, _files(folder_in(storage, step.folder), is_opened=step is steps[-1])) for step in steps)
-    return Steps(where, rows, tuple(sorted(folders.keys() - {step.folder for step in steps})))
+    unfinished = {folder for folder, own in folders.items() if names is None or _start(own) == _start(names)}
+    return Steps(where, rows, tuple(sorted(unfinished - {step.folder for step in steps})))
+
+
+def find_series(where: str, names: str | None) -> CheckpointSeries:
+    """Return the series under a root, for one process.
+
+    Args:
+        where: the root, as a path or URL.
+        names: the format of the steps' folders; None to take the one that finished steps have.
+
+    Raises:
+        NotACheckpoint: finished steps have several names, or no folder is named like a step.
+    """
+    with listed(storage_at(where)) as storage:
+        formats = [names] if names is not None else sorted(set(_step_folders(storage).values()))
+        if len(formats) > 1:
+            # A folder that is named like a step may be anything, as the logs of a run.
+            formats = [one for one in formats if series_in(storage, one).latest() is not None] or formats
+    if len(formats) == 1:
+        return series_in(where, formats[0])
+    if not formats:
+        raise NotACheckpoint(no_step(where))
+    fix = f"Name one of these series: --names {shlex.quote(formats[0])}."
+    raise NotACheckpoint(error_text(f"series: several series under {where!r}", found=", ".join(formats), fix=fix))
+
+
+def series_in(root: Storage | str, names: str) -> CheckpointSeries:
+    """Return the series of a root whose steps have names of a format, for one process."""
+    return CheckpointSeries(root, names, world=one_process())
+
+
+def no_step(where: str) -> str:
+    """Return the text that says what was looked for under a root that has no steps."""
+    what, expected = f"series: no finished step under {where!r}", "folders such as step_00000100 or iter_0000100"
+    return error_text(what, expected=expected, fix="Name the folder of a run, or pass --names.")
+
+
+def _step_folders(storage: Storage) -> dict[str, str]:
+    """Return the folders that are named like steps, each with the format of its name."""
+    prefixes = {name: prefix for name in storage.names() if (prefix := step_prefix(name)) is not None}
+    return {name: prefix.replace("{", "{{").replace("}", "}}") + "{}" for name, prefix in prefixes.items()}
+
+
+def _start(names: str) -> str:
+    """Return the part of a format before its number."""
+    return re.split(r"(?<!\{)\{(?!\{)", names, maxsplit=1)[0]
 
 
 def _files(folder: Storage, *, is_opened: bool) -> Files:
@@ -108,11 +160,7 @@ def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
         "root": steps.where,
         "steps": [
             {
-                "step": step.number,
-                "folder": step.folder,
-                "time": step.time,
-                "metrics": {name: plain(value) for name, value in step.metrics.items()},
-                "pinned": step.pinned,
+                **_fields(step),
                 "newest": step is steps.rows[-1][0],
                 "files": files.count,
                 "bytes": files.length,
@@ -122,4 +170,87 @@ def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
             for step, files in steps.rows[:limit]
         ],
         "unfinished": list(steps.unfinished),
+    }
+
+
+def run_list(where: str, names: str | None, *, limit: int | None, as_json: bool) -> int:
+    """Print the finished steps under a root, and return the exit status 0.
+
+    Raises:
+        NotACheckpoint: no step is finished.
+    """
+    with working("listing the steps"):
+        steps = find_steps(where, names)
+    if steps is None:
+        raise NotACheckpoint(no_step(where))
+    return run_series(steps, limit=limit, as_json=as_json)
+
+
+def run_latest(where: str, names: str | None, *, is_verified: bool, as_json: bool) -> int:
+    """Print the path of the newest finished step, and return the exit status: 1 if there is none, else 0.
+
+    Args:
+        where: the root, as a path or URL.
+        names: the format of the steps' folders; None to take the one that finished steps have.
+        is_verified: whether damaged steps are passed over, which reads every byte.
+        as_json: whether to print JSON.
+
+    Raises:
+        NotACheckpoint: finished steps have several names.
+    """
+    with listed(storage_at(where)) as storage:
+        # A run that has saved nothing yet is an answer, and no mistake.
+        is_empty = names is None and not _step_folders(storage)
+    step = None
+    if not is_empty:
+        series = find_series(where, names)
+        with working("reading the newest step" if is_verified else "looking for it"):
+            step = series.latest_verified() if is_verified else series.latest()
+    if as_json:
+        fields = None if step is None else _fields(step)
+        print(json_text({"root": where, "path": None if step is None else _path(where, step), "step": fields}))
+    elif step is not None:
+        print(_path(where, step))
+    if step is None:
+        typer.echo(f"shardtree series latest: no finished step under {printable(where)}", err=True)
+    return 0 if step is not None else 1
+
+
+def run_pin(where: str, names: str | None, numbers: Sequence[int], *, is_pinned: bool, as_json: bool) -> int:
+    """Pin or unpin steps, print them, and return the exit status 0.
+
+    Raises:
+        NotACheckpoint: one of the steps isn't there; none is changed then.
+    """
+    series = find_series(where, names)
+    steps = {step.number: step for step in series.steps()}
+    lost = [str(number) for number in numbers if number not in steps]
+    if lost:
+        found = ", ".join(shorten([str(number) for number in steps])) or "no finished step"
+        what = f"series: no {'step' if len(lost) == 1 else 'steps'} {', '.join(shorten(lost))} under {where!r}"
+        raise NotACheckpoint(error_text(what, found=found, fix="Name steps by their numbers."))
+    chosen = [steps[number] for number in dict.fromkeys(numbers)]
+    for step in chosen:
+        (series.pin if is_pinned else series.unpin)(step)
+    if as_json:
+        print(json_text({"root": where, "steps": [_fields(replace(step, pinned=is_pinned)) for step in chosen]}))
+    else:
+        folders = ", ".join(printable(step.folder) for step in chosen)
+        print(f"{'pinned' if is_pinned else 'unpinned'}: {folders}")
+    return 0
+
+
+def _path(where: str, step: SavedStep) -> str:
+    """Return a step's folder as it would be typed."""
+    return f"{where.rstrip('/')}/{step.folder}"
+
+
+def _fields(step: SavedStep) -> dict[str, Any]:
+    """Return what JSON says of a step."""
+    return {
+        "step": step.number,
+        "folder": step.folder,
+        "time": step.time,
+        "metrics": {name: plain(value) for name, value in step.metrics.items()},
+        "pinned": step.pinned,
     }

@@ -90,6 +90,10 @@ def test_flags_have_no_type_in_the_help() -> None:
         "inspect",
         "convert a --to",
         "verify --nothing a",
+        "series",
+        "series prune --help",
+        "series prune run",
+        "series pin run x",
     ],
 )
 def test_help_and_wrong_usage_need_not_wait_for_torch(words: str) -> None:

@@ -16,6 +16,7 @@ from shardtree.cli._output import Output
 from tests.cli.checkpoints import process, run
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+WITH_SERIES = {**COMMANDS, **{f"series {name}": command for name, command in COMMANDS["series"].commands.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,8 @@ def test_a_closed_pipe_is_the_systems_error() -> None:
 @pytest.mark.parametrize("width", ["40", "60", "80", "200"])
 def test_help_cuts_no_name_of_an_option_and_no_command(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", width)
-    for name, command in COMMANDS.items():
-        text = run(name, "--help").stdout
+    for name, command in WITH_SERIES.items():
+        text = run(*name.split(), "--help").stdout
         words = set(re.split(r"[\s,]+", text))
         assert {option for one in command.params for option in one.opts if option.startswith("--")} <= words, name
         assert "…" not in text

@@ -54,15 +54,17 @@ def test_every_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: p
 
 
 def test_the_page_names_every_command_and_every_option() -> None:
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands |= {f"series {name}": command for name, command in commands["series"].commands.items()}
+    for name, command in commands.items():
         assert f"`shardtree {name} " in PAGE or f"`shardtree {name}`" in PAGE
         options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
         assert [option for option in options if f"`{option}" not in PAGE] == []
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert", "explain", "plan"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert", "explain", "plan", "series prune"])
 def test_help_shows_an_example_and_the_exit_status(command: str) -> None:
-    text = CliRunner().invoke(app, [command, "--help"], catch_exceptions=False).stdout
+    text = CliRunner().invoke(app, [*command.split(), "--help"], catch_exceptions=False).stdout
     assert f"Example: shardtree {command} " in text
     assert "Exit status" in text
 
