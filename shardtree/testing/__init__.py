@@ -8,6 +8,7 @@ is under test. A law raises AssertionError and says what differs.
 from ._bits import assemble, bits, first_difference, outline, refilled
 from ._check_resume import check_resume, resume_problems
 from ._check_storage import check_storage
+from ._check_world import check_world
 from ._law_factory import check_factory, factories, glu, lens_factories, transposed
 from ._law_lens import LENS_CASES, LensCase, check_build_undoes_merge, check_layouts_agree, check_lens
 from ._law_plans import (
@@ -102,6 +103,7 @@ __all__ = [
     "check_strategy",
     "check_trace",
     "check_ways",
+    "check_world",
     "check_writes",
     "common_states",
     "cut",

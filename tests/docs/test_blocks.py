@@ -40,6 +40,7 @@ SCRIPTS |= {"train_until_told.py"}  # which tests/docs/test_told_to_stop.py runs
 SCRIPTS |= {"train_zero1.py"}  # which docs/optimizer-states.md runs
 SCRIPTS |= {"train_pipeline.py"}  # which tests/docs/test_pipeline_stages.py runs
 SCRIPTS |= {"check_my_job.py"}  # which tests/docs/test_resume_page.py runs
+SCRIPTS |= {"mpi_world.py", "ray_world.py"}  # which tests/docs/test_worlds_page.py runs
 SCRIPTS |= {"megatron_gpt.py"}  # which tests/docs/test_megatron_page.py runs
 
 

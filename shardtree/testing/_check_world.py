@@ -1,0 +1,307 @@
+"""What every world promises: values of the right rank, in order, as copies; ranks that wait, and errors on all."""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+
+from ..errors import RemoteError, WorldError, error_text
+from ..shell.world import World, agree
+
+Run = Callable[[Callable[[World], Any]], Any]
+"""Calls a function on each rank, with the rank's world."""
+
+_HANGS = 120.0  # seconds: a sound world takes milliseconds for each check, on a busy machine as well
+
+
+def check_world(run: Run, *, hears_of_the_dead: bool = False, hangs_after: float = _HANGS) -> None:
+    """Raise unless the worlds of all ranks keep every promise of `World`.
+
+    Where one process runs all ranks or starts them, as `simulate` does, it calls this once. Where each process is a
+    rank of its own, as under ``mpirun``, every rank calls it, and those that notice a broken promise raise.
+
+    Args:
+        run: A function that calls the function which it is passed on every rank, with that rank's world, and raises
+            what that one raises: ``lambda function: simulate(3, function)``, or in a process that is a rank
+            ``lambda function: function(world)``. It is called several times; each time the worlds may be new or not.
+        hears_of_the_dead: Whether to check, last of all, that the other ranks get an error after one has ended. It
+            takes as long as the world's timeout, after which the world is of no use. Leave it out where a launcher ends
+            the whole job then.
+        hangs_after: Seconds after which a check that hasn't ended is broken, more than the timeout of the worlds; the
+            checks after it are left out.
+
+    Raises:
+        AssertionError: names the broken promises, and what came instead.
+
+    Examples:
+        >>> from shardtree.world import simulate
+        >>> check_world(lambda function: simulate(3, function), hears_of_the_dead=True)
+    """
+    problems: list[str] = []
+    last = [_lasts] if hears_of_the_dead else []
+    for check in (_is_told, *_CHECKS, *last):
+        error = _error_of(run, check, hangs_after)
+        if not _is_wanted(check, error):
+            problems.append(f"{str(check.__doc__).rstrip('.')}: {_told(error)}")
+        if isinstance(error, TimeoutError):
+            break
+    if problems:
+        raise AssertionError(error_text("check_world: a world breaks its promises", offenders=problems))
+
+
+def _error_of(run: Run, check: Callable[[World], None], seconds: float) -> Exception | None:
+    """Return what is raised as a check runs on all ranks: a TimeoutError if it doesn't end, None if nothing is."""
+    errors: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            run(check)
+        except BaseException as error:  # kept, since a thread's exception reaches nobody
+            errors.append(error)
+
+    # In a thread of its own, which is left behind where ranks wait for each other forever.
+    thread = Thread(target=contextvars.copy_context().run, args=(attempt,), daemon=True, name="check_world")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return TimeoutError("it doesn't end")
+    for error in errors:
+        if not isinstance(error, Exception):
+            raise error
+        return error
+    return None
+
+
+def _is_wanted(check: Callable[[World], None], error: Exception | None) -> bool:
+    if check is _is_told:
+        return error is not None and _PLANTED in str(error)
+    # A process that is the rank which ends hears nothing.
+    return error is None or (check is _lasts and isinstance(error, WorldError))
+
+
+def _told(error: Exception | None) -> str:
+    if error is None:
+        return "nothing is raised"
+    return str(error) if isinstance(error, (AssertionError, TimeoutError)) else f"{type(error).__name__}: {error}"
+
+
+_PLANTED = "planted by check_world"
+
+
+def _is_told(world: World) -> None:
+    """What ranks raise is raised by the function that runs them."""
+    # By all of them: where each process is a rank, it hears of its own errors alone.
+    raise ValueError(f"{_PLANTED} on rank {world.rank}")
+
+
+# Each check makes all its calls first and looks at the results afterwards: a rank that raised in between would leave
+# the others waiting.
+
+
+def _is_numbered(world: World) -> None:
+    """Ranks are numbered from 0."""
+    seats = world.all_gather((world.rank, world.size))
+    assert world.size > 1, "it has one rank, with which nothing can be checked"
+    assert seats == [(rank, world.size) for rank in range(world.size)], f"rank and size are {seats}"
+    assert world.timeout > 0, f"its timeout is {world.timeout!r}"
+
+
+def _gathers(world: World) -> None:
+    """`all_gather` returns the values of all ranks, by rank."""
+    everyone = range(world.size)
+    # The last rank is the first to come in one round and late in the next.
+    rounds = []
+    for turn in range(12):
+        if world.rank == (0, world.size - 1)[turn % 2]:
+            time.sleep(0.005)
+        rounds.append(world.all_gather((turn, world.rank)))
+    whole = [world.gather(("whole", world.rank), ("brief", world.rank), root) for root in everyone]
+    long = world.all_gather(bytes([world.rank]) * (300_000 + world.rank))
+    for turn, values in enumerate(rounds):
+        assert values == [(turn, rank) for rank in everyone], f"{values} in round {turn}"
+    assert whole[world.rank] == [("whole", rank) for rank in everyone], (
+        f"gather returns {whole[world.rank]} on its root"
+    )
+    lengths = [(data[:1], len(data)) for data in long]
+    assert lengths == [(bytes([rank]), 300_000 + rank) for rank in everyone], f"long values come as {lengths}"
+
+
+def _broadcasts(world: World) -> None:
+    """`broadcast` returns the root's value, whatever other ranks pass."""
+    values = []
+    for root in (*range(world.size), 0):
+        # A lock can't be sent: a world that packs what isn't asked for would fail.
+        values.append(world.broadcast(("from", root) if world.rank == root else Lock(), root))
+    long = world.broadcast(bytes(300_000) if world.rank == 0 else None)
+    assert values == [("from", root) for root in (*range(world.size), 0)], f"{values} from each root in turn"
+    assert long == bytes(300_000), "another long value"
+
+
+def _passes_to_all(world: World) -> None:
+    """`all_to_all` gives each rank what each other one has for it."""
+    rounds = [world.all_to_all([(turn, world.rank, to) for to in range(world.size)]) for turn in range(4)]
+    uneven = world.all_to_all([bytes(50_000 * world.rank + to) for to in range(world.size)])
+    for turn, values in enumerate(rounds):
+        assert values == [(turn, source, world.rank) for source in range(world.size)], f"{values} in round {turn}"
+    lengths = [len(data) for data in uneven]
+    assert lengths == [50_000 * source + world.rank for source in range(world.size)], f"bytes of lengths {lengths}"
+
+
+_MESSAGES = (0, "one", [2, {"three": 4.0}], b"\0" * 200_000, None, 5)
+
+
+def _sends(world: World) -> None:
+    """`recv` returns what `send` sent, in the order in which it was sent."""
+    received = []
+    # One pair after the other, each in the same order on both sides: a send may wait until it is received.
+    for source in range(world.size):
+        for to in range(world.size):
+            for message in _MESSAGES if source != to else ():
+                if world.rank == source:
+                    world.send((source, to, message), to)
+                elif world.rank == to:
+                    received.append(world.recv(source))
+    expected = [
+        (source, world.rank, message) for source in range(world.size) if source != world.rank for message in _MESSAGES
+    ]
+    wrong = next((pair for pair in zip(received, expected, strict=True) if pair[0] != pair[1]), None)
+    assert wrong is None, f"{_brief(wrong[0])}, where {_brief(wrong[1])} was sent" if wrong else ""
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _exchanges(world: World) -> None:
+    """`exchange` fills each buffer with what its peer sent, and is done with buffers once it returns."""
+    rank, others = world.rank, [peer for peer in range(world.size) if peer != world.rank]
+    wrong = []
+    for turn in range(3):
+        outgoing = {peer: _bytes(turn, rank, peer) for peer in others}
+        incoming = {peer: torch.full_like(_bytes(turn, peer, rank), 255) for peer in others}
+        world.exchange(outgoing, incoming)
+        for buffer in outgoing.values():
+            buffer.fill_(254)
+        wrong += [peer for peer in others if not torch.equal(incoming[peer], _bytes(turn, peer, rank))]
+    world.exchange({}, {})
+    world.barrier()
+    assert not wrong, f"rank {rank} has other bytes than rank {wrong[0]} sent"
+
+
+def _bytes(turn: int, source: int, to: int) -> torch.Tensor:
+    # The first pair sends nothing, another one a length that no row has.
+    count = (source * 7 + to * 3 + turn * 1001 - 3) if (source, to, turn) != (0, 1, 0) else 0
+    return (torch.arange(max(count, 0)) % 200 + source + to).to(torch.uint8)
+
+
+def _copies(world: World) -> None:
+    """Values of other ranks are copies, which may be changed."""
+    rank = world.rank
+    own = {name: [name, rank] for name in ("all_gather", "broadcast", "all_to_all", "send")}
+    tensor = torch.full((4,), float(rank))
+    tensors, lists = world.all_gather(tensor), world.all_gather(own["all_gather"])
+    passed = world.all_to_all([own["all_to_all"]] * world.size)
+    foreign = [values[peer] for values in (lists, passed) for peer in range(world.size) if peer != rank]
+    root_list = world.broadcast(own["broadcast"], 0)
+    if rank == 0:
+        for peer in range(1, world.size):
+            world.send(own["send"], peer)
+    else:
+        foreign += [root_list, world.recv(0)]
+    world.barrier()
+    for value in foreign:
+        value.append("changed")
+    for peer in range(world.size):
+        if peer != rank:
+            tensors[peer].add_(1)
+    world.barrier()
+    changed = [name for name, value in own.items() if value != [name, rank]]
+    assert not changed, f"another rank changed what rank {rank} passed to {', '.join(changed)}"
+    assert tensor.tolist() == [float(rank)] * 4, f"another rank changed a tensor of rank {rank}, which is {tensor}"
+    expected = [[float(peer) + (peer != rank)] * 4 for peer in range(world.size)]
+    assert [values.tolist() for values in tensors] == expected, f"rank {rank} has the tensors {tensors}"
+
+
+_LATE, _SLACK = 0.25, 0.1  # seconds: how late the last rank is; how far the clocks of machines may be apart
+
+
+def _waits(world: World) -> None:
+    """`barrier` waits until every rank is there."""
+    times = []
+    for late in range(world.size):
+        if world.rank == late:
+            time.sleep(_LATE)
+        came = time.time()
+        world.barrier()
+        times.append((came, time.time()))
+    for late, pairs in enumerate(zip(*world.all_gather(times), strict=True)):
+        # Clocks rather than how long a call takes: a busy machine makes no sound barrier look broken.
+        gone = min(range(world.size), key=lambda rank: pairs[rank][1])
+        ahead = pairs[late][0] - pairs[gone][1]
+        assert ahead < _SLACK, f"rank {gone} leaves {ahead:.2f} seconds before rank {late} comes"
+
+
+def _raises(world: World) -> None:
+    """A value that can't be sent is an error of its rank, and nothing is sent."""
+    # Every rank passes one, since all would wait for a rank that sends nothing.
+    silent = []
+    calls: Sequence[tuple[str, Callable[[], Any]]] = (
+        ("all_gather", lambda: world.all_gather(Lock())),
+        ("all_to_all", lambda: world.all_to_all([Lock()] * world.size)),
+    )
+    for name, call in calls:
+        try:
+            call()
+        except Exception:
+            continue
+        silent.append(name)
+    after = world.all_gather(world.rank)
+    assert not silent, f"{' and '.join(silent)} of a lock raise nothing"
+    assert after == list(range(world.size)), f"the call after it returns {after}"
+
+
+def _tells_failures(world: World) -> None:
+    """What fails on one rank is an error on every rank, which names it."""
+    heard = []
+    for bad in range(world.size):
+        try:
+            agree(world, "check_world", partial(_fail, world.rank, bad))
+            heard.append("no error")
+        except RemoteError as error:
+            heard.append(", ".join(f"rank {rank}: {text}" for rank, text in error.failures.items()))
+    expected = [f"rank {bad}: ValueError: planted on rank {bad}" for bad in range(world.size)]
+    wrong = next((pair for pair in zip(heard, expected, strict=True) if pair[0] != pair[1]), None)
+    assert wrong is None, f"rank {world.rank} hears {wrong[0]!r}, not {wrong[1]!r}" if wrong else ""
+
+
+def _fail(rank: int, bad: int) -> None:
+    if rank == bad:
+        raise ValueError(f"planted on rank {bad}")
+
+
+_CHECKS = (
+    _is_numbered,
+    _gathers,
+    _broadcasts,
+    _passes_to_all,
+    _sends,
+    _exchanges,
+    _copies,
+    _waits,
+    _raises,
+    _tells_failures,
+)
+
+
+def _lasts(world: World) -> None:
+    """Ranks that wait for one that has ended get a WorldError."""
+    if world.rank < world.size - 1:
+        world.barrier()
+        raise AssertionError(f"rank {world.rank} goes on")
