@@ -99,7 +99,7 @@ def tree_sum(tree: Any, *, world: World | None = None) -> complex:
     """Return the sum of all elements of a global tree, each counted once, as by `reduce_elements`.
 
     Args:
-        tree: Any tree of this rank. Elements are added in 64 bits.
+        tree: Any tree of this rank. Floating-point elements are added in 64 bits, integers exactly.
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
@@ -108,6 +108,8 @@ def tree_sum(tree: Any, *, world: World | None = None) -> complex:
 
     Examples:
         >>> import shardtree as st
+        >>> tree_sum({"n": torch.tensor([2**63 - 1, 1])}) == 2**63
+        True
         >>> trees = st.shard({"w": torch.arange(4)}, st.Mesh(dp=2, tp=2), st.P("tp"))
         >>> st.simulate(4, lambda world: tree_sum(trees[world.rank], world=world))
         [6, 6, 6, 6]
@@ -115,7 +117,24 @@ def tree_sum(tree: Any, *, world: World | None = None) -> complex:
     References:
         optax.tree.sum.
     """
-    return reduce_elements(lambda elements: widened(elements).sum().item(), tree, world=world)  # type: ignore[no-any-return]
+    return reduce_elements(_exact_sum, tree, world=world)  # type: ignore[no-any-return]
+
+
+_HALF = 32  # bits
+
+
+def _exact_sum(elements: torch.Tensor) -> complex:
+    """Return the sum of elements, of integers as Python's integer: torch's sum of int64 would wrap."""
+    if elements.is_floating_point() or elements.is_complex():
+        return widened(elements).sum().item()
+    # uint64 has no arithmetic in torch: its bits are read as int64, and what that counts as negative is put right.
+    unsigned = elements.dtype == torch.uint64
+    numbers = elements.contiguous().view(torch.int64) if unsigned else widened(elements)
+    high, low = numbers >> _HALF, numbers & ((1 << _HALF) - 1)
+    if unsigned:
+        high = high & ((1 << _HALF) - 1)
+    # Halves of 32 bits: 2**31 of them can be added in 64.
+    return (int(high.sum()) << _HALF) + int(low.sum())
 
 
 def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float:

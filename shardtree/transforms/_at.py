@@ -117,7 +117,11 @@ def data_at(tree: SameTree, where: Where, data: Any) -> SameTree:
         if not is_tensor(leaf):
             return leaf
         changed.append(leaf)
-        return on_tensor(data, leaf) if callable(data) else with_data(leaf, data) if isinstance(leaf, _BOXED) else data
+        if not isinstance(leaf, _BOXED):
+            return data(leaf) if callable(data) else data
+        if not callable(data):
+            return with_data(leaf, data, "data_at")
+        return leaf if leaf.data is None else with_data(leaf, data(leaf.data), "data_at")
 
     result: SameTree = _edited(tree, dict.fromkeys(places, partial(map_sharing, on_leaf)))
     if not changed:

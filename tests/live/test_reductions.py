@@ -114,6 +114,26 @@ def test_flat_ranges_factories_and_lazy_tensors(tmp_path: Any) -> None:
     assert reduce_elements(lambda data: data.numel(), opened, combine=operator.add) == 6
 
 
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (torch.int64, [2**63 - 1, 2**63 - 1, 5, -(2**63)]),
+        (torch.int64, [-(2**63)] * 3),
+        (torch.uint64, [2**64 - 1, 2**63, 2**32, 1]),
+        (torch.uint64, [2**64 - 1] * 3),
+        (torch.int8, [-128, 127]),
+        (torch.bool, [True, True, False]),
+        (torch.int32, []),
+    ],
+)
+def test_integers_are_added_exactly(dtype: torch.dtype, values: list[int]) -> None:
+    elements = torch.tensor(values, dtype=dtype)
+    assert tree_sum({"a": elements, "b": [elements]}) == 2 * sum(values)
+    assert tree_sum({"strided": elements.repeat_interleave(2)[::2]}) == sum(values)
+    shards = st.ShardedTensor.from_rank_offsets("w", elements, (0, 0, 1))
+    assert st.simulate(2, lambda world: tree_sum({"w": shards} if world.rank else {}, world=world)) == [sum(values)] * 2
+
+
 def test_what_has_no_elements_is_named_on_every_rank() -> None:
     shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
     for tree in ({"a": st.without_data(shard)}, st.without_data({"a": shard}, meta=True)):

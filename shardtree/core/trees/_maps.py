@@ -42,11 +42,16 @@ def _access(kind: type[Boxed]) -> _Access:
 _ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
 
 
-def with_data(leaf: Leaf, data: Any) -> Leaf:
+def with_data(leaf: Leaf, data: Any, doing: str = "map_data") -> Leaf:
     """Return the leaf with other data, after checking that it fits the metadata.
 
     The metadata was validated when the leaf was built, so only the data is looked at: the constructor would take
     three times as long as the rest of a tree map.
+
+    Args:
+        leaf: A shard or factory.
+        data: Its new data.
+        doing: The public function that errors name.
 
     Raises:
         ShapeError: a tensor's dtype or shape isn't the leaf's.
@@ -57,7 +62,7 @@ def with_data(leaf: Leaf, data: Any) -> Leaf:
         tensor([1., 1.])
     """
     if isinstance(data, (torch.Tensor, LazyTensor)):
-        _check_data(leaf, data)
+        _check_data(leaf, data, doing)
     kind = type(leaf)
     read, writes = _ACCESS[kind]
     new = object.__new__(kind)
@@ -74,15 +79,15 @@ def described_kind(leaf: Boxed) -> tuple[torch.dtype, tuple[int, ...]] | None:
     return (data.dtype, tuple(data.shape)) if isinstance(data, (torch.Tensor, LazyTensor)) else None
 
 
-def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
+def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor, doing: str) -> None:
     kind = described_kind(leaf)
     if kind is None:
         return
     with suppress(RuntimeError):  # nested tensors have no shape; the check below names them
         if (data.dtype, tuple(data.shape)) == kind:
             return
-    check_has_shape(f"map_data: the function's value for {leaf.key!r}", data)
-    what = f"map_data: the function changed the dtype or shape of {leaf.key!r}, so that its metadata would be wrong"
+    check_has_shape(f"{doing}: the new data of {leaf.key!r}", data)
+    what = f"{doing}: the dtype or shape of {leaf.key!r} would change, so that its metadata would be wrong"
     found, expected = f"{tuple(data.shape)} {data.dtype}", f"{kind[1]} {kind[0]}"
     fix = "Use `cast` to change the dtype, or `map_shards` to make another shard."
     raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
