@@ -103,7 +103,15 @@ class ThreadRay:
             raise GetTimeoutError from error
 
     def close(self) -> None:
+        async def cancel() -> None:
+            """Cancel the calls that wait for ranks which never come."""
+            waiting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
         self.pool.shutdown(wait=False)
+        asyncio.run_coroutine_threadsafe(cancel(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
