@@ -25,7 +25,17 @@ from ..errors import (
 from ..inspection import group_bytes, tree_of
 from ..shell.checkpoint import alike, backends_of, given_options, read_fields, recognize
 from ..shell.checkpoint.saving import Formats, Start, inspect_folder, make_folder, pending_save
-from ..shell.storage import Claim, Directory, can, in_turn, listed, remove_folder, storage_at, with_own_refusals
+from ..shell.storage import (
+    Claim,
+    Directory,
+    Storage,
+    can,
+    in_turn,
+    listed,
+    remove_folder,
+    storage_at,
+    with_own_refusals,
+)
 from ..shell.table import (
     METADATA_FILE,
     LoadOptions,
@@ -280,9 +290,7 @@ def _begin_or_resume(
         return begun_save(journal) or "", _OF_OTHERS
     save_id, start, is_there = _look(target, journal)
     if is_there:
-        # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
-        is_ours = read_fields(storage, target.formats.strategies).get("save_id") == save_id
-        return save_id, _OURS if is_ours else _OF_OTHERS
+        return save_id, _state_of_committed(target, save_id)
     # What the format can't hold should fail now, not after hours of writing.
     rehearse_tensors(target, tensors, common)
     rehearse_common(target, common)
@@ -292,6 +300,16 @@ def _begin_or_resume(
     begun = None if start is None else _begin(target, journal, start)
     alone, durable = not target.formats.in_save_folder, target.options.durable
     claims.enter_context(owned(storage, save_id, durable=durable, has_note=begun is not None, alone=alone))
+    with listed(storage, deep=False) as listing:
+        # Another save may have been committed since the first look, before this one was known to be alone. Its files
+        # aren't orphaned, whatever a conversion that has no time left to clean up says in its journal.
+        is_there = _holds_checkpoint(listing, target)
+    if is_there and start is None:
+        return save_id, _state_of_committed(target, save_id)
+    if is_there:
+        forget(journal)
+        disown(storage, save_id)
+        raise _conflict(target)
     if start is None:
         abort_uploads(journal)  # of the call that is gone on with
     if not can(storage).late_requests:  # else after the commit, which turns away what they may have sent
@@ -307,17 +325,31 @@ def _look(target: ConversionTarget, journal: Journal) -> tuple[str, Start | None
     """
     with listed(target.storage, deep=False) as listing:  # one look for all questions
         save_id = begun_save(journal) if journal.folder in listing.names() else None
-        strategies = target.formats.strategies
-        is_there = listing.length(METADATA_FILE) is not None or recognize(listing, strategies) is not None
+        is_there = _holds_checkpoint(listing, target)
         if save_id is not None:
             return save_id, None, is_there
-        if is_there and target.single is not None:
-            raise target.single.conflict()
         if is_there:
-            what = f"convert: {target.storage.where()!r} already holds a checkpoint"
-            raise AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))
+            raise _conflict(target)
         start = inspect_folder(listing, target.formats, overwrite=False)
         return start[0], start, False
+
+
+def _holds_checkpoint(listing: Storage, target: ConversionTarget) -> bool:
+    return listing.length(METADATA_FILE) is not None or recognize(listing, target.formats.strategies) is not None
+
+
+def _state_of_committed(target: ConversionTarget, save_id: str) -> int:
+    # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
+    fields = read_fields(target.storage, target.formats.strategies)
+    return _OURS if fields.get("save_id") == save_id else _OF_OTHERS
+
+
+def _conflict(target: ConversionTarget) -> AlreadyACheckpoint:
+    """Return the error of a destination that holds a checkpoint which this conversion hasn't made."""
+    if target.single is not None:
+        return target.single.conflict()
+    what = f"convert: {target.storage.where()!r} already holds a checkpoint"
+    return AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))
 
 
 def _check_seen(journal: Journal, save_id: str, rank: int) -> None:

@@ -215,6 +215,30 @@ def test_wherever_one_saver_comes_in_the_other(one: str) -> None:
         assert won == {FIRST, SECOND}, other
 
 
+class Stopped(BaseException):
+    """Ends a conversion as a kill does, or holds it up."""
+
+
+def test_a_conversion_takes_no_files_of_one_that_is_committed_and_has_not_cleaned_up() -> None:
+    """It looked at the folder before the other one began, and was alone in it only after the commit."""
+    inner, others = MemoryStorage(), count()
+
+    def stop_at_the_clean_up(call: Call) -> None:
+        if call.method == "remove" and call.name.startswith(".convert-"):
+            raise Stopped
+
+    def let_the_other_go_first(call: Call) -> None:
+        if call.method == "locked" and not next(others):
+            with pytest.raises(Stopped):
+                convert(watched(inner, before=stop_at_the_clean_up), FIRST)
+
+    with pytest.raises(AlreadyACheckpoint, match="already holds a checkpoint"):
+        convert(watched(inner, before=let_the_other_go_first), SECOND)
+    assert value_in(inner) == FIRST
+    convert(inner, FIRST)  # which was stopped, and finishes its clean-up
+    assert not [name for name in inner.all_names() if name.startswith((".convert-", "save-"))]
+
+
 # What replaces a checkpoint, or a part of it: the last one that was told that it succeeded has its checkpoint there.
 
 
