@@ -198,14 +198,14 @@ def _exchanges(world: World) -> None:
 def _bytes(turn: int, source: int, to: int) -> torch.Tensor:
     # The first pair sends nothing, another one a length that no row has.
     count = (source * 7 + to * 3 + turn * 1001 - 3) if (source, to, turn) != (0, 1, 0) else 0
-    return (torch.arange(max(count, 0)) % 200 + source + to).to(torch.uint8)
+    return (torch.arange(max(count, 0), device="cpu") % 200 + source + to).to(torch.uint8)
 
 
 def _copies(world: World) -> None:
     """Values of other ranks are copies, which may be changed."""
     rank = world.rank
     own = {name: [name, rank] for name in ("all_gather", "broadcast", "all_to_all", "send")}
-    tensor = torch.full((4,), float(rank))
+    tensor = torch.full((4,), float(rank), device="cpu")
     tensors, lists = world.all_gather(tensor), world.all_gather(own["all_gather"])
     passed = world.all_to_all([own["all_to_all"]] * world.size)
     foreign = [values[peer] for values in (lists, passed) for peer in range(world.size) if peer != rank]
