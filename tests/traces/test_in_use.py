@@ -85,7 +85,7 @@ def test_flat_ranges_plain_tensors_and_other_keys_load(folder: Any) -> None:
 
 def test_another_shape_or_dtype_is_refused_unless_it_is_cast(folder: Any) -> None:
     wrong = {"norm": st.ShardedTensor.from_rank_offsets("norm", torch.empty(6, dtype=torch.float64))}
-    with pytest.raises(ShapeError, match="the trace makes another 'norm' than the target"):
+    with pytest.raises(ShapeError, match="the trace's 'norm' doesn't fit the target"):
         st.load(wrong, folder, transform=found())
     assert torch.equal(st.load(wrong, folder, transform=found(), cast=True)["norm"], MODEL["norm"].double())
     with pytest.raises(MetadataError, match="found function"):
