@@ -90,6 +90,16 @@ def test_the_order_of_names_tells_equal_weights_apart():
         check_states(job, swapped)
 
 
+def test_where_the_order_alone_tells_equal_weights_apart_the_log_names_them(caplog):
+    job = Job(layer_kinds(16, fused=True))
+    check_states(job)
+    [told] = [record.getMessage() for record in caplog.records if "equal weights" in record.getMessage()]
+    assert told.startswith("load: 'decoder.") and "Pass parameter_names=" in told and "norm" in told
+    caplog.clear()
+    check_states(job, [key.replace("layers.", f"layers.{layer}.") for key, layer, _ in job.parameters(0, 0)])
+    assert not caplog.records
+
+
 def test_an_order_that_unique_tensors_contradict_is_refused():
     kinds = layer_kinds(16)
     with pytest.raises(UnsupportedValue, match="equal weights"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from itertools import cycle, groupby
 from typing import NamedTuple
 
-from ...errors import UnsupportedValue, error_text
+from ...errors import UnsupportedValue, error_text, shorten
 from ._buckets import MOST_READINGS, Bucket, BucketPiece, Candidate, Reading, Unit, may_be_gated
+
+logger = logging.getLogger("shardtree")
 
 # Where a parameter stands in a model: by its key, and by the layer, which is a prepended axis or a part of the key
 
@@ -239,7 +242,19 @@ def decide(
         if len(each) != 1:
             raise _unclear(units, orders)
         candidates.update(zip(units, each.pop(), strict=True))
+    _warn_of_order([unit for units in groups for unit in units], orders)
     return [Match(*unit[:3], pieces) for unit, pieces in candidates.items()]
+
+
+def _warn_of_order(units: Sequence[Unit], orders: Sequence[Order]) -> None:
+    """Warn if the order of Megatron-Core's own modules alone decided which moments are whose."""
+    unsure = {full_name(piece) for unit in units if not _is_one(unit) for each in unit.candidates for piece in each}
+    if unsure and all(order.names is None for order in orders):
+        logger.warning(
+            "load: %s have equal weights; which moments are whose follows from the order in which Megatron-Core's "
+            "layers register their modules. Pass parameter_names= if layers of yours register them in another order.",
+            ", ".join(shorten(map(repr, sorted(unsure)), shown=5)),
+        )
 
 
 def _answers(units: Sequence[Unit], orders: Sequence[Order]) -> set[tuple[Candidate, ...]]:
