@@ -23,7 +23,7 @@ def digest(data: bytes | Buffer | Iterable[bytes | Buffer]) -> str:
     """Return the XXH3-64 hash of bytes as 16 hexadecimal digits.
 
     Args:
-        data: The bytes, or buffers that are hashed as if they were one; each is used before the next one is made.
+        data: Bytes, or buffers that are hashed as one string; each buffer is used before the next one is taken.
 
     Examples:
         >>> digest(b"")
@@ -40,7 +40,7 @@ def digest(data: bytes | Buffer | Iterable[bytes | Buffer]) -> str:
 
 
 def block_count(length: int) -> int:
-    """Return how many blocks tile a file of that length in bytes.
+    """Return the number of blocks of a file of that length in bytes.
 
     Examples:
         >>> block_count(0), block_count(1), block_count(BLOCK_BYTES + 1)
@@ -50,13 +50,13 @@ def block_count(length: int) -> int:
 
 
 def touched_units(begin: Column, end: Column, length: int, unit: int) -> Flags:
-    """Return which units of a file contain a byte of some spans.
+    """Return flags of the units of a file that contain a byte of any span.
 
     Args:
-        begin: int64 (spans,).
-        end: one past the last byte, int64 (spans,).
-        length: of the file, in bytes.
-        unit: in bytes; units tile the file.
+        begin: First byte of each span, int64 (spans,).
+        end: One past the last byte of each span, int64 (spans,).
+        length: Length of the file, in bytes.
+        unit: Size of a unit, in bytes; units tile the file.
 
     Returns:
         bool (units,).
@@ -65,12 +65,12 @@ def touched_units(begin: Column, end: Column, length: int, unit: int) -> Flags:
         >>> touched_units(np.array([5, 9]), np.array([15, 9]), length=32, unit=10)
         array([ True,  True, False, False])
     """
-    # Sums of +1 where a span begins and -1 after it ends: a plan can have a million spans, so no loop over them.
+    # A plan can have a million spans, so there is no loop: +1 where a span begins, -1 after its end, summed up.
     rows = begin < end
     flags = np.zeros(-(-length // unit), dtype=np.bool_)
     if rows.any():
         first, stop = begin[rows] // unit, -(-end[rows] // unit)
-        # Only from the first unit to the last: a file of many GB has a hundred times as many as one read of it.
+        # Only the units from the first to the last are counted: a file of many GB has far more than one read touches.
         low, high = int(first.min()), int(stop.max())
         starts, stops = (np.bincount(edges - low, minlength=high - low + 1) for edges in (first, stop))
         flags[low:high] = (starts - stops).cumsum()[:-1] > 0
@@ -78,12 +78,12 @@ def touched_units(begin: Column, end: Column, length: int, unit: int) -> Flags:
 
 
 def missing(begin: Column, end: Column, length: int) -> Column:
-    """Return how many bytes of each block of a file lie in none of some spans.
+    """Return, for each block of a file, the number of its bytes that no span covers.
 
     Args:
-        begin: int64 (spans,), ascending; spans may overlap.
-        end: one past the last byte, int64 (spans,).
-        length: of the file, in bytes.
+        begin: First byte of each span, ascending, int64 (spans,); spans may overlap.
+        end: One past the last byte of each span, int64 (spans,).
+        length: Length of the file, in bytes.
 
     Returns:
         int64 (blocks,).
@@ -98,50 +98,49 @@ def missing(begin: Column, end: Column, length: int) -> Column:
 
 
 def covered_bytes(begin: Column, end: Column, edges: Column) -> Column:
-    """Return how many bytes before each of some places of a file lie in any of some spans.
+    """Return, for each of several offsets in a file, the number of earlier bytes that any span covers.
 
     Args:
-        begin: int64 (spans,), ascending; spans may overlap.
-        end: one past the last byte, int64 (spans,).
-        edges: the places, int64 (edges,).
+        begin: First byte of each span, ascending, int64 (spans,); spans may overlap.
+        end: One past the last byte of each span, int64 (spans,).
+        edges: The offsets, int64 (edges,).
 
     Examples:
         >>> covered_bytes(np.array([10, 15]), np.array([20, 30]), np.array([10, 16, 99])).tolist()
         [0, 6, 20]
     """
     reach = np.maximum.accumulate(end)
-    # Cut from each span what earlier ones cover; after that none overlap, and their lengths can be summed.
+    # Each span loses the bytes that earlier spans cover; then no two overlap, and their lengths can be summed.
     begin = np.maximum(begin, np.concatenate((begin[:1], reach[:-1])))
     end = np.maximum(begin, end)
     sums = np.concatenate(([0], np.cumsum(end - begin)))
     starts, stops = (np.searchsorted(column, edges, side="left") for column in (begin, reach))
-    # Before an edge lie all spans that ended by then, and the beginning of the one that reaches across it.
+    # Before an edge lie all spans that end before it, and the beginning of the span that reaches across it.
     return np.asarray(sums[stops] + np.where(starts > stops, edges - np.append(begin, 0)[stops], 0))
 
 
-# Which blocks a read checks.
+# The blocks that a read checks.
 
 Verify = Literal["whole", "all"] | None
-"""Which blocks are checked: "whole": those that are read nearly whole, and in small files all that are touched; "all":
-all that are touched; None: none."""
+"""The blocks that a read checks. "whole": blocks that are read nearly whole, and all touched blocks of small files;
+"all": all touched blocks; None: no block."""
 
-# Checking only the blocks that happen to be read whole would check nothing in a file that is smaller than a block: a
-# flipped bit there was loaded in silence, and so were files of one length that had changed places. In large files it
-# left out the first block, which begins with a header that no load reads, and the ends of tensors. These blocks are
-# few.
+# If only blocks that are read whole were checked, files smaller than a block would never be: a flipped bit in one was
+# loaded silently, and so were two files of equal length that had been swapped. In large files the first block, which
+# begins with a header that no load reads, and the ends of tensors would be skipped. Checking these few costs little.
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
 NEARLY_WHOLE_BYTES = 64 * 1024
-"""A block of which no more than this is missing is read whole."""
+"""A block is read whole if at most this many of its bytes aren't wanted."""
 
 
 def run_blocks(begin: int, end: int, length: int, verify: Verify) -> range:
-    """Return the blocks of a file with hashes that are to be checked where one run is read, as by `requests_of`.
+    """Return the blocks that `requests_of` would check for a read of a single run of a file with hashes.
 
     Args:
-        begin: first byte of the run.
-        end: one past its last byte.
-        length: of the file, in bytes.
-        verify: which blocks are checked.
+        begin: First byte of the run.
+        end: One past the last byte of the run.
+        length: Length of the file, in bytes.
+        verify: The blocks that are checked.
 
     Examples:
         >>> run_blocks(100, 3 * BLOCK_BYTES - 100_000, 9 * 2**20, "whole"), run_blocks(100, 200, 9 * 2**20, "all")
@@ -156,30 +155,30 @@ def run_blocks(begin: int, end: int, length: int, verify: Verify) -> range:
         return max(begin - low, 0) + max(high - end, 0)
 
     if not checks_all(length, verify):
-        # Only the first and the last one can lack anything.
+        # Only the first and the last block can be incomplete.
         first += first < stop and lacks(first) > NEARLY_WHOLE_BYTES
         stop -= first < stop and lacks(stop - 1) > NEARLY_WHOLE_BYTES
     return range(first, stop)
 
 
 def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
-    """Return begin and end of each run of flagged blocks of a file, int64 (runs,) each."""
+    """Return first byte and end of each run of flagged blocks of a file, int64 (runs,) each."""
     edges = np.diff(np.concatenate(([False], blocks, [False])).astype(np.int8))
     begin, end = (np.flatnonzero(edges == sign) * BLOCK_BYTES for sign in (1, -1))
     return begin, np.minimum(end, length)
 
 
 def checks_all(length: int, verify: Verify) -> bool:
-    """Return whether all blocks of a file of that length that are read from are checked."""
+    """Return whether every touched block of a file of that length is checked."""
     return verify == "all" or length <= _SMALL_FILE_BYTES
 
 
 class BlockHasher:
-    """Hashes the blocks of a file, or of byte ranges of it, while its bytes are read or written.
+    """Hasher of a file's blocks, or of those in byte ranges of it, while its bytes are read or written.
 
-    Blocks that were seen whole are in `hashes`, by number. A range that begins or ends inside a block leaves that
-    block out, unless the next range continues where it ended. A block that was seen twice with different bytes has
-    the hash -1, which equals none.
+    `hashes` maps the number of each block that was seen whole to its hash. A block at the beginning or end of a range
+    that covers only part of it has no hash, unless the next range continues there. A block that was seen twice with
+    different bytes has the hash -1, which no block has.
     """
 
     __slots__ = ("_at", "_file_length", "_open", "hashes")
@@ -191,14 +190,14 @@ class BlockHasher:
         self._open: xxhash.xxh3_64 | None = xxhash.xxh3_64()
 
     def update(self, buffer: Buffer, byte: int | None = None) -> None:
-        """Take the file's next bytes, or those that begin at `byte`."""
+        """Hash the file's next bytes, or bytes at the offset `byte`."""
         if byte is not None and byte != self._at:
             self._at = byte
             self._open = xxhash.xxh3_64() if byte % BLOCK_BYTES == 0 else None
         start, length = 0, buffer.nbytes
         while start < length:
             into = self._at % BLOCK_BYTES
-            # One call for each whole block: a streaming hash object costs two more, and copies into its own buffer.
+            # Whole blocks take one call each: a streaming hash object costs two more, and copies into its own buffer.
             if not into and length - start >= BLOCK_BYTES:
                 start += self._take_blocks(buffer[start:])
             else:
@@ -207,13 +206,13 @@ class BlockHasher:
             self.finish()
 
     def finish(self) -> None:
-        """Close the last block, which may be a short one: the file ends here."""
+        """Close the file's last block, which may be short."""
         if self._at % BLOCK_BYTES and self._open is not None:
             self._note(self._at // BLOCK_BYTES, self._open.intdigest())
             self._open = None
 
     def _take_blocks(self, buffer: Buffer) -> int:
-        """Hash the whole blocks that a buffer begins with, and return how many bytes these are."""
+        """Hash the whole blocks at the beginning of a buffer, and return their length in bytes."""
         size = buffer.nbytes // BLOCK_BYTES * BLOCK_BYTES
         for start in range(0, size, BLOCK_BYTES):
             self._note((self._at + start) // BLOCK_BYTES, xxhash.xxh3_64_intdigest(buffer[start : start + BLOCK_BYTES]))
@@ -222,7 +221,7 @@ class BlockHasher:
         return size
 
     def _take_part(self, part: Buffer) -> int:
-        """Add a part of one block to it."""
+        """Add a part of one block to the open hash, and return its length in bytes."""
         number = self._at // BLOCK_BYTES
         self._at += part.nbytes
         if self._open is not None:
@@ -234,13 +233,13 @@ class BlockHasher:
         return part.nbytes
 
     def _note(self, number: int, value: int) -> None:
-        # A disk that returns other bytes on a second read delivered some of them to a tensor: fail either way.
+        # If a disk returns other bytes on a second read, either read may have filled a tensor: the check must fail.
         if self.hashes.setdefault(number, value) != value:
             self.hashes[number] = -1
 
 
 def hash_column(hasher: BlockHasher) -> Hashes:
-    """Return a finished file's block hashes, uint64 (blocks,)."""
+    """Return the block hashes of a finished file, uint64 (blocks,)."""
     return np.array([hasher.hashes[number] for number in sorted(hasher.hashes)], dtype=np.uint64)
 
 
@@ -248,13 +247,13 @@ def hash_column(hasher: BlockHasher) -> Hashes:
 
 
 def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
-    """Yield a file's bytes unchanged, hashing each part right before it is yielded.
+    """Yield a file's bytes unchanged, and hash each part right before it is yielded.
 
-    Large buffers come in parts that end at multiples of a MiB of the file: the system caches a file in larger pages
-    when it is written in aligned pieces.
+    Large buffers are split at multiples of a MiB of the file, since the system caches a file in larger pages if it is
+    written in aligned pieces.
     """
-    # Hashing right before the write brings the part into the processor's cache, where the write finds it: a save takes
-    # no longer so than without hashes, and a second thread that hashes beside the write would read all memory again.
+    # Hashing right before the write brings the part into the processor's cache, where the write finds it: hashes then
+    # cost a save no time. A second thread that hashes beside the write would read all memory again.
     for part in in_parts(buffers):
         hasher.update(part)
         yield part
@@ -262,7 +261,7 @@ def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, 
 
 
 def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, None]:
-    """Yield buffers in parts that end at multiples of a MiB of their file; `at` is the byte at which they begin.
+    """Yield buffers split at multiples of a MiB of their file; the first buffer begins at the offset `at`.
 
     Examples:
         >>> [part.nbytes for part in in_parts([memoryview(bytes(10)), memoryview(bytes(1024 * 1024))])]
@@ -278,7 +277,7 @@ def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, 
 
 
 def block_hashes(buffers: Iterable[Buffer]) -> Hashes:
-    """Return the hashes of all blocks of a file, given as buffers in order.
+    """Return the hashes of all blocks of a file whose content is the buffers, in order.
 
     Examples:
         >>> block_hashes([memoryview(bytes(BLOCK_BYTES)), memoryview(b"end")]).size
@@ -296,7 +295,7 @@ _REPORTED_BYTES = 1024 * 1024
 
 
 def reported(buffers: Iterable[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
-    """Yield buffers unchanged, and call `progress` with the length of each once it is written.
+    """Yield buffers unchanged, and call `progress` with the length of each after it is written.
 
     Examples:
         >>> sizes = []
@@ -312,8 +311,8 @@ def reported(buffers: Iterable[Buffer], progress: Callable[[int], None]) -> Iter
 def reported_parts(
     parts: Iterable[tuple[int, Buffer]], progress: Callable[[int], None]
 ) -> Iterator[tuple[int, Buffer]]:
-    """Yield parts of a file, each with its first byte, unchanged, and call `progress` once a MiB or all is written."""
-    # Not a call for each part: a shard of columns has one for every row.
+    """Yield (offset, bytes) parts of a file unchanged, and call `progress` after each MiB and at the end."""
+    # Parts aren't reported one by one: a column shard has one for every row.
     nbytes = 0
     for byte, buffer in parts:
         yield byte, buffer

@@ -27,7 +27,7 @@ _HUGE_PAGE_BYTES = 4 * 1024 * 1024
 
 
 def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
-    """Return what ``torch.empty`` returns, on the CPU by default; large tensors in the CPU's memory get huge pages.
+    """Return an uninitialised tensor, as ``torch.empty`` does, by default on the CPU; large ones there get huge pages.
 
     Examples:
         >>> empty_tensor((2, 3), dtype=torch.bfloat16).shape
@@ -36,7 +36,7 @@ def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
     tensor = torch.empty(*shape, **{"device": "cpu"} | options)
     if tensor.nbytes >= _HUGE_PAGE_BYTES and tensor.is_cpu and (call := _madvise()) is not None:
         begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        # The result is ignored: a system that refuses only makes this slower.
+        # The result is ignored: without huge pages the first access is only slower.
         call(begin, tensor.data_ptr() + tensor.nbytes - begin, mmap.MADV_HUGEPAGE)
     return tensor
 
@@ -50,14 +50,14 @@ def _madvise() -> Callable[..., int] | None:
     return call
 
 
-# Memory that is kept. Getting new memory takes many times longer than filling it, and pinning it longer still. A lent
-# block comes back when the last tensor in it is collected, so nothing is overwritten while somebody may read it.
+# A pool of memory: allocating takes many times longer than filling, and pinning longer still. A lent block comes back
+# when the last tensor in it is collected, so that nothing is overwritten while somebody may read it.
 
 _UNIT = 2 * 1024 * 1024  # a huge page
 
 
 class _Block(NamedTuple):
-    """Memory, what kind it is of, and the process that took it."""
+    """A block of host memory, its kind, and the id of the process that allocated it."""
 
     kind: str
     memory: torch.Tensor
@@ -65,12 +65,12 @@ class _Block(NamedTuple):
 
 
 def pageable(nbytes: int) -> torch.Tensor:
-    """Return new memory of the kind "cpu"."""
+    """Return new pageable memory, the kind "cpu"."""
     return empty_tensor(nbytes, dtype=torch.uint8)
 
 
 class HostMemory:
-    """Blocks of host memory; all together never more than was lent out at one time since `release`.
+    """A pool of host memory, no larger than the most that was lent out at one time since the last `release`.
 
     Examples:
         >>> memory = HostMemory()
@@ -85,8 +85,8 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._idle: list[_Block] = []
-        # Filled by a finalizer, which may interrupt any code of any thread, also one that holds the lock: a deque needs
-        # none.
+        # A finalizer fills this. It may interrupt any code of any thread, even code that holds the lock, so it must not
+        # take the lock; a deque's append needs none.
         self._back: deque[_Block] = deque()
         self._of_parent: list[_Block] = []
         self._lent = 0
@@ -95,18 +95,18 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are lent out or kept for the next time."""
+        """Bytes that are lent out or idle in the pool."""
         with self._lock:
             self._take_back()
             return self._lent + self._idle_bytes()
 
     def lend(self, nbytes: int, kind: str = "cpu", new: Callable[[int], torch.Tensor] = pageable) -> torch.Tensor:
-        """Return that many bytes of memory, uint8, uninitialised.
+        """Return uninitialised memory of `nbytes` bytes, as a uint8 tensor.
 
         Args:
-            nbytes: how many.
-            kind: of memory: the type of the device that copies to it. A block is lent again for that kind alone.
-            new: makes memory of that kind.
+            nbytes: Number of bytes.
+            kind: Kind of memory: the type of the device that copies to it. Blocks are reused for the same kind only.
+            new: Function that allocates memory of that kind.
         """
         with self._lock:
             self._take_back()
@@ -115,20 +115,20 @@ class HostMemory:
                 block = _Block(kind, self._new(-(-nbytes // _UNIT) * _UNIT, new), os.getpid())
             self._lent += block.memory.nbytes
             self._most = max(self._most, self._lent)
-        # Tensors made from an array keep the array alive, not the block: its finalizer knows when the last one is gone.
+        # Tensors made from an array keep the array alive, not the block: its finalizer runs when the last one is gone.
         array = block.memory.numpy()
         finalize(array, self._back.append, block).atexit = False
         return torch.from_numpy(array)[:nbytes]
 
     def release(self) -> None:
-        """Give back to the system what isn't lent out."""
+        """Return all idle memory to the system."""
         with self._lock:
             self._take_back()
             self._idle.clear()
             self._most = self._lent
 
     def after_fork(self) -> None:
-        """Begin anew in a forked process, where memory pinned before belongs to a device that is out of reach."""
+        """Reset the pool in a forked process, whose inherited pinned memory belongs to an unreachable device driver."""
         self._lock = Lock()  # another thread of the parent may have held it
         self._take_back()
         self._set_aside(self._idle)
@@ -144,14 +144,14 @@ class HostMemory:
                 self._set_aside([block])
 
     def _set_aside(self, blocks: list[_Block]) -> None:
-        # Not dropped: freeing pinned memory calls the device's driver, which a forked process mustn't.
+        # They are kept: freeing pinned memory calls the device's driver, which a forked process must not do.
         self._of_parent += [block for block in blocks if block.kind != "cpu"]
 
     def _idle_bytes(self) -> int:
         return sum(block.memory.nbytes for block in self._idle)
 
     def _fitting(self, nbytes: int, kind: str) -> _Block | None:
-        """Return the smallest idle block that is large enough, None if there is none or it is much too large."""
+        """Return the smallest idle block that is large enough but not much too large, or None."""
         fitting = [
             (block.memory.nbytes, -number)
             for number, block in enumerate(self._idle)
@@ -167,29 +167,27 @@ class HostMemory:
 
 
 host_memory = HostMemory()
-"""This process's."""
+"""The process's pool."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=host_memory.after_fork)
 
 
-# The bytes of tensors as buffers
-
-
 # Asynchronous copies between a device's memory and the host's.
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Target and source of a copy, of the same dtype and shape."""
+"""Destination and source of a copy, of the same dtype and shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopies:
-    """How to copy to and from a device's memory. The caller keeps a copy's tensors until it has waited for the copy.
+    """Functions that copy to and from a device's memory. A caller keeps a copy's tensors until it has waited for it.
 
     Attributes:
-        host_memory: returns that many bytes of host memory, uint8, that nothing else uses.
-        start: starts copies, ordered after all that the calling thread has queued on the device; returns a token.
-        wait: waits until the copies of a token are done.
+        host_memory: Function from a number of bytes to that much unused host memory, as a uint8 tensor.
+        start: Function that starts copies after all work that the calling thread has queued on the device; returns a
+            token.
+        wait: Function that waits until the copies of a token are done.
     """
 
     host_memory: Callable[[int], torch.Tensor]
@@ -208,7 +206,7 @@ def plain_copies(device: torch.device) -> DeviceCopies:
 
 
 def _stream_copies(device: torch.device) -> DeviceCopies:
-    """Return copies on a stream of their own, so that they overlap with the program's kernels."""
+    """Return asynchronous copies on a side stream, so that they overlap with the program's kernels."""
     module, stream = getattr(torch, device.type), _side_stream(device.type, device.index)
 
     def start(pairs: Sequence[Pair]) -> Any:
@@ -218,10 +216,10 @@ def _stream_copies(device: torch.device) -> DeviceCopies:
             try:
                 for target, source in pairs:
                     target.copy_(source, non_blocking=True)
-                    # torch's allocator then doesn't reuse the memory before this copy, even if it is freed early.
+                    # This keeps torch's allocator from reusing the memory before the copy, even if it is freed early.
                     (source if target.is_cpu else target).record_stream(stream)
             except BaseException:
-                stream.synchronize()  # nobody gets a token to wait for those that have begun
+                stream.synchronize()  # the caller gets no token with which to wait for copies that have begun
                 raise
             event.record(stream)
         return event
@@ -233,19 +231,19 @@ def _stream_copies(device: torch.device) -> DeviceCopies:
 
 
 _LEAST_LENT = 1024 * 1024
-"""Smaller memory comes from torch, whose own cache of pinned memory keeps many sizes, but gives nothing back."""
+"""Smaller blocks come from torch, whose cache of pinned memory keeps many sizes but returns nothing to the system."""
 
 
-_first_process: list[int] = []  # that pinned memory, of this one and those that it was forked from
+_first_process: list[int] = []  # the first process that pinned memory, among this one and its ancestors by fork
 
 
 def _pin(nbytes: int) -> torch.Tensor:
-    # A device's driver doesn't survive a fork: asked there, it fails without saying why, or never answers.
+    # A device's driver doesn't survive a fork: a call in the child fails without a reason, or hangs.
     if not _first_process:
         _first_process.append(os.getpid())
     elif _first_process[0] != os.getpid():
         fix = "Start processes by 'spawn' or 'forkserver', or use no device before they are forked."
-        raise StorageError(error_text("memory can't be pinned: this process was forked from one that did", fix=fix))
+        raise StorageError(error_text("cannot pin memory in a process forked from one that pinned memory", fix=fix))
     # A copy from pageable memory would block.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
@@ -255,20 +253,20 @@ def _side_stream(kind: str, index: int) -> Any:
     return getattr(torch, kind).Stream(index)
 
 
-# torch.xpu has the streams and events of torch.cuda, by the same names. The others have none, or (mps) share the host's
-# memory: torch copies theirs whole.
+# torch.xpu has the streams and events of torch.cuda under the same names. Other devices have none, or (mps) share the
+# host's memory: torch copies their tensors whole.
 copies_by_device: dict[str, Callable[[torch.device], DeviceCopies]] = {"cuda": _stream_copies, "xpu": _stream_copies}
-"""By kind of device."""
+"""Constructors of asynchronous copies, by type of device."""
 
 
 def copies_of(device: torch.device) -> DeviceCopies | None:
-    """Return how a device's memory is staged, None if it isn't."""
+    """Return the functions that copy to and from a device, or None if its tensors aren't staged."""
     make = copies_by_device.get(device.type)
     return None if make is None else make(device)
 
 
 def is_staged(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is in the memory of a device with staging; faster than `copies_of`.
+    """Return whether a tensor is on a device whose tensors are staged; faster than `copies_of`.
 
     Examples:
         >>> is_staged(torch.empty(2))
@@ -278,11 +276,11 @@ def is_staged(tensor: torch.Tensor) -> bool:
 
 
 def staged_buffers(parts: Iterable[torch.Tensor], copies: DeviceCopies) -> Iterator[Buffer]:
-    r"""Yield the row-major bytes of parts, each in its own memory; the next one is copied meanwhile.
+    r"""Yield the row-major bytes of tensors on a device, copying the next tensor while the current one is used.
 
     Args:
-        parts: in a device's memory.
-        copies: of that device.
+        parts: Tensors in the device's memory.
+        copies: Functions that copy from that device.
 
     Examples:
         >>> parts = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8)
@@ -300,7 +298,7 @@ def staged_buffers(parts: Iterable[torch.Tensor], copies: DeviceCopies) -> Itera
         while in_flight:
             yield _wait_for_first(in_flight, copies)
     finally:
-        # Also after an exception: a copy still in progress would write to host memory that was freed and reused.
+        # After an exception too: a copy still in flight would write to host memory that was freed and reused.
         for _, _, token in in_flight:
             copies.wait(token)
 
@@ -312,15 +310,15 @@ def _wait_for_first(in_flight: deque[tuple[torch.Tensor, torch.Tensor, Any]], co
 
 # A tensor's row-major bytes as buffers.
 
-_BLOCK_ROWS = 128  # of FP8 by blocks: a part that ends inside of one takes twice the work
+_BLOCK_ROWS = 128  # rows of an FP8 block: a part that ends inside a block costs twice the work
 
 
 def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     r"""Yield the bytes of a tensor, in row-major order.
 
-    A contiguous tensor in the CPU's memory is yielded in place. Others (transposed, on an accelerator) are staged in
-    parts, lazy ones are read in parts: a copy of the whole would double the memory that saving it takes. On a device
-    with streams, the next part is copied while one is used.
+    A contiguous tensor in the CPU's memory is yielded in place. Other tensors (transposed, on an accelerator) are
+    staged in parts and lazy tensors are read in parts, since a copy of the whole would double the memory of a save. On
+    a device with streams, the next part is copied while the current one is used.
 
     Examples:
         >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))
@@ -339,7 +337,7 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
 
 
 def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTensor]:
-    """Yield a tensor in parts of a limited size, or single elements, in row-major order."""
+    """Yield parts of a tensor in row-major order, each of a limited size or a single element."""
     most = limits.LAZY_BYTES if isinstance(tensor, LazyTensor) else limits.COPIED_BYTES
     if tensor.nbytes <= most or not tensor.ndim:
         yield tensor
@@ -349,16 +347,16 @@ def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTen
         rows -= rows % _BLOCK_ROWS
     for start in range(0, tensor.shape[0], rows):
         stop = min(start + rows, tensor.shape[0])
-        # A single row may still be too large: without its first axis it is split along the next one.
+        # A single row may still be too large: it loses its first axis and is split along the next.
         yield from _parts(tensor[start] if rows == 1 else tensor[start:stop])
 
 
 def is_in_place(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its row-major bytes, readable by the CPU.
+    """Return whether a tensor's memory is its row-major bytes, readable by the CPU.
 
     Examples:
         >>> is_in_place(torch.ones(2, 3)), is_in_place(torch.ones(2, 3).T)
         (True, False)
     """
-    # torch conjugates and negates lazily: with these bits set, the memory holds other values than the tensor.
+    # torch conjugates and negates lazily: if one of these bits is set, the memory holds other values than the tensor.
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,4 +1,4 @@
-"""What a storage can do beyond `Storage`: a value beside it, and what is done instead where it can't."""
+"""Optional abilities of a storage beyond `Storage`, and the fallbacks for storages that lack them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._refusals import Refusals
 from ._storage import Buffer, Sibling, SizedBuffers, Storage, whole
 
 Function = Callable[..., Any]
-"""A call of a storage: it takes the name of a file or folder first."""
+"""A storage's method; its first argument is the name of a file or folder."""
 
 ReadRange = Callable[[str, int, int], tuple[Buffer, int]]
 
@@ -23,8 +23,8 @@ class Entry:
     """A file in a listing.
 
     Attributes:
-        length: in bytes.
-        changed: when it was changed last, in seconds by the storage's own clock.
+        length: Length in bytes.
+        changed: Time of the last change, in seconds by the storage's own clock.
     """
 
     length: int
@@ -33,47 +33,51 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a storage can do beyond `Storage`: functions, None where it can't; a storage has it as its ``capabilities``.
+    """Optional abilities of a storage, its attribute ``capabilities``; a function that is None isn't supported.
 
-    A storage without the attribute can do none of it. Functions that are described together come together. All raise
-    StorageError, and name the file.
+    A storage without the attribute supports none of them. Related functions, such as those on folders, come together.
+    All raise a StorageError that names the file.
 
     Attributes:
-        move: ``(old, new)``: renames a file, replacing the file of that name, in one step if the storage can. Else it
-            is copied.
-        write_parts: ``(name, length, parts, *, durable)``: writes into a file, at the same time as other ranks do.
-            Parts are pairs of the byte that one begins at and its bytes. All writers give the same length, which the
-            file has afterwards; bytes that none writes are zero in a new file and unchanged in an old one. Else a file
-            has one writer, who writes it whole and in order.
-        make_folder: ``(name, *, durable)``: makes a folder and those above it, if they aren't there, and waits until
-            they are on the medium if `durable`. Else a folder is there as soon as a file is in it.
-        is_folder: ``(name)``: whether there is a folder of that name, maybe an empty one.
-        remove_folder: ``(name)``: removes a folder if it is empty.
-        sync_folder: ``(name)``: waits until what was made or removed in a folder is on the medium. Else it is by then.
+        move: ``(old, new)``: rename a file, replacing any file of the new name, atomically if possible. Without it,
+            files are copied.
+        write_parts: ``(name, length, parts, *, durable)``: write parts of a file while other ranks write others.
+            Parts are (offset, bytes) pairs. All writers pass the same length, which the file has afterwards; bytes
+            that nobody writes are zero in a new file and unchanged in an old one. Without it, a file has a single
+            writer that writes it whole and in order.
+        make_folder: ``(name, *, durable)``: make a folder and its parents if they are missing, and wait until they are
+            on the medium if `durable`. Without it, a folder exists as soon as a file is in it.
+        is_folder: ``(name)``: whether a folder of that name exists, possibly an empty one.
+        remove_folder: ``(name)``: remove a folder if it is empty.
+        sync_folder: ``(name)``: wait until all entries made or removed in a folder are on the medium. Without it, they
+            are there already.
         is_link: ``(name)``: whether a name is a symbolic link.
-        folder: ``(name)``: returns a folder in it as a storage that can do as much.
-        sibling: ``(name)``: returns the `Sibling` that a save of that name makes, or has made, beside this folder.
-        siblings: ``()``: returns the names of the saves that have made one, sorted.
-        locked: ``(folder="")``: returns a context manager that waits for a folder's lock and holds it. Of the threads
-            and processes of a machine one has it at a time; it isn't reentrant, and goes with the process.
-        replace_if: ``(name, before, data)``: gives a file new content in one step if it has its old content, None if it
-            isn't there. Returns whether an answer says that it was done. If False, the file has changed, or no answer
-            came: then it may have the new content, or get it yet. The request isn't repeated.
-        mark: ``(name, data)``: creates a file, and returns whether conditions are honoured: some servers pass over
-            them, and a file that is created twice is created twice.
-        entries: ``(folder="", *, deep=True)``: returns the `Entry` of each file in a folder by its name in it, however
-            deep, by few requests. Without `deep`, those directly inside, and folders, whose names end in ``/``.
-        content: ``(name, most=None)``: returns a file's bytes by one request, None if there is no such file; raises
-            CorruptCheckpoint if it has more than `most` bytes, which aren't fetched.
-        remove_all: ``(names)``: removes files; nothing happens to those that aren't there.
-        read_range: ``(name, begin, end)``: returns these bytes, as far as the file has them, and its length, in any
-            thread. Where it is there, each read is a request, which takes long, and many are made side by side.
-        abort_uploads: ``(folder, is_left)``: gives up uploads that interrupted saves left open in a folder, if
-            ``is_left(name, seconds)`` says so of the name of its file and its age.
-        late_requests: whether a request may be carried out after whoever sent it has ended.
+        folder: ``(name)``: the storage of a subfolder, with the same abilities.
+        sibling: ``(name)``: the `Sibling` that the save of that name makes, or has made, beside this folder.
+        siblings: ``()``: the sorted names of the saves that have made a sibling.
+        locked: ``(folder="")``: a context manager that waits for a folder's lock and holds it. Among the threads and
+            processes of a machine one holds it at a time; it isn't reentrant, and ends with the process.
+        replace_if: ``(name, before, data)``: replace a file's content atomically if the content is still `before`
+            (None: if there is no file), and return whether an answer confirms it. False means that the file has
+            changed, or that no answer came: then it may have the new content, or still get it. The request isn't
+            repeated.
+        mark: ``(name, data)``: create a file, and return whether the storage honours conditions. Some servers ignore
+            them: there, creating the file a second time succeeds.
+        entries: ``(folder="", *, deep=True)``: the `Entry` of each file in a folder and its subfolders, by relative
+            name, in few requests. Without `deep`: of the files directly inside, and of folders, whose names end in
+            ``/``.
+        content: ``(name, most=None)``: a file's bytes by a single request, or None if there is no such file; raises
+            CorruptCheckpoint, before fetching them, if there are more than `most` bytes.
+        remove_all: ``(names)``: remove files; missing ones are ignored.
+        read_range: ``(name, begin, end)``: the bytes of that range as far as the file reaches, and the file's length;
+            callable from any thread. A storage with this function reads by requests with a long latency, so that many
+            are in flight at once.
+        abort_uploads: ``(folder, is_left)``: abort uploads in a folder that interrupted saves left open, if
+            ``is_left(name, seconds)`` is true for the file's name and the upload's age.
+        late_requests: Whether a request may be carried out after the process that sent it has ended.
         latency: Duration of the last small request, in seconds; None if there was none, 0 if reading takes no request.
-        refusals: what its file system has refused, such as to sync folders, and a save did without.
-        request_scale: how many times as long as usual the requests are by which long files are moved.
+        refusals: Requests that the file system refused and saves did without, such as syncing folders.
+        request_scale: Factor by which requests for long files are longer than usual.
 
     Examples:
         >>> from shardtree.storage import LocalStorage
@@ -112,11 +116,11 @@ class Capabilities:
 
     @classmethod
     def of(cls, storage: Storage, *names: str, **more: Any) -> Capabilities:
-        """Return capabilities that are a storage's methods of these names, and more by their names."""
+        """Return the capabilities that a storage's methods of these names implement, and further fields by name."""
         return cls(**{name: getattr(storage, name) for name in names}, **more)
 
     def functions(self) -> dict[str, Function]:
-        """Return the functions that are there, by their names."""
+        """Return the supported functions by name."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in values if callable(value)}
 
@@ -125,16 +129,16 @@ _NOTHING = Capabilities()
 
 
 def can(storage: Storage) -> Capabilities:
-    """Return what a storage can do beyond `Storage`."""
+    """Return the capabilities of a storage; empty if it declares none."""
     capabilities: Capabilities = getattr(storage, "capabilities", _NOTHING)
     return capabilities
 
 
-# What is done instead where a storage can't.
+# Calls of capabilities, with fallbacks for storages that lack them.
 
 
 def move(storage: Storage, old: str, new: str) -> None:
-    """Rename a file, replacing the file of that name.
+    """Rename a file, replacing any file of the new name.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -146,7 +150,7 @@ def move(storage: Storage, old: str, new: str) -> None:
     if (rename := can(storage).move) is not None:
         rename(old, new)
     else:
-        # As a whole: a file's name may be what makes it a checkpoint, and half of it would count as one.
+        # The copy is atomic: the new name may make the file a checkpoint, and half a file would then count as one.
         storage.replace(new, storage.read(old), durable=True)
         storage.remove(old)
 
@@ -166,31 +170,32 @@ def write_parts(
         storage: Folder of the file.
         name: Name of the file.
         length: Length of the whole file, in bytes.
-        parts: Bytes, each with the place of the first.
+        parts: (offset, bytes) pairs.
         durable: Whether the file is on the medium when this returns.
-        progress: Function that is called with the number of bytes written, once a MiB or all is.
+        progress: Function that is called with the number of bytes written since its last call, after each MiB and at
+            the end.
 
     Raises:
-        StorageError: the storage takes files whole, and the parts aren't a whole one.
+        StorageError: the storage only takes whole files, and the parts don't tile the file.
     """
     parts = parts if progress is None else reported_parts(parts, progress)
     if (write := can(storage).write_parts) is not None:
         write(name, length, parts, durable=durable)
         return
     buffers = whole(parts, length, storage.where(name))
-    # Taken first, so that an error about it is raised before anything is written.
+    # The first part is taken beforehand, so that an error about it is raised before anything is written.
     first = list(islice(buffers, 1))
     storage.write(name, SizedBuffers(length, chain(first, buffers)), durable=durable)
 
 
 def make_folder(storage: Storage, name: str = "", *, durable: bool = True) -> None:
-    """Make a folder and those above it, where a folder isn't there as soon as a file is in it."""
+    """Make a folder and its parents; nothing where folders exist as soon as a file is in them."""
     if (make := can(storage).make_folder) is not None:
         make(name, durable=durable)
 
 
 def is_folder(storage: Storage, name: str = "") -> bool:
-    """Return whether there is a folder of that name.
+    """Return whether a folder of that name exists.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -202,25 +207,25 @@ def is_folder(storage: Storage, name: str = "") -> bool:
 
 
 def remove_folder(storage: Storage, name: str) -> None:
-    """Remove a folder if it is empty, where it doesn't go with its last file."""
+    """Remove an empty folder; nothing where a folder vanishes with its last file."""
     if (remove := can(storage).remove_folder) is not None:
         remove(name)
 
 
 def sync_folder(storage: Storage, name: str = "") -> None:
-    """Wait until what was made or removed in a folder is on the medium."""
+    """Wait until all entries made or removed in a folder are on the medium."""
     if (sync := can(storage).sync_folder) is not None:
         sync(name)
 
 
 def siblings(storage: Storage) -> dict[str, Sibling]:
-    """Return the folders that saves have made beside a storage's own, by the names of the saves, sorted."""
+    """Return the siblings that saves have made beside a storage's own folder, by save name, sorted."""
     sibling, names = can(storage).sibling, can(storage).siblings
     return {name: sibling(name) for name in names()} if sibling is not None and names is not None else {}
 
 
 def locked(storage: Storage) -> AbstractContextManager[None]:
-    """Return a context manager that holds the lock of a storage's own folder; one without effect where there is none.
+    """Return a context manager that holds the lock of a storage's own folder, if the storage has locks.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -232,24 +237,24 @@ def locked(storage: Storage) -> AbstractContextManager[None]:
 
 
 def is_link(storage: Storage, name: str) -> bool:
-    """Return whether a name is a symbolic link; False on storages without links."""
+    """Return whether a name is a symbolic link; always False on storages without links."""
     look = can(storage).is_link
     return look is not None and look(name)
 
 
-_DEEPEST = 64  # levels of folders that are entered, so that the recursion is bounded
+_DEEPEST = 64  # maximum depth of folders, which bounds the recursion
 
 
 def files_in(
     storage: Storage, folder: str = "", takes: Callable[[str], object] = bool, depth: int = 0
 ) -> Iterator[str]:
-    """Yield the names of all files in a folder and in folders in it, and of links without following them.
+    """Yield the names of all files and links (not followed) in a folder and its subfolders.
 
     Args:
-        storage: where they are.
-        folder: in it; "" for all.
-        takes: whether what has some last part of its name is looked at.
-        depth: of the folder.
+        storage: Storage of the files.
+        folder: Folder within the storage; "" for the whole storage.
+        takes: Predicate on the last part of a name; files and folders that fail it are skipped.
+        depth: Depth of the folder, for the recursion.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -267,7 +272,7 @@ def files_in(
 
 
 def file_lengths(storage: Storage) -> Iterator[tuple[str, int]]:
-    """Yield the name and length of each of `files_in`, or of the one file that a storage is.
+    """Yield name and length of each file of a storage, or of the storage itself if it is a single file.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -277,12 +282,12 @@ def file_lengths(storage: Storage) -> Iterator[tuple[str, int]]:
         [('a/b', 3)]
     """
     names = files_in(storage) if storage.length("") is None else [""]
-    # What has no length isn't a file: a link to a folder.
+    # A name without a length isn't a file but a link to a folder.
     yield from ((name, length) for name in names if (length := storage.length(name)) is not None)
 
 
 def remove_files(storage: Storage, names: Sequence[str]) -> None:
-    """Remove files in any order, by one request where that can be done.
+    """Remove files in any order, by a single request where the storage supports it.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -299,7 +304,7 @@ def remove_files(storage: Storage, names: Sequence[str]) -> None:
 
 
 def read_if_there(storage: Storage, name: str) -> bytes | None:
-    """Return a file's bytes, None if there is no such file.
+    """Return a file's bytes, or None if there is no such file.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -312,12 +317,12 @@ def read_if_there(storage: Storage, name: str) -> bytes | None:
 
 
 def threads_of(storage: Storage, threads: int | None, requests: int = 16) -> int | None:
-    """Return how many threads read a storage: those of the caller, else as many as requests may be in flight.
+    """Return the number of threads that read a storage: the caller's, or one per request in flight.
 
     Args:
-        storage: where reads may be requests, which wait nearly all the time.
-        threads: what the caller says; None for the usual number.
-        requests: how many may be in flight.
+        storage: Storage that is read.
+        threads: Number that the caller asked for; None for the usual one.
+        requests: Maximum number of requests in flight, for storages that read by requests.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -328,11 +333,11 @@ def threads_of(storage: Storage, threads: int | None, requests: int = 16) -> int
 
 
 def abort_open_uploads(storage: Storage, is_left: Callable[[str, float], bool]) -> None:
-    """Give up uploads that interrupted saves have left open in a folder; nothing where there are no such.
+    """Abort uploads that interrupted saves have left open in a folder; nothing on storages without uploads.
 
     Args:
-        storage: the folder.
-        is_left: whether an upload may be given up, by the file's name and the seconds since it began.
+        storage: Storage of the folder.
+        is_left: Predicate of a file's name and the upload's age in seconds: whether it may be aborted.
     """
     if (abort := can(storage).abort_uploads) is not None:
         abort("", is_left)

@@ -1,4 +1,4 @@
-"""What is read of a checkpoint's files and what of it is checked: their blocks by hashes, or byte ranges by CRC32s."""
+"""Stored files and their checksums: block hashes, or CRC32s of byte ranges; and the report of a load."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class StoredFile:
     """A file of a checkpoint, as the index describes it.
 
     Attributes:
-        name: in the checkpoint's storage.
-        length: in bytes.
-        hashes: of its blocks, uint64 (blocks,); None where the format has none.
-        ranges: whose CRC32s the format has, in place of block hashes; each run and piece lies within one.
+        name: Name in the checkpoint's storage.
+        length: Length in bytes.
+        hashes: Hashes of the file's blocks, uint64 (blocks,); None if the format has none.
+        ranges: Byte ranges with CRC32s, for formats that have these instead of block hashes; each run and piece lies
+            within one range.
     """
 
     name: str
@@ -63,13 +64,13 @@ def write_hashed(
     checksums: bool = True,
     progress: Callable[[int], None] = _ignore,
 ) -> StoredFile:
-    """Write a file and return it with the hashes of its blocks, made while the bytes go by.
+    """Write a file, hash its blocks on the way, and return its description.
 
     Args:
         storage: Folder of the checkpoint.
         name: Name of the file.
         buffers: Bytes of the file, in order.
-        length: Number of all bytes, where it is known; storages can then reserve the space.
+        length: Total number of bytes, if known, so that storages can reserve space.
         durable: Whether the file is on the medium when this returns.
         checksums: Whether blocks are hashed at all.
         progress: Function that is called with the number of bytes written since its last call.
@@ -88,23 +89,24 @@ def write_hashed(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReadReport:
-    """What a load has read.
+    """Report of a load on one rank.
 
     Attributes:
-        bytes_read: of tensors and objects.
-        blocks_checked: blocks whose hash was compared, or byte ranges whose checksum was.
-        blocks_unchecked: those that were read only in part, weren't to be checked, or have no hash.
-        files: files opened.
-        left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
-            them, and of those in a union of ranks' common states that no rank's target names; where all tensors are
-            loaded, the names of those that can't be read.
-        unfilled: paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
-        uncompared: keys of an optimizer's states that would have been loaded after a comparison of masters with
-            weights, had the options not said ``verify=None``.
-        bytes_sent: to other ranks, which wanted what this one read.
-        bytes_received: from other ranks.
-        exchange: why ranks read for each other or didn't, where ``exchange="auto"`` left that to the load.
-        kept: paths of the target's own values in the result, where a list, tuple or class needs what isn't stored.
+        bytes_read: Bytes of tensors and objects that were read.
+        blocks_checked: Number of blocks or byte ranges whose checksum was compared.
+        blocks_unchecked: Number of blocks that were read only in part, were excluded from checks, or have no hash.
+        files: Number of files opened.
+        left_out: Paths of stored plain values that aren't in the result: those beside shards that the target omits,
+            and those in a union of common states that no rank's target names. If all tensors are loaded: names of
+            tensors that can't be read.
+        unfilled: Paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
+        uncompared: Keys of optimizer states that were loaded without the comparison of masters with weights, because
+            of ``verify=None``.
+        bytes_sent: Bytes sent to other ranks that wanted them.
+        bytes_received: Bytes received from other ranks.
+        exchange: Reason why ranks did or didn't read for each other, if ``exchange="auto"`` decided it.
+        kept: Paths of the target's own values in the result, kept where a list, tuple or class needs a value and none
+            is stored.
     """
 
     bytes_read: int = 0
@@ -120,7 +122,7 @@ class ReadReport:
     kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return how much was read and checked, and what wasn't loaded, in a few lines.
+        """Return a summary of a few lines: bytes read, blocks checked, values not loaded.
 
         Examples:
             >>> print(ReadReport(1536, 4, 1, 2, left_out=("['step']",)))
@@ -132,9 +134,9 @@ class ReadReport:
         if self.bytes_sent or self.bytes_received:
             lines.append(f"{size_text(self.bytes_sent)} sent to other ranks, {size_text(self.bytes_received)} received")
         lines += [self.exchange] if self.exchange else []
-        for what, names in self._names():
+        for label, names in self._names():
             if names:
-                lines.append(f"{len(names)} {what}: {', '.join(shorten(names, shown=3))}")
+                lines.append(f"{len(names)} {label}: {', '.join(shorten(names, shown=3))}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -152,11 +154,11 @@ class ReadReport:
         return ReadReport(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
-# What is checked
+# Byte ranges to check.
 
 
 def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list[int]:
-    """Return those byte ranges with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
+    """Return the numbers of byte ranges with a CRC32 that are small or read nearly whole, or all with `everything`."""
     enough = ranges.end - ranges.begin <= BLOCK_BYTES
     if runs.byte.size:
         enough = enough | (bytes_outside(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
@@ -164,11 +166,11 @@ def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list
     return numbers
 
 
-# Errors
+# Errors..
 
 
 def wrong_length(file: StoredFile, length: int, path: str) -> CorruptCheckpoint:
-    """Return the error for a file that isn't as long as the index says."""
+    """Return the error for a file whose length differs from the index."""
     return CorruptCheckpoint(
         error_text(
             f"load: {path!r} has the wrong length",
@@ -180,12 +182,12 @@ def wrong_length(file: StoredFile, length: int, path: str) -> CorruptCheckpoint:
 
 
 def damage_error(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
-    """Return the error for a file whose bytes aren't those that were saved."""
+    """Return the error for a file whose content differs from the saved one."""
     fix = "The medium or a later program damaged it; load another checkpoint."
-    return CorruptCheckpoint(error_text(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
+    return CorruptCheckpoint(error_text(f"load: {path!r} is damaged: {what}", offenders=spans, fix=fix))
 
 
-# Rows of one file
+# Rows of one file..
 
 
 def in_file_order(pieces: Strided) -> Strided:
@@ -194,7 +196,7 @@ def in_file_order(pieces: Strided) -> Strided:
 
 
 def of_file(rows: Rows, number: int) -> Rows:
-    """Return the rows of one file, of rows that are sorted by file."""
+    """Return the rows of one file from rows that are sorted by file."""
     return rows_of(rows, slice(*np.searchsorted(rows.file, [number, number + 1]).tolist()))
 
 
@@ -206,9 +208,9 @@ class ByteRanges:
     """Byte ranges of a file, ascending, with their CRC32s.
 
     Attributes:
-        begin: first byte of each, int64 (ranges,).
-        end: one past its last byte, int64 (ranges,).
-        crc32: of its bytes, 0 if the format recorded none, int64 (ranges,).
+        begin: First byte of each range, int64 (ranges,).
+        end: One past the last byte of each range, int64 (ranges,).
+        crc32: CRC32 of each range, 0 if the format recorded none, int64 (ranges,).
     """
 
     begin: Column
@@ -217,9 +219,9 @@ class ByteRanges:
 
 
 class RangeHasher:
-    """Computes CRC32s of the bytes that are read, in parts each of which lies within one byte range.
+    """Computes the CRC32s of parts of byte ranges while they are read.
 
-    Each part is in `hashes`: its first byte → (one past its last byte, its CRC32).
+    `hashes` maps the first byte of each part to (one past its last byte, its CRC32).
     """
 
     __slots__ = ("_at", "_begin", "_crc32", "_first", "hashes")
@@ -231,30 +233,30 @@ class RangeHasher:
         self._crc32 = 0
 
     def update(self, buffer: Buffer, byte: int) -> None:
-        """Hash the file's bytes that begin at `byte`; they lie in one range."""
+        """Hash bytes at the offset `byte` of the file; they must lie within one range."""
         if byte != self._at or byte in self._begin:
             self._first, self._crc32 = byte, 0
         self._at = byte + buffer.nbytes
         self._crc32 = crc32(buffer, self._crc32)
-        # Where several targets read the same bytes these come more than once; the longest part is kept.
+        # Bytes that several targets read come more than once; the longest part is kept.
         if self._at > self.hashes.get(self._first, (0, 0))[0]:
             self.hashes[self._first] = (self._at, self._crc32)
 
 
 def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
-    """Return the CRC32 of a byte range from those of its parts, None if the parts don't tile it.
+    """Return the CRC32 of a byte range computed from those of its parts, or None if the parts don't tile it.
 
     Args:
-        hashes: first byte of a part → (one past its last byte, its CRC32).
-        begin: first byte of the range.
-        end: one past its last byte.
+        hashes: Mapping from the first byte of a part to (one past its last byte, its CRC32).
+        begin: First byte of the range.
+        end: One past the last byte of the range.
 
     Examples:
         >>> parts = {8: (12, crc32(b"some")), 12: (14, crc32(b"th"))}
         >>> range_crc32(parts, 8, 14) == crc32(b"someth"), range_crc32(parts, 8, 15)
         (True, None)
     """
-    # CRC32s of adjacent parts can be combined, so that threads that read parts of one range needn't read them twice.
+    # CRC32s of adjacent parts can be combined, so threads that read parts of one range needn't read them twice.
     checksum, at = 0, begin
     while at < end:
         until, part = hashes.get(at, (0, 0))
@@ -266,7 +268,7 @@ def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int
 
 
 def crc32_behind(buffer: Buffer, before: int) -> Callable[[], int]:
-    """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it.
+    """Return a function that returns the CRC32 extended by a buffer; another thread computes it if that is large.
 
     Args:
         buffer: Bytes that stay as they are until the function is called.
@@ -284,9 +286,9 @@ def joined_crc32(left: int, right: int, length: int) -> int:
     """Return the CRC32 of two byte strings joined, from the CRC32 of each.
 
     Args:
-        left: of the first.
-        right: of the second.
-        length: of the second, in bytes.
+        left: CRC32 of the first string.
+        right: CRC32 of the second string.
+        length: Length of the second string, in bytes.
 
     Examples:
         >>> joined_crc32(crc32(b"check"), crc32(b"sum"), 3) == crc32(b"checksum")
@@ -301,7 +303,7 @@ def joined_crc32(left: int, right: int, length: int) -> int:
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
     """Return x to the power of 8 * `length`, modulo the polynomial; the highest bit is that of x^0."""
-    # Square and multiply: the length can have 40 bits, and one step for each byte would take longer than reading it.
+    # Square and multiply: the length can have 40 bits, and a step per byte would take longer than reading the bytes.
     power, square = 1 << 31, 1 << 23
     while length:
         if length & 1:
@@ -322,12 +324,12 @@ def _times(left: int, right: int) -> int:
 
 
 def bytes_outside(ranges: ByteRanges, begin: Column, end: Column) -> Column:
-    """Return how many bytes of each byte range lie outside some spans.
+    """Return, for each byte range, the number of its bytes outside of all spans.
 
     Args:
-        ranges: of a file.
-        begin: first byte of each span, int64 (spans,), ascending; spans may overlap.
-        end: one past its last byte, int64 (spans,).
+        ranges: Byte ranges of a file.
+        begin: First byte of each span, ascending, int64 (spans,); spans may overlap.
+        end: One past the last byte of each span, int64 (spans,).
 
     Examples:
         >>> import numpy as np

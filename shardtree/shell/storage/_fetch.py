@@ -1,4 +1,4 @@
-"""Runs a load plan: several threads put what arrives into the targets' memory, hash it, and check it."""
+"""Executes a load plan: several threads deliver bytes to the targets' memory, and hash and check them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ._transports import (
 )
 
 Sums = dict[int, Any]
-"""Checksums found in a file. Of blocks that came whole: number → hash, -1 if it came twice with different bytes. Of
-parts of byte ranges: first byte → (one past the last byte, CRC32)."""
+"""Checksums computed for a file. Blocks that were read whole: number → hash, -1 if two reads differed. Parts of byte
+ranges: first byte → (one past the last byte, CRC32)."""
 
 
 def fetch(
@@ -48,19 +48,19 @@ def fetch(
     verify: Verify = "whole",
     progress: Callable[[int], None] = lambda _: None,
 ) -> ReadReport:
-    """Read what a plan says, and return how much that was.
+    """Execute a load plan, and return a report of the bytes read and checked.
 
     Args:
-        storage: where the files are.
-        files: by their number in the plan.
-        plan: what to read.
-        memories: for each requested shard a contiguous tensor of its bytes in any dtype, written in place; some on
+        storage: Storage of the files.
+        files: Files by their number in the plan.
+        plan: Reads to execute.
+        memories: Contiguous tensors of any dtype, one for each requested shard, filled in place; they may be on
             devices that are staged.
-        verify: which blocks are checked against their hashes.
-        progress: called with the bytes read since the last call, by one thread at a time.
+        verify: The blocks that are checked against their hashes.
+        progress: Function that is called with the number of bytes read since its last call, by one thread at a time.
 
     Raises:
-        CorruptCheckpoint: a file's length or a block's hash isn't what the index says.
+        CorruptCheckpoint: a file's length or a block's hash differs from the index.
         StorageError: a file can't be read.
     """
     return _carry_out(transport_of(storage, files), cut_of(storage, plan), files, plan, memories, verify, progress)
@@ -121,7 +121,7 @@ def _carry_out(
     for _ in range(transport.tries - 1):
         wrong = {number: _wrong(check, sums[number]) for number, check in checks.items()}
         again = [
-            each for each in requests if any(begin < each.end and each.begin < end for begin, end in wrong[each.file])
+            item for item in requests if any(begin < item.end and item.begin < end for begin, end in wrong[item.file])
         ]
         sums |= {number: _without(sums[number], checks[number], spans) for number, spans in wrong.items()}
         carry_out(again, lambda _: None)
@@ -139,17 +139,17 @@ def _carry_out(
 def fetch_run(
     storage: Storage, file: StoredFile, byte: int, memory: torch.Tensor, *, verify: Verify
 ) -> ReadReport | None:
-    """Fill memory with consecutive bytes of a file by one read, which has all of the blocks that `fetch` would check.
+    """Fill memory with consecutive bytes of a file by a single read, and check the blocks that `fetch` would check.
 
     Returns:
-        How much was read; None where that takes more, or anything is wrong: `fetch` then does it, or says why not.
+        A report; None if a single read isn't enough or anything is wrong, so that `fetch` must do it or raise.
     """
     if can(storage).read_range is not None or file.ranges is not None or is_staged(memory):
         return None
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
     blocks = range(0) if file.hashes is None else run_blocks(byte, end, file.length, verify)
-    # Of blocks that are to be checked and that the run begins or ends in, the rest comes along, into memory of its own.
+    # If the run begins or ends inside a block that is checked, the block's other bytes are read too, into `beside`.
     before = max(byte - blocks.start * BLOCK_BYTES, 0) if blocks else 0
     after = max(min(blocks.stop * BLOCK_BYTES, file.length) - end, 0) if blocks else 0
     beside = memoryview(np.empty(before + after, dtype=np.uint8))
@@ -178,14 +178,14 @@ def _report(bytes_read: int, blocks_checked: int, blocks_unchecked: int) -> Read
 
 
 def _views(plan: LoadPlan, memories: Sequence[torch.Tensor], is_on_device: Flags) -> list[Buffer]:
-    """Return the bytes of each memory of the host that is a target, none for the others."""
-    # Most targets of a plan may be none of its: it may be a small part of a larger one.
+    """Return a byte view of each host memory that the plan fills, and an empty view for all others."""
+    # The plan may be a small part of a larger one, so that it fills few of the memories.
     is_target = np.zeros(len(memories), dtype=np.bool_)
     is_target[plan.runs.target] = is_target[plan.strided.target] = True
     is_target &= ~is_on_device
     return [
-        byte_buffer(memory) if each else memoryview(b"")
-        for memory, each in zip(memories, is_target.tolist(), strict=True)
+        byte_buffer(memory) if is_filled else memoryview(b"")
+        for memory, is_filled in zip(memories, is_target.tolist(), strict=True)
     ]
 
 
@@ -197,19 +197,19 @@ def _read(
     requests: Sequence[Request],
     views: Sequence[Buffer],
 ) -> int:
-    """Carry out requests, add their checksums to the files', and return how many bytes were delivered."""
+    """Execute requests, add their checksums to `sums`, and return the number of bytes delivered."""
     waiting, lock = deque(requests), Lock()
 
     def work() -> int:
         total = 0
         with closing(transport.arrivals(waiting)) as arrivals:
             for request, source in arrivals:
-                size, own_sums = _deliver(request, source, checks[request.file], views)
+                size, new_sums = _deliver(request, source, checks[request.file], views)
                 with lock:
                     file_sums = sums[request.file]
-                    for number, each in own_sums.items():
-                        # Of a block that came twice, bytes of either may have been delivered: if they differ, fail.
-                        file_sums[number] = each if file_sums.get(number, each) == each else -1
+                    for number, value in new_sums.items():
+                        # Either read of a block that came twice may have filled a target: if they differ, fail.
+                        file_sums[number] = value if file_sums.get(number, value) == value else -1
                     progress(size)
                 total += size
         return total
@@ -219,7 +219,7 @@ def _read(
 
 
 def _deliver(request: Request, source: RequestSource, check: Checks, views: Sequence[Buffer]) -> tuple[int, Sums]:
-    """Put a request's bytes where they belong, and return how many these are, and the checksums found."""
+    """Deliver a request's bytes to their targets, and return their number and their checksums."""
     hasher, runs, pieces = check.hasher(), request.runs, request.pieces
     for byte, buffers in _steps(runs, views, limits.WINDOW_BYTES if hasher is None else limits.STEP_BYTES):
         source.read_into(byte, buffers)
@@ -238,9 +238,9 @@ def _deliver(request: Request, source: RequestSource, check: Checks, views: Sequ
 
 
 def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield (byte, buffers): byte ranges of a file that end at multiples of a size, and the buffers to fill."""
+    """Yield (offset, buffers): reads that end at multiples of a size, and the buffers that each fills."""
     begin, end, buffers = 0, 0, list[Buffer]()
-    # Of what is only hashed: where it lies in a step tells it apart from what else does.
+    # Scratch memory for bytes that are only hashed; their offset within a step keeps them from overlapping.
     room = byte_buffer(host_memory.lend(size)) if (runs.target < 0).any() else memoryview(b"")
     rows = zip(runs.byte.tolist(), runs.target.tolist(), runs.target_byte.tolist(), runs.length.tolist(), strict=True)
     for byte, target, at, length in rows:
@@ -261,23 +261,23 @@ def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int
         yield begin, buffers
 
 
-# What was found
+# Results of the checks.
 
 
 def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
-    """Return begin and end of the blocks or byte ranges of a file whose checksum differs."""
+    """Return first byte and end of each block or byte range of a file whose checksum differs."""
     hashes, ranges = check.file.hashes, check.file.ranges
     if ranges is not None:
-        places = [(int(ranges.begin[each]), int(ranges.end[each]), int(ranges.crc32[each])) for each in check.ranges]
+        places = [(int(ranges.begin[row]), int(ranges.end[row]), int(ranges.crc32[row])) for row in check.ranges]
         return [(begin, end) for begin, end, crc32 in places if range_crc32(sums, begin, end) != crc32]
     return [
         (number * BLOCK_BYTES, min(check.file.length, (number + 1) * BLOCK_BYTES))
-        for number, each in sorted(sums.items())
-        if hashes is not None and each != int(hashes[number])
+        for number, value in sorted(sums.items())
+        if hashes is not None and value != int(hashes[number])
     ]
 
 
 def _without(sums: Sums, check: Checks, spans: Sequence[tuple[int, int]]) -> Sums:
-    """Return checksums without those of some spans."""
+    """Return the checksums outside of the given spans."""
     unit = BLOCK_BYTES if check.file.ranges is None else 1
-    return {at: each for at, each in sums.items() if not any(begin <= at * unit < end for begin, end in spans)}
+    return {at: value for at, value in sums.items() if not any(begin <= at * unit < end for begin, end in spans)}

@@ -1,4 +1,4 @@
-"""The storage of a path or URL, and folders within a storage."""
+"""The storage of a path or URL, and storages of subfolders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._wrapped import Wrapped, around
 
 
 def folder_in(storage: Storage, name: str) -> Storage:
-    """Return a folder of a storage as a storage; it needn't exist yet.
+    """Return the storage of a subfolder, which needn't exist yet.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -32,7 +32,7 @@ def folder_in(storage: Storage, name: str) -> Storage:
     """
     if not (plain := inside(name, storage.where())):
         return storage
-    # Of the same kind where that has one, so that it can do the same: exchange whole folders, for one.
+    # The storage's own method keeps its abilities, such as exchanging whole folders; a wrapper would lose some.
     if (folder := can(storage).folder) is not None:
         return folder(plain)
     wrapper: Storage = around(storage, partial(_in_folder, plain), plain)
@@ -40,13 +40,13 @@ def folder_in(storage: Storage, name: str) -> Storage:
 
 
 def _in_folder(folder: str, call: str, function: Function) -> Function | None:
-    # The folder that siblings are beside is another one.
+    # Siblings lie beside the storage's own folder, not beside this subfolder.
     return None if call in ("sibling", "siblings") else _InFolder(folder, call, function)
 
 
 @dataclass(frozen=True, slots=True)
 class _InFolder:
-    """A storage's call with the folder's name before all names that it is given; a value, so that it can be pickled."""
+    """A storage's method that puts a folder's name in front of all names; a dataclass, so that it can be pickled."""
 
     folder: str
     call: str
@@ -56,25 +56,25 @@ class _InFolder:
         if self.call == "remove_all":
             (names,) = (*args, *kwargs.values())
             return self.function([*map(self._full, names)])
-        if not args:  # positional: storages call it by other names; the folder itself is the usual one
-            args = (kwargs.pop(next((each for each in ("name", "folder", "old") if each in kwargs), ""), ""),)
+        if not args:  # the name is passed positionally, since storages differ in what they call it; default: the folder
+            args = (kwargs.pop(next((key for key in ("name", "folder", "old") if key in kwargs), ""), ""),)
         return self.function(*map(self._full, args), **{key: self._full(value) for key, value in kwargs.items()})
 
     def _full(self, name: Any) -> Any:
         if not isinstance(name, str):
             return name
-        plain = inside(name, self.folder)  # the storage would check its own root only, and let "../" leave this folder
+        plain = inside(name, self.folder)  # the storage checks its own root only: "../" could leave this folder
         return "/".join(filter(None, (self.folder, plain)))
 
 
 # The storage of a path or URL.
 
 Directory = str | os.PathLike[str] | Storage
-"""Where a checkpoint is: a path, a URL of a file system that fsspec supports, or a storage."""
+"""The place of a checkpoint: a path, a URL of a file system that fsspec supports, or a storage."""
 
 
 def storage_at(directory: Directory) -> Storage:
-    """Return the storage of a directory; a relative path is made absolute now, in case the process changes directory.
+    """Return the storage of a directory. A relative path is resolved now, in case the process changes its directory.
 
     Raises:
         StorageError: the directory is neither a path, nor a URL, nor a storage.
@@ -94,12 +94,12 @@ def storage_at(directory: Directory) -> Storage:
         return directory
     kind = type(directory).__name__
     raise StorageError(
-        error_text("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
+        error_text("invalid directory", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
     )
 
 
 def is_same_place(one: Storage, other: Storage) -> bool:
-    """Return whether two storages are the same folder, links resolved.
+    """Return whether two storages are the same folder after resolving links.
 
     Examples:
         >>> is_same_place(storage_at("/runs/step_10"), storage_at("/runs/step_9/../step_10/"))
@@ -109,7 +109,7 @@ def is_same_place(one: Storage, other: Storage) -> bool:
 
 
 def _place(storage: Storage) -> tuple[object, str]:
-    """Return the storage that has the files, and the folder in it."""
+    """Return the innermost wrapped storage, and the folder within it."""
     folder = ""
     inner: object = storage
     while isinstance(inner, Wrapped):
@@ -121,16 +121,16 @@ def _place(storage: Storage) -> tuple[object, str]:
 
 
 def _absolute(path: str) -> str:
-    # Not os.path.abspath: it drops "link/..", which is another folder where the link leads elsewhere.
+    # os.path.abspath would drop "link/..", which is another folder if the link leads elsewhere.
     try:
         return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     except FileNotFoundError as error:
-        problem = "the current directory was removed"
-        raise StorageError(error_text(f"where is {path!r}?", found=problem, fix="Name an absolute path.")) from error
+        text = error_text(f"{path!r} is relative, and the current directory was removed", fix="Pass an absolute path.")
+        raise StorageError(text) from error
 
 
 def with_own_refusals(storage: Storage) -> Storage:
-    """Return a storage that keeps what its file system refuses apart, for one save; itself if it isn't a local one.
+    """Return a local storage that collects the file system's refusals for one save; other storages unchanged.
 
     Examples:
         >>> with_own_refusals(storage_at("/runs/step_10"))
@@ -140,7 +140,7 @@ def with_own_refusals(storage: Storage) -> Storage:
 
 
 def take_refusals(storage: Storage, *others: Storage) -> tuple[Refusal, ...]:
-    """Return the refusals of a file system to one save, and forget them.
+    """Return and forget the refusals of a file system to one save.
 
     Args:
         storage: Folder that the save writes.
@@ -154,11 +154,11 @@ def take_refusals(storage: Storage, *others: Storage) -> tuple[Refusal, ...]:
     """
     if (refusals := can(storage).refusals) is None:
         return ()
-    # Where all calls of the process share them, those of others are neither this save's nor lost to it.
-    return refusals.take_of(one.where() for one in (storage, *others)) if refusals is elsewhere else refusals.take()
+    # `elsewhere` is shared by all calls of the process: only refusals for this save's folders are taken from it.
+    return refusals.take_of(item.where() for item in (storage, *others)) if refusals is elsewhere else refusals.take()
 
 
-# Making a checkpoint's folder, which is synced later and removed again if the save fails.
+# A checkpoint's new folder is synced after it is made, and removed again if the save fails.
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,9 @@ class NewFolder:
     """A folder that was made for a save.
 
     Attributes:
-        wait: waits until it is on the medium, if the save is durable; raises StorageError where that fails.
-        remove: removes it, unless it existed before or isn't empty. Parents that were made stay: another save may be
-            about to make its own folder there.
+        wait: Function that waits until the folder is on the medium if the save is durable, or raises StorageError.
+        remove: Function that removes the folder, unless it existed before or isn't empty. New parents stay, since
+            another save may be about to make its own folder there.
     """
 
     wait: Callable[[], None]
@@ -176,12 +176,12 @@ class NewFolder:
 
 
 def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
-    """Make a storage's own folder, where it doesn't begin to exist with its first file.
+    """Make a storage's own folder, and return functions that sync and remove it.
 
-    Other storages than local ones wait here, and their folder isn't removed again.
+    Storages other than local ones sync at once, and their folder isn't removed again.
 
     Raises:
-        StorageError: it can't be made.
+        StorageError: the folder can't be made.
 
     Examples:
         >>> import tempfile
@@ -198,8 +198,8 @@ def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
         return NewFolder(_do_nothing, _do_nothing)
     parents = parents_of_missing(storage.root)
     storage.make_folder(durable=False)
-    # Not synced here: that is waited for while the data is written, and before the commit. Also if the folder exists:
-    # it may have just been made by a process that didn't sync its parent.
+    # The folder is synced while the data is written, before the commit. An existing folder is synced too: a process
+    # that didn't sync its parent may have just made it.
     waited_for = (parents or [os.path.dirname(os.path.realpath(storage.root))]) if durable else ()
     remove = partial(storage.remove_folder, "") if parents else _do_nothing
     return NewFolder(partial(_wait_for, waited_for, storage.refusals), remove)

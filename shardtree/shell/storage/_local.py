@@ -1,4 +1,4 @@
-"""A folder of a local or mounted file system, as a storage."""
+"""The storage of a folder of a local or mounted file system."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LocalStorage:
     """A folder of a local or mounted file system.
 
     Args:
-        root: the folder's path.
+        root: Path of the folder.
 
     Examples:
         >>> import tempfile
@@ -49,12 +49,12 @@ class LocalStorage:
 
     @property
     def refusals(self) -> Refusals:
-        """What the file system refused: here, to all calls but saves."""
+        """The file system's refusals: in this class, those to all calls but saves."""
         return elsewhere
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a file system can do beyond `Storage`."""
+        """The abilities of a local file system."""
         return _capabilities(self, self.refusals)
 
     def where(self, name: str = "") -> str:
@@ -66,7 +66,7 @@ class LocalStorage:
         return self._write(name, buffers, name, durable=durable)
 
     def _write(self, name: str, buffers: Iterable[AnyBuffer], final: str, *, durable: bool) -> int:
-        """Write a new file, of which errors speak as of the one that it is meant to be."""
+        """Write a new file; errors name `final`, not the temporary name."""
         with self._storage_errors("write", final):
             descriptor = new_file(self.where(name))
             try:
@@ -76,18 +76,18 @@ class LocalStorage:
         return length
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
-        """Write parts of a file of `length` bytes, of which other processes may write other parts."""
+        """Write parts of a file of `length` bytes; other processes may write other parts."""
         with self._storage_errors("write", name):
             descriptor = os.open(self.where(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                # All writers ask for the same length, so that it doesn't matter who comes first.
+                # All writers pass the same length, so that their order doesn't matter.
                 os.ftruncate(descriptor, length)
                 groups = adjacent(
                     parts_in_file(parts, length, self.where(name)), most_bytes=BATCH_BYTES, most_buffers=MOST_BUFFERS
                 )
                 begun = end = 0
                 for byte, buffers in groups:
-                    begun = begun if byte == end else byte  # what lies between may be another process's
+                    begun = begun if byte == end else byte  # bytes in between may belong to another process
                     end = write_at(descriptor, byte, buffers)
                     if durable:
                         begun = begin_writeback(descriptor, begun, end)
@@ -97,7 +97,7 @@ class LocalStorage:
                 os.close(descriptor)
 
     def move(self, old: str, new: str) -> None:
-        """Give a file another name, in one step."""
+        """Rename a file atomically."""
         with self._storage_errors("move", old):
             os.replace(self.where(old), self.where(new))
 
@@ -106,9 +106,9 @@ class LocalStorage:
         return LocalReader(_path(self.root, name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content in one step: a temporary file beside it, renamed over it."""
+        """Replace a file's content atomically: write a temporary file beside it, and rename that over it."""
         folder, _, last = inside(name, self.root).rpartition("/")
-        # A random name: if two processes replace the file at the same time, each renames what it wrote itself.
+        # The name is unique: if two processes replace the file at the same time, each renames its own file.
         temporary = "/".join(filter(None, (folder, temporary_name(last))))
         try:
             self._write(temporary, [memoryview(data)], name, durable=durable)
@@ -118,7 +118,7 @@ class LocalStorage:
             with suppress(StorageError):
                 self.remove(temporary)
             raise
-        # The rename is an entry of the folder: without this, a power failure could bring the old file back.
+        # The new name is an entry of the folder: without this sync, a power failure could bring the old file back.
         if durable:
             self.sync_folder(folder)
 
@@ -132,21 +132,21 @@ class LocalStorage:
             try:
                 return file.read()
             except MemoryError:  # a file with holes can claim any length, and costs its author nothing
-                what = f"cannot read {self.where(name)!r}"
-                raise StorageError(error_text(what, found="more bytes than there is memory for")) from None
+                heading = f"cannot read {self.where(name)!r}: out of memory"
+                raise StorageError(error_text(heading, found="a file larger than the free memory")) from None
 
     def length(self, name: str) -> int | None:
-        """Return a file's length in bytes, None if there is no such file."""
+        """Return a file's length in bytes, or None if there is no such file."""
         with self._storage_errors("look at", name):
             try:
                 status = os.stat(self.where(name))
-                # A folder or a pipe isn't a file, whatever its size is.
+                # Folders and pipes have a size too, but aren't files.
                 return status.st_size if stat.S_ISREG(status.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return the names of what is directly inside a folder, sorted."""
+        """Return the sorted names of a folder's direct entries."""
         with self._storage_errors("list", folder):
             try:
                 return tuple(sorted(os.listdir(self.where(folder))))
@@ -154,35 +154,35 @@ class LocalStorage:
                 return ()
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder and those above it."""
+        """Make a folder and its parents."""
         with self._storage_errors("make the folder", name):
             path = self.where(name)
             parents = parents_of_missing(path) if durable else []
             try:
                 os.makedirs(path, exist_ok=True)
-            except FileNotFoundError:  # another save that failed removed a parent folder meanwhile
+            except FileNotFoundError:  # another save failed meanwhile and removed a parent folder
                 os.makedirs(path, exist_ok=True)
             if durable:
-                # The checkpoint's own folder may have just been made by a process that didn't sync its parent.
+                # A process that didn't sync the parent may have just made the checkpoint's own folder.
                 above = parents if name or parents else [os.path.dirname(os.path.realpath(path))]
                 sync_above(above, self.refusals)
 
     def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name; a link to a folder that contains it doesn't count."""
+        """Return whether a folder of that name exists; links to one of their own parent folders don't count."""
         path = self.where(name)
         return os.path.isdir(path) and not (name and os.path.islink(path) and _is_cycle(path, self.root))
 
     def sync_folder(self, name: str = "") -> None:
-        """Wait until what was made or removed in a folder is on the medium."""
+        """Wait until all entries made or removed in a folder are on the medium."""
         with self._storage_errors("sync", name):
             sync(self.where(name), self.refusals)
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there, or lies behind a link to another folder."""
+        """Remove a file if it exists and isn't behind a link to another folder."""
         with self._storage_errors("remove", name), suppress(FileNotFoundError):
             folders = inside(name, self.root).split("/")[:-1]
             parents = ("/".join(folders[: end + 1]) for end in range(len(folders)))
-            # Guard: cleaning up a checkpoint must never remove files that a linked folder keeps elsewhere.
+            # Cleaning up a checkpoint must never remove files that a linked folder keeps elsewhere.
             if not any(map(self.is_link, parents)):
                 unlink(self.where(name))
 
@@ -192,7 +192,7 @@ class LocalStorage:
             os.rmdir(self.where(name))
 
     def changed(self, name: str) -> float | None:
-        """Return when a file or folder was changed last, in seconds since 1970 by the file system's clock."""
+        """Return the time of the last change of a file or folder, in seconds since 1970 by the file system's clock."""
         with self._storage_errors("look at", name):
             try:
                 return os.stat(self.where(name)).st_mtime
@@ -200,19 +200,19 @@ class LocalStorage:
                 return None
 
     def folder(self, name: str) -> LocalStorage:
-        """Return a folder in this one."""
+        """Return the storage of a subfolder."""
         return self._at(os.path.join(self.root, name))
 
     def _at(self, root: str) -> LocalStorage:
-        # Not a subclass, whose constructor may take something else.
+        # A user's subclass isn't kept here, since its constructor may take other arguments.
         return LocalStorage(root)
 
     def sibling(self, name: str) -> LocalSibling:
-        """Return the folder beside this one that a save of that name takes."""
+        """Return the sibling folder for the save of that name."""
         return LocalSibling(self.root, name, self._at, self.refusals)
 
     def siblings(self) -> tuple[str, ...]:
-        """Return the names of the saves that have taken a folder beside this one, sorted."""
+        """Return the sorted names of the saves that have made a sibling folder."""
         above, last = os.path.split(os.path.realpath(self.root))
         start = f".{last}."
         with suppress(OSError):
@@ -221,7 +221,7 @@ class LocalStorage:
 
     @contextmanager
     def locked(self, folder: str = "") -> Iterator[None]:
-        """Hold the lock of a folder, which one thread or process of this machine has at a time."""
+        """Hold the lock of a folder; one thread or process of this machine holds it at a time."""
         with self._storage_errors("lock", folder):
             descriptor = lock_folder(self.where(folder))
         try:
@@ -230,7 +230,7 @@ class LocalStorage:
             unlock_folder(descriptor)
 
     def is_link(self, name: str) -> bool:
-        """Return whether a name is a symbolic link's."""
+        """Return whether a name is a symbolic link."""
         return os.path.islink(self.where(name))
 
     @contextmanager
@@ -247,10 +247,10 @@ class LocalStorage:
 
 @dataclass(frozen=True, slots=True)
 class SavingStorage(LocalStorage):
-    """A local folder during one save, which keeps apart what the file system refuses to this save.
+    """A local folder during one save, with the file system's refusals to this save.
 
     Attributes:
-        refusals: Refusals that the save goes on without, for its report.
+        refusals: Refused requests that the save does without, for its report.
     """
 
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
@@ -259,20 +259,20 @@ class SavingStorage(LocalStorage):
         return SavingStorage(root, self.refusals)
 
 
-@lru_cache(maxsize=256)  # making them takes a tenth of a small read's time
+@lru_cache(maxsize=256)  # constructing the capabilities takes a tenth of a small read's time
 def _capabilities(storage: LocalStorage, refusals: Refusals) -> Capabilities:
     folders = ("make_folder", "is_folder", "remove_folder", "sync_folder", "is_link", "folder", "sibling", "siblings")
     return Capabilities.of(storage, "move", "write_parts", *folders, "locked", refusals=refusals)
 
 
-@lru_cache(maxsize=1024)  # finding out takes longer than opening the file
+@lru_cache(maxsize=1024)  # computing the path takes longer than opening the file
 def _path(root: str, name: str) -> str:
     plain = inside(name, root)
     return os.path.join(root, plain) if plain else root
 
 
 def _is_cycle(path: str, root: str) -> bool:
-    """Return whether a link leads to one of its own parent folders: a recursive walk through it would never end."""
+    """Return whether a link leads to one of its own parent folders, so that a recursive walk would never end."""
     target, folder = os.path.realpath(path), os.path.dirname(path)
     while len(folder) >= len(root):
         if os.path.realpath(folder) == target:

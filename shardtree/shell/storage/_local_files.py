@@ -1,6 +1,6 @@
-"""Files of a local or mounted file system, one at a time: reading, writing, removing, and locking folders.
+"""Single files of a local or mounted file system: reading, writing and removing them; locks of folders.
 
-Reads are calls that fail where another program cuts a file short, never a mapping.
+Files are read by calls, never through a memory map: if another program truncates a file, a call fails with an error.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ logger = logging.getLogger("shardtree")
 
 MOST_BUFFERS = 1024  # IOV_MAX on Linux and macOS
 
-# O_NONBLOCK: opening a pipe that somebody put here would otherwise wait for its writer for ever.
+# O_NONBLOCK: without it, opening a pipe in a file's place would wait for its writer for ever.
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class LocalReader:
-    """A file of a local or mounted file system, open inside of a ``with`` block.
+    """A file of a local or mounted file system, open within a ``with`` block.
 
-    Not a generator's context manager, which takes half as long as a small read.
+    A class, since a context manager made from a generator costs half as much time as a small read.
 
     Attributes:
-        path: of the file.
-        descriptor: while it is open.
-        length: in bytes, when it was opened.
+        path: Path of the file.
+        descriptor: File descriptor while the file is open.
+        length: Length in bytes when the file was opened.
     """
 
     __slots__ = ("descriptor", "length", "path")
@@ -56,7 +56,7 @@ class LocalReader:
             try:
                 status = os.fstat(self.descriptor)
                 if not stat.S_ISREG(status.st_mode):
-                    raise StorageError(error_text(f"cannot open {self.path!r}", found="no regular file"))
+                    raise StorageError(error_text(f"cannot open {self.path!r}: not a regular file"))
             except BaseException:
                 _close(self.descriptor)
                 raise
@@ -68,18 +68,18 @@ class LocalReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _close(self.descriptor)  # what the system says then (ESTALE, EIO) isn't about the bytes that were read
+        _close(self.descriptor)  # errors of closing (ESTALE, EIO) say nothing about the bytes that were read
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers from consecutive bytes; raises where the file ends first."""
+        """Fill the buffers in order from consecutive bytes; raise if the file is too short."""
         pending = [*filter(len, buffers)]
         while pending:
-            # preadv, never a mapping: if another program cuts the file short, that is an error here, and a bus error,
-            # which ends the process, there. Nor can every file system map files.
+            # If another program truncates the file, preadv returns an error, whereas access to a memory map ends the
+            # process with a bus error. Besides, some file systems can't map files.
             try:
                 count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
             except OSError as error:
-                # EFAULT: the memory to read into can't be written, and nothing is wrong with the file.
+                # EFAULT: the destination's memory can't be written; the file itself is fine.
                 into = " into memory that can't be written" if error.errno == errno.EFAULT else ""
                 raise StorageError(
                     error_text(f"cannot read {self.path!r} at byte {byte}{into}", found=error.strerror)
@@ -91,25 +91,24 @@ class LocalReader:
             pending = remaining(pending, count) if len(pending) > 1 or count < pending[0].nbytes else []
 
     def read(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a byte range of the file, by default up to its end, as new memory; raises where it ends first."""
+        """Return a byte range of the file, by default up to its end, in new memory; raise if the file is too short."""
         stop = self.length if end is None else end
-        # Compared before memory is made: a damaged header may ask for any number of bytes.
+        # The range is checked before memory is allocated: a damaged header may ask for any number of bytes.
         if stop > self.length:
-            what = f"{self.path!r} ends at byte {self.length}"
-            raise StorageError(error_text(what, expected=f"bytes {begin} to {stop}"))
+            heading = f"{self.path!r} ends at byte {self.length}"
+            raise StorageError(error_text(heading, expected=f"bytes {begin} to {stop}"))
         try:
             data = memoryview(bytearray(max(stop - begin, 0)))
         except MemoryError as error:
-            what = f"no memory for bytes {begin} to {stop} of {self.path!r}"
-            raise StorageError(
-                error_text(what, fix="Is the file what it should be? It may consist of holes.")
-            ) from error
+            heading = f"no memory for bytes {begin} to {stop} of {self.path!r}"
+            fix = "Check that the file is the right one: a sparse file can claim any length."
+            raise StorageError(error_text(heading, fix=fix)) from error
         self.read_into(begin, [data])
         return data
 
 
 def remaining(buffers: list[Buffer], count: int) -> list[Buffer]:
-    """Return what is left of buffers when their first `count` bytes are done.
+    """Return buffers without their first `count` bytes.
 
     Examples:
         >>> [bytes(buffer) for buffer in remaining([memoryview(b"abc"), memoryview(b"de")], 2)]
@@ -128,8 +127,8 @@ BATCH_BYTES = 1024 * 1024
 
 
 def new_file(path: str) -> int:
-    """Return the descriptor of a new file; a file of that name, left by an interrupted save, is removed first."""
-    # Never truncate and rewrite an existing file: it may be hard-linked into a backup, or be a link to a file
+    """Create a file, and return its descriptor; an existing file, such as an interrupted save's, is removed first."""
+    # An existing file is never truncated and rewritten: it may be hard-linked into a backup, or be a link to a file
     # elsewhere.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     try:
@@ -138,12 +137,12 @@ def new_file(path: str) -> int:
         mode = os.lstat(path).st_mode
         if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a device such as /dev/null is written to, not removed
             os.remove(path)
-            flags |= os.O_EXCL  # again: between the two calls another process may have put a link here
+            flags |= os.O_EXCL  # another process may have put a link here since the removal
         return os.open(path, flags, 0o666)
 
 
 def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """Yield the buffers in groups, each of which is written by one system call."""
+    """Yield the buffers in groups, one for each system call."""
     batch: list[Buffer] = []
     size = 0
     for buffer in buffers:
@@ -157,7 +156,7 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
 
 
 def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str, *, durable: bool) -> int:
-    """Write to an empty file, reserving space where its length is known, and return how much was written."""
+    """Write buffers to an empty file, reserving space if the length is known, and return the number of bytes."""
     room = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
     length = begun = 0
     try:
@@ -169,9 +168,9 @@ def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str, *, dura
             if durable:
                 begun = begin_writeback(descriptor, begun, length)
     except BaseException:
-        # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.
+        # Space beyond the file's end stays reserved until the file is truncated: a full disk would stay full.
         if room:
-            with suppress(OSError):  # the error of the write itself is the one to report
+            with suppress(OSError):  # the write's own error is the one to report
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size)
         raise
     if room > length:
@@ -182,8 +181,8 @@ def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str, *, dura
 
 
 def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> int:
-    """Write buffers to a place in a file, and return where they end."""
-    # One call may write less than it was given: at a limit of 2 GiB, on a nearly full disk, after a signal.
+    """Write buffers at an offset of a file, and return the offset of their end."""
+    # A call may write fewer bytes than it was given: at a limit of 2 GiB, on a nearly full disk, after a signal.
     while buffers:
         count = os.pwritev(descriptor, buffers, byte) if len(buffers) > 1 else os.pwrite(descriptor, buffers[0], byte)
         byte += count
@@ -191,33 +190,33 @@ def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> int:
     return byte
 
 
-# What Python's `os` lacks: to reserve disk space for a new file, and to have the disk begin before the file's end.
+# System calls that Python's `os` lacks: reserving disk space for a new file, and early writeback.
 
 _RESERVED_BYTES = 4 * 1024 * 1024
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays that of what was written, so that a file cut short shows
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays the number of bytes written, so that a truncated file shows
 _WRITEBACK_BYTES = 16 * 1024 * 1024
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, without waiting for the end, and without taking what the fsync has to report
-_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}  # others mean that it can't be asked for
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin the writeback without waiting for it or consuming errors that fsync reports
+_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}  # other errors mean that the call isn't supported
 
 
 def reserve(descriptor: int, length: int) -> int:
-    """Reserve disk space at the beginning of a file and return how many bytes; 0 if it is small or can't be done."""
-    # `os.posix_fallocate` won't do: where a file system can't reserve, the C library writes to every block instead.
+    """Reserve disk space for a file, and return the number of bytes; 0 for small files and where it isn't supported."""
+    # `os.posix_fallocate` is no substitute: on file systems without support, the C library writes to every block.
     call = _system_call("fallocate", ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if length < _RESERVED_BYTES or call is None:
         return 0
-    # One call for the whole file: while dirty pages wait for the disk, each further call takes milliseconds. If it
-    # fails (no space, a file system without it), that is no error yet: the write itself will report one.
+    # A single call covers the whole file, since each further call takes milliseconds while dirty pages wait for the
+    # disk. Its failure (no space, no support) is ignored: the write itself reports an error.
     return 0 if call(descriptor, _KEEP_SIZE, 0, length) else length
 
 
 def begin_writeback(descriptor: int, begin: int, end: int) -> int:
-    """Have the disk begin with bytes of a file, once they are many, and return where the next ones begin.
+    """Start the writeback of a range of a file once it is long enough, and return the offset of the next range.
 
-    While it writes them the next are made, and the fsync at the end waits for the last ones only.
+    The disk then writes while the program produces the next bytes, and the final fsync waits for the last ones only.
 
     Raises:
-        OSError: the disk is full or failed, which the fsync needn't say again.
+        OSError: the disk is full or failed; the final fsync may not report this again.
     """
     call = _system_call("sync_file_range", ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if end - begin < _WRITEBACK_BYTES or call is None:
@@ -229,7 +228,7 @@ def begin_writeback(descriptor: int, begin: int, end: int) -> int:
 
 @cache
 def _system_call(name: str, *types: Any) -> Callable[..., int] | None:
-    """Return a system call for a descriptor and numbers; None where there is none."""
+    """Return a system call that takes a descriptor and numbers, or None if the system lacks it."""
     call = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if call is not None:
         call.argtypes = (ctypes.c_int, *types)
@@ -243,19 +242,19 @@ _YOUNG_SECONDS = 60.0
 
 
 def unlink(path: str) -> None:
-    """Remove a file; the blocks of a small one that was just written are freed by another thread.
+    """Remove a file; another thread frees the blocks of a small, recently written file.
 
-    Freeing them waits until they are written, and the disk may have gigabytes of other data to write first. The space
-    of a large file has to be free when this returns.
+    Freeing blocks waits until they are written, and the disk may have gigabytes of other data to write first. Large
+    files are freed here, since callers count on the space.
     """
-    # While a descriptor is open, removing the name doesn't free the blocks: closing it does, in the thread below.
+    # While a descriptor is open, removing the name doesn't free the blocks; closing it in the thread below does.
     descriptor = _open_if_young(path)
     try:
         os.remove(path)
     except BaseException:
         _close(descriptor)
         raise
-    # While the interpreter ends no thread can start, and Python 3.11 would wait for it forever.
+    # During the interpreter's shutdown no thread can start, and Python 3.11 would wait for it forever.
     if descriptor is None or sys.is_finalizing() or _has_a_name(descriptor):
         _close(descriptor)
         return
@@ -266,17 +265,17 @@ def unlink(path: str) -> None:
 
 
 def _has_a_name(descriptor: int) -> bool:
-    """Return whether a removed file is still there: NFS keeps an open one in its folder under another name."""
+    """Return whether a removed file still has a name: NFS renames an open file instead of removing it."""
     try:
         return os.fstat(descriptor).st_nlink > 0
     except OSError:
-        return True  # unknown: close it now, which is always safe
+        return True  # if unknown, the file is closed now, which is always safe
 
 
 def _open_if_young(path: str) -> int | None:
     try:
         status = os.lstat(path)
-        # A file with further links keeps its blocks, so that removing one name never waits.
+        # Removing one of several hard links frees no blocks, so it never waits.
         small = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= _SMALL_BYTES
         if not small or abs(time.time() - status.st_mtime) > _YOUNG_SECONDS:
             return None
@@ -298,14 +297,14 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.E
 
 
 def lock_folder(path: str) -> int:
-    """Return the descriptor that holds a folder's lock, once no other one does; nothing is locked where nothing can be.
+    """Wait for a folder's lock, and return the descriptor that holds it; without effect where locks aren't supported.
 
     Raises:
         OSError: the folder can't be opened.
-        StorageError: another program holds the lock for ten minutes.
+        StorageError: another program has held the lock for ten minutes.
     """
-    # The folder itself and no file in it: nothing has to be cleaned up, other programs see nothing, and the system
-    # takes the lock from a process that dies, once the children that it forked meanwhile have ended too.
+    # The folder itself is locked, not a file in it: nothing needs cleaning up, other programs see nothing, and the
+    # system releases the lock of a dead process, once the children that it forked meanwhile have ended too.
     while True:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -319,12 +318,12 @@ def lock_folder(path: str) -> int:
         except BaseException:
             _close(descriptor)
             raise
-        _close(descriptor)  # it was exchanged for another folder meanwhile
+        _close(descriptor)  # the folder was exchanged for another one meanwhile
 
 
 def _wait_for_lock(descriptor: int, path: str) -> None:
-    """Take a folder's lock; a save holds it for moments, so that who waits long says so, and then gives up."""
-    begin, is_told = time.monotonic(), False
+    """Wait for a folder's lock; saves hold it only for moments, so a long wait is logged and finally abandoned."""
+    begin, is_logged = time.monotonic(), False
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -333,16 +332,16 @@ def _wait_for_lock(descriptor: int, path: str) -> None:
         if waited > _LONGEST_WAIT:
             fix = "End it (`lslocks` lists locks with their processes), or save to another folder."
             raise StorageError(error_text(f"another program holds the lock (flock) of {path!r}", fix=fix))
-        if waited > _LONG_WAIT and not is_told:
+        if waited > _LONG_WAIT and not is_logged:
             logger.warning("save: waiting for the lock (flock) of %r, which another program holds", path)
-            is_told = True
+            is_logged = True
         time.sleep(min(0.001 + waited / 10, 0.1))
 
 
 def unlock_folder(descriptor: int) -> None:
-    """Let go of a folder's lock."""
+    """Release a folder's lock."""
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # not only closed: a process forked meanwhile has the descriptor too
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing isn't enough: a process forked meanwhile has a copy
     _close(descriptor)
 
 
@@ -350,7 +349,7 @@ def unlock_folder(descriptor: int) -> None:
 
 
 def parents_of_missing(path: str) -> list[str]:
-    """Return the parents of those folders on a path that don't exist yet: making the path adds entries to them.
+    """Return the parents of the missing folders on a path: making the path adds entries to these parents.
 
     Examples:
         >>> parents_of_missing("/"), parents_of_missing("/nowhere/at/all")

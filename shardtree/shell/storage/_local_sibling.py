@@ -1,4 +1,4 @@
-"""A temporary folder beside a local one, with which it is exchanged atomically by renameat2."""
+"""A temporary folder beside a local folder; renameat2 exchanges the two atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...errors import StorageError, StrategyError, error_text
 from ._refusals import Refusals, copy_ownership, elsewhere, sync, sync_above, sync_file
 from ._storage import Storage
 
-# Linux's renameat2, which exchanges two folders in one step; Python's os module doesn't have it.
+# Linux's renameat2 exchanges two folders atomically; Python's os module doesn't have it.
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -26,10 +26,10 @@ _SYSCALL_NUMBERS = {"x86_64": 316, "aarch64": 276, "ppc64le": 357, "s390x": 347,
 
 
 def exchange_folders(one: str, other: str) -> None:
-    """Give two folders each other's name, in one step.
+    """Exchange the names of two folders atomically.
 
     Raises:
-        OSError: ENOSYS on a system without this call, EINVAL on a file system that doesn't support it.
+        OSError: ENOSYS on a system without renameat2, EINVAL on a file system that doesn't support the exchange.
     """
     call = _renameat2()
     if call is None:
@@ -41,10 +41,10 @@ def exchange_folders(one: str, other: str) -> None:
 
 @cache
 def _renameat2() -> Any:
-    """Return the C library's function, or a call by number if the library lacks it, or None."""
+    """Return the C library's renameat2, or else a system call by number, or else None."""
     if not sys.platform.startswith("linux"):
         return None
-    # The kernel's call is older than the function: C libraries that lack one can still make the other.
+    # The kernel's call is older than the C library's function, so it works with libraries that lack the function.
     library = ctypes.CDLL(None, use_errno=True)
     arguments: list[Any] = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     if (function := getattr(library, "renameat2", None)) is not None:
@@ -64,13 +64,13 @@ _ELSEWHERE = "Save to a new folder, then remove the old one."
 
 @dataclass(frozen=True, slots=True)
 class LocalSibling:
-    """A folder ``.<folder>.<name>`` beside a folder; its subfolder ``checkpoint`` replaces that one.
+    """A folder ``.<folder>.<name>`` beside a folder, which its subfolder ``checkpoint`` will replace.
 
     Args:
-        root: the folder to replace; if it is a link, the link stays and its target is replaced.
-        name: of the save.
-        open_folder: returns the storage of a path.
-        refusals: what the file system refuses.
+        root: Path of the folder to replace; if it is a link, the link stays and its target is replaced.
+        name: Name of the save.
+        open_folder: Function from a path to its storage.
+        refusals: Collector of the file system's refusals.
 
     Examples:
         >>> import pathlib, tempfile
@@ -93,20 +93,19 @@ class LocalSibling:
 
     @property
     def storage(self) -> Storage:
-        """The replacing folder."""
+        """The storage of the subfolder that is exchanged."""
         return self.open_folder(self._inside(_FILES))
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder with a note of its owner; raises unless it can be exchanged later."""
+        """Make the folder with a note of its owner; raise if it can't be exchanged later."""
         self._check_replaceable()
         with self._storage_errors("make a folder beside"):
             os.makedirs(self._folder, exist_ok=True)
-            # Before anything else: a save that finds this folder must be able to tell whether its owner is alive.
+            # The note comes first: a save that finds this folder must be able to tell whether its owner is alive.
             _write(self._inside(_OWNER), note, durable=durable)
             self._try_exchange()
             os.makedirs(self._inside(_FILES), exist_ok=True)
-            # After a crash, the inode's number says on which side of the exchange it happened: it moves with the
-            # folder.
+            # The inode's number moves with the folder, so after a crash it tells whether the exchange had happened.
             number = os.stat(self._inside(_FILES)).st_ino
             _write(self._inside(_INODE), f"{number}\n".encode(), durable=durable)
             copy_ownership(self._inside(_FILES), self._target, self.refusals)
@@ -115,33 +114,33 @@ class LocalSibling:
                 sync_above([os.path.dirname(self._folder)], self.refusals)
 
     def note(self) -> bytes | None:
-        """Return the note, None if there is none."""
+        """Return the owner's note, or None if there is none."""
         return _read(self._inside(_OWNER))
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the old files are in it; None if they are being removed, or it is unknown."""
+        """Return whether the sibling holds the old files; None if they are being removed, or if that is unknown."""
         if os.path.isdir(self._inside(_PROBE)):
-            return False  # interrupted during the trial exchange of two empty folders, before anything was written
+            return False  # the save was interrupted in the trial exchange, before it wrote anything
         number = _read(self._inside(_INODE)) or b""
         with suppress(OSError):
-            if number.endswith(b"\n"):  # without it the note was cut short, and its number may lack digits
+            if number.endswith(b"\n"):  # without a newline the file is truncated, and its number may lack digits
                 return os.stat(self._inside(_FILES)).st_ino != int(number)
         return None
 
     def changed(self) -> float | None:
-        """Return when it was begun or something was made or removed in it, in seconds since 1970."""
+        """Return the time of the last change in the sibling, in seconds since 1970."""
         times = [_change_time(path) for path in (self._folder, self._inside(_FILES))]
         return max((time for time in times if time is not None), default=None)
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files and links, and of empty folders, which end in a slash."""
+        """Return the names of all old files, links and empty folders; the latter end in a slash."""
         with self._storage_errors("list"):
             return tuple(sorted(_walk(self._old, "")))
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise unless old files can be hard-linked."""
-        # Tried on each file: who may link a file depends on its owner and mode (fs.protected_hardlinks), and finding
-        # out only after the checkpoint was written would waste the save.
+        """Raise if old files can't be hard-linked."""
+        # Every file is tried: permission to link depends on a file's owner and mode (fs.protected_hardlinks), and an
+        # error after the checkpoint was written would waste the save.
         problems = []
         second = self._inside(_PROBE)
         for name in names:
@@ -154,13 +153,13 @@ class LocalSibling:
             except OSError as error:
                 problems.append(f"{name!r}: {error.strerror}")
         if problems:
-            what = f"save: {self.root!r} holds other files, which can't be linked into the folder that replaces it"
-            raise StrategyError(error_text(what, offenders=problems, fix=_ELSEWHERE))
+            heading = f"save: other files in {self.root!r} cannot be linked into the folder that replaces it"
+            raise StrategyError(error_text(heading, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder too; return the names that another file has there."""
-        # Links rather than moves: until the exchange the old folder keeps its files, and a file that a program has open
-        # is the same file afterwards.
+        """Link old files into the new folder, and return names that other files have there."""
+        # Files are linked rather than moved: the old folder stays complete until the exchange, and a file that a
+        # program has open is the same file afterwards.
         conflicts, folders, new = [], set(), set[str]()
         with self._storage_errors("link the other files of"):
             for name in names:
@@ -169,7 +168,7 @@ class LocalSibling:
                 if last and not _link(os.path.join(self._old, name), os.path.join(self._new, name)):
                     conflicts.append(name)
                 folders |= _parents(name.rstrip("/"))
-            # Permissions come last, innermost folder first: nothing could be linked into a read-only folder.
+            # Permissions are set last, innermost folder first: nothing could be linked into a read-only folder.
             for folder in sorted(new, reverse=True):
                 with suppress(FileNotFoundError):  # removed meanwhile
                     paths = os.path.join(self._new, folder), os.path.join(self._old, folder)
@@ -180,28 +179,28 @@ class LocalSibling:
         return tuple(conflicts)
 
     def exchange(self, *, durable: bool) -> None:
-        """Exchange the two folders in one step."""
+        """Exchange the two folders atomically."""
         with self._storage_errors("exchange"):
             exchange_folders(self._inside(_FILES), self._target)
-            # Both parents have a changed entry; with only one of them on the medium a power failure could lose a
+            # An entry changed in both parents: if only one of them is on the medium, a power failure could lose a
             # folder.
             if durable:
                 sync(self._folder, self.refusals)
                 sync_above([os.path.dirname(self._folder)], self.refusals)
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
-        rest = self._inside(_REST)
+        """Remove the folder and its content."""
+        removed = self._inside(_REST)
         with self._storage_errors("remove the folder beside"):
-            # Renamed before it is removed: if a crash interrupts the removal, what is left isn't taken for a
+            # The subfolder is renamed first: if a crash interrupts the removal, its remains aren't taken for a
             # checkpoint.
             with suppress(FileNotFoundError):
-                shutil.rmtree(rest)
+                shutil.rmtree(removed)
             with suppress(FileNotFoundError):
-                os.rename(self._inside(_FILES), rest)
+                os.rename(self._inside(_FILES), removed)
             with suppress(FileNotFoundError):
-                shutil.rmtree(rest)
-            # The owner's note goes last: by it the next save knows at once that a removal was interrupted by a crash.
+                shutil.rmtree(removed)
+            # The owner's note is removed last: it tells the next save that a crash interrupted the removal.
             for name in (_PROBE, _INODE, _OWNER):
                 _remove(self._inside(name))
             with suppress(FileNotFoundError):
@@ -229,7 +228,7 @@ class LocalSibling:
 
     def _check_replaceable(self) -> None:
         target, here = self._target, _current_directory()
-        what = f"save: {self.root!r} can't be replaced as a whole"
+        what = f"save: {self.root!r} cannot be replaced as a whole"
         if os.path.ismount(target):
             raise StrategyError(error_text(what, found="the root of a file system", fix=_ELSEWHERE))
         if os.path.commonpath([target, here]) == target:
@@ -237,16 +236,16 @@ class LocalSibling:
             raise StrategyError(error_text(what, found=reason, fix="Save from another directory, or to a new folder."))
 
     def _try_exchange(self) -> None:
-        """Raise unless folders can be exchanged here; tried with two empty ones."""
-        # Tried rather than asked: only the call itself knows whether kernel and file system support the exchange.
+        """Raise if folders can't be exchanged here, by trying it with two empty folders."""
+        # Only a trial tells whether the kernel and the file system support the exchange.
         one, other = (os.path.join(self._inside(_PROBE), name) for name in ("one", "other"))
         os.makedirs(one, exist_ok=True)
         os.makedirs(other, exist_ok=True)
         try:
             exchange_folders(one, other)
         except OSError as error:
-            what = f"save: {self.root!r} can't be replaced as a whole: its file system can't exchange two folders"
-            raise StrategyError(error_text(what, found=error.strerror, fix=_ELSEWHERE)) from error
+            heading = f"save: {self.root!r} cannot be replaced as a whole: its file system can't exchange two folders"
+            raise StrategyError(error_text(heading, found=error.strerror, fix=_ELSEWHERE)) from error
         finally:
             shutil.rmtree(self._inside(_PROBE))
 
@@ -258,8 +257,8 @@ class LocalSibling:
             if isinstance(error, StorageError):
                 raise
             reason = f"{error.strerror or error}: {error.filename!r}" if error.filename else error
-            what = f"save: cannot {doing} {self._target!r}"
-            raise StorageError(error_text(what, found=reason, fix=_ELSEWHERE)) from error
+            heading = f"save: cannot {doing} {self._target!r}"
+            raise StorageError(error_text(heading, found=reason, fix=_ELSEWHERE)) from error
 
 
 def _walk(top: str, folder: str) -> Iterator[str]:
@@ -267,10 +266,10 @@ def _walk(top: str, folder: str) -> Iterator[str]:
         entries = list(scan)
     if not entries and folder:
         yield folder
-    # Files can't be linked across file systems, and removing the old folder would remove what is mounted in it.
+    # Files can't be linked across file systems, and removing the old folder would remove the mounted files.
     if folder and os.path.ismount(os.path.join(top, folder)):
-        what = f"save: {top!r} can't be replaced as a whole: a file system is mounted in it"
-        raise StrategyError(error_text(what, found=folder, fix=_ELSEWHERE))
+        heading = f"save: {top!r} cannot be replaced as a whole: a file system is mounted in it"
+        raise StrategyError(error_text(heading, found=folder, fix=_ELSEWHERE))
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(top, f"{folder}{entry.name}/")
@@ -285,30 +284,31 @@ def _link(old: str, new: str) -> bool:
     except FileNotFoundError:
         return not os.path.lexists(old)  # removed meanwhile
     except FileExistsError:
-        one, other = os.lstat(old), os.lstat(new)  # files are linked again after the exchange, for late ones
-        return (one.st_ino, one.st_dev) == (other.st_ino, other.st_dev)
+        # Files that came late are linked after the exchange, by a second call that meets the first one's links.
+        before, after = os.lstat(old), os.lstat(new)
+        return (before.st_ino, before.st_dev) == (after.st_ino, after.st_dev)
     return True
 
 
 def _parents(name: str) -> set[str]:
-    """Return the parent folders of a name, the top one ("") included."""
+    """Return the parent folders of a name, including the top one ("")."""
     parts = name.split("/")[:-1]
     return {"/".join(parts[:count]) for count in range(len(parts) + 1)}
 
 
 def _make_parents(top: str, folder: str) -> set[str]:
-    """Make a folder and its parents, as far as they aren't there, and return which were made."""
+    """Make a folder and its missing parents, and return the names of the folders made."""
     new = set()
     for parent in sorted({*_parents(folder), folder} - {""}):
         with suppress(FileExistsError):
-            # For the owner alone until its permissions are copied: its files may be secret.
+            # Only the owner may enter until the permissions are copied: the folder's files may be secret.
             os.mkdir(os.path.join(top, parent), 0o700)
             new.add(parent)
     return new
 
 
 def _current_directory() -> str:
-    """Return the current directory, which may have been removed."""
+    """Return the current directory, or "/" if it was removed."""
     with suppress(FileNotFoundError):
         return os.path.realpath(os.getcwd())
     return "/"

@@ -1,4 +1,4 @@
-"""Whether what is read from a storage comes through a network."""
+"""Recognition of storages that are read through a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOUNTS = "/proc/self/mountinfo"
 
 
 def crosses_network(storage: Storage) -> bool:
-    """Return whether what is read from a storage comes through a network, as far as its kind or its mount tells.
+    """Return whether reads of a storage cross a network, judged by its class or by its mount.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -25,14 +25,14 @@ def crosses_network(storage: Storage) -> bool:
     """
     if isinstance(storage, LocalStorage):
         kind = file_system_of(storage.root)
-        # In user space are buckets, sshfs and the like; fuseblk is a local disk's.
+        # File systems in user space ("fuse.…") are buckets, sshfs and the like; "fuseblk" is a local disk.
         return kind in _NETWORK or kind.startswith("fuse.")
-    # What answers without a request, as memory does, says so.
+    # A storage that answers without a request, such as memory, declares a latency of zero.
     return can(storage).latency != 0.0
 
 
 def file_system_of(path: str) -> str:
-    """Return the type of the file system that a path is on, as Linux names it; "" where that isn't known.
+    """Return Linux's name for the type of the file system that holds a path; "" if unknown.
 
     Examples:
         >>> file_system_of("/proc"), file_system_of("/no/such/path")
@@ -45,5 +45,5 @@ def file_system_of(path: str) -> str:
     except OSError:
         return ""
     number = f"{os.major(device)}:{os.minor(device)}"
-    # A line has optional fields before a dash, and the type after it.
+    # A line has optional fields, then a dash, then the type.
     return next((fields[fields.index("-") + 1] for fields in lines if fields[2] == number), "")

@@ -1,4 +1,4 @@
-"""The owner's note that a save leaves with its files, by which other saves can tell whether it is still alive."""
+"""The owner's note that a save leaves with its files: it tells other saves whether the save is still alive."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _START_FIELD = 18
 """Index of the process's start time among the fields after the state in /proc/<pid>/stat."""
 
 _MACHINE = ("host", "boot", "processes")
-"""Fields that are equal in the notes of two processes that can see each other."""
+"""Fields that are equal in the notes of processes that can see each other."""
 
 
 class Claim:
-    """An object that a process holds as long as a save of its own may still be finished."""
+    """An object that a process holds as long as its save may still finish."""
 
     __slots__ = ("__weakref__",)
 
@@ -38,22 +38,22 @@ def claim(save_id: str) -> Claim:
         >>> is_claimed("save-1"), release("save-1"), is_claimed("save-1")
         (True, None, False)
     """
-    # With the process's number: a forked child inherits this table, but not the saves.
+    # The key holds the process's id: a forked child inherits this table, but not the saves.
     return _claims.setdefault((os.getpid(), save_id), Claim())
 
 
 def release(save_id: str) -> None:
-    """Mark a save of this process as ended."""
+    """End the claim of a save of this process."""
     _claims.pop((os.getpid(), save_id), None)
 
 
 def is_claimed(save_id: str) -> bool:
-    """Return whether a save of this process may still be finished."""
+    """Return whether a save of this process may still finish."""
     return (os.getpid(), save_id) in _claims
 
 
 def owner_note(save_id: str) -> bytes:
-    """Return the note that says which process makes a save.
+    """Return the note that identifies a save's process.
 
     Examples:
         >>> sorted(json.loads(owner_note("save-1")))
@@ -64,18 +64,18 @@ def owner_note(save_id: str) -> bytes:
 
 
 def is_alive(note: bytes | None) -> bool | None:
-    """Return whether the save that left a note can still be finished; None if that is unknown.
+    """Return whether the save that left a note may still finish; None if unknown.
 
-    On the same machine a save is alive if its process runs and, where that is this process, still has its claim. About
-    processes of another machine or container nothing is known.
+    A save of the same machine is alive if its process runs; a save of this process also needs its claim. Saves of
+    other machines or containers are unknown.
 
     Examples:
         >>> held = claim("save-1")
         >>> is_alive(owner_note("save-1")), is_alive(owner_note("save-2")), is_alive(b"torn")
         (True, False, None)
     """
-    # By its process rather than by its age: a save that waits longer than an hour for its commit would be taken for
-    # dead, and one that was killed a minute ago for alive.
+    # The process is decisive, not the age of the save: by age, a save that waits an hour for its commit would count as
+    # dead, and one that was killed a minute ago as alive.
     fields = _decode(note)
     machine = _machine()
     if fields is None or None in machine.values() or any(fields.get(name) != machine[name] for name in _MACHINE):
@@ -84,17 +84,17 @@ def is_alive(note: bytes | None) -> bool | None:
     if type(pid) is not int or type(start) is not int or _start_time(os.getpid()) is None:
         return None
     if _start_time(pid) != start:
-        return None if _is_hidden(pid) else False  # it has ended, even if another process has its number now
+        return None if _is_hidden(pid) else False  # it has ended, even if another process has its id now
     return is_claimed(str(fields.get("save_id"))) if pid == os.getpid() else True
 
 
-# What a crash leaves before there is a note is judged by its name: 16 hexadecimal digits in it say whose it is.
+# Remains of a crash before the note was written are judged by their names, which hold 16 digits that name the process.
 
 _counter = count(secrets.randbelow(256))
 
 
 def process_token() -> str:
-    """Return 16 hexadecimal digits that no other process that may use them has, and that tell which process this is.
+    """Return 16 hexadecimal digits that are unique and identify this process.
 
     Examples:
         >>> len(process_token()), maker_is_dead(process_token())
@@ -107,7 +107,7 @@ def process_token() -> str:
 
 
 def maker_is_dead(token: str) -> bool | None:
-    """Return True if a process of this machine that has ended made these digits; None where that can't be known.
+    """Return True if the process that made a token ran on this machine and has ended; None if unknown.
 
     Examples:
         >>> maker_is_dead("0123456789abcdef") is None
@@ -116,12 +116,12 @@ def maker_is_dead(token: str) -> bool | None:
     if token[:8] != _machine_digits():
         return None
     pid = int(token[8:14], 16)
-    # Another process may have the number by now: only its absence tells.
+    # A new process may have the same id by now, so a running process proves nothing.
     return True if _start_time(os.getpid()) is not None and _start_time(pid) is None and not _is_hidden(pid) else None
 
 
 def made_here(token: str) -> bool:
-    """Return whether this process made these digits, or one before it that had its number.
+    """Return whether this process made a token, or an earlier process with the same id.
 
     Examples:
         >>> made_here(process_token()), made_here("0123456789abcdef")
@@ -136,14 +136,14 @@ def _machine_digits() -> str | None:
 
 
 def _decode(note: bytes | None) -> Mapping[str, Any] | None:
-    with suppress(ValueError, RecursionError):  # a crash may have cut it short, and nested lists exhaust the stack
+    with suppress(ValueError, RecursionError):  # a crash may have truncated it, and nested lists exhaust the stack
         fields = json.loads(note) if note else None
         return fields if isinstance(fields, dict) else None
     return None
 
 
 def _machine() -> dict[str, str | None]:
-    """Return the host's name, the id of its boot and that of its pid namespace, which each container has its own."""
+    """Return the host's name, its boot id and its pid namespace, which differs between containers."""
     boot = processes = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -152,7 +152,7 @@ def _machine() -> dict[str, str | None]:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether a process runs but isn't in /proc, which can be mounted to hide other users' processes."""
+    """Return whether a running process is missing in /proc, which may be mounted to hide other users' processes."""
     if pid <= 0 or os.path.exists(f"/proc/{pid}"):
         return False
     with suppress(ProcessLookupError, OverflowError):
@@ -163,9 +163,9 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process was started, in ticks since boot; None if it has ended or is a zombie."""
+    """Return the start time of a process in ticks since boot; None if it has ended or is a zombie."""
     with suppress(OSError, ValueError, IndexError):
-        # The process's name comes before and may contain spaces and brackets: so split after the last bracket.
+        # The process's name comes first and may contain spaces and brackets, so the text after the last one is split.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(fields[_START_FIELD])
     return None

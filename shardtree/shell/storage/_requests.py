@@ -1,4 +1,4 @@
-"""The requests that carry out a load plan: bytes of a file that are read together, where they go, what is checked."""
+"""The requests that execute a load plan: byte ranges that are read together, their destinations, and their checks."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ from ._strided import GAP_BYTES, is_contiguous, last_byte, split_pieces, wide_re
 from ._threads import usual_threads
 
 _GAP_BYTES = 1024 * 1024
-"""A store sends unused bytes too if there are fewer of them in a row: a request costs more than they do."""
+"""A store sends shorter gaps between wanted bytes too: they cost less than another request."""
 
 _FAR = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a plan is cut into requests.
+    """The rule that cuts a plan into requests.
 
     Attributes:
-        most_bytes: requests end at multiples of this.
-        whole: whether a request is fetched from its first byte to its last, as by a store. Then no long gap is in it,
-            what is little in all is one request, and pieces come in whole blocks. Else only what is wanted is read.
+        most_bytes: Size of the windows at whose boundaries requests end, in bytes.
+        whole: Whether a request is fetched from its first byte to its last, as from an object store. Requests then
+            contain no long gaps, a small plan is one request, and pieces come in whole blocks. Otherwise only the
+            wanted bytes are read.
     """
 
     most_bytes: int
     whole: bool
 
     def nbytes(self, request: Request) -> int:
-        """Return how many bytes a request reads."""
+        """Return the number of bytes that a request reads."""
         if self.whole:
             return request.end - request.begin
         wide = wide_reads(request.low, request.high)
@@ -56,27 +57,27 @@ class Cut:
 
 
 def cut_of(storage: Storage | None, plan: LoadPlan) -> Cut:
-    """Return how a plan is cut for a storage; None for local files."""
+    """Return the cut of a plan for a storage; None stands for local files."""
     if storage is not None and can(storage).read_range is not None:
         return Cut(limits.REQUEST_BYTES * can(storage).request_scale, whole=True)
-    # Smaller windows than usual if there is little to read, so that each thread gets a share.
+    # A small plan gets smaller windows than usual, so that each thread gets a share.
     share = -(-plan.bytes_read // (usual_threads() * limits.STEP_BYTES)) * limits.STEP_BYTES
     return Cut(min(limits.WINDOW_BYTES, max(limits.WINDOW_BYTES // 4, share)), whole=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A byte range of a file, and what is read of it and copied out of it by one thread.
+    """A byte range of a file, and the reads and copies that one thread makes for it.
 
     Attributes:
-        file: number of the file.
-        begin: first byte.
-        end: one past the last byte.
-        runs: what goes to one place as it lies there, in file order, none overlapping another; with the target -1 where
-            it is read only to be hashed.
-        pieces: what is copied item by item, in the order of `low`.
-        low: first byte that is read for each piece, int64 (pieces,).
-        high: one past the last, int64 (pieces,).
+        file: Number of the file.
+        begin: First byte.
+        end: One past the last byte.
+        runs: Contiguous reads into contiguous memory, in file order and without overlaps; the target -1 marks bytes
+            that are read only to be hashed.
+        pieces: Strided pieces, copied item by item, in the order of `low`.
+        low: First byte that is read for each piece, int64 (pieces,).
+        high: One past the last byte that is read for each piece, int64 (pieces,).
     """
 
     file: int
@@ -90,13 +91,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checks:
-    """What of a file is checked while it is read.
+    """The checks of a file while it is read.
 
     Attributes:
-        file: which file.
-        units: how many blocks are read from, or how many byte ranges the file has.
-        blocks: those that are checked by their hashes, bool (blocks,); None where none is.
-        ranges: numbers of the byte ranges that are checked by their CRC32s.
+        file: The file.
+        units: Number of blocks that are touched, or of all byte ranges of the file.
+        blocks: Flags of the blocks that are checked by their hashes, bool (blocks,); None if no block is.
+        ranges: Numbers of the byte ranges that are checked by their CRC32s.
     """
 
     file: StoredFile
@@ -105,28 +106,28 @@ class Checks:
     ranges: Sequence[int] = ()
 
     def hasher(self) -> BlockHasher | RangeHasher | None:
-        """Return what hashes the bytes that a request reads, None where nothing is checked."""
+        """Return a new hasher for the bytes of a request, or None if nothing is checked."""
         if self.file.ranges is not None and self.ranges:
             return RangeHasher(self.file.ranges)
         return None if self.blocks is None else BlockHasher(self.file.length)
 
     def looks_at(self, begin: int, end: int) -> bool:
-        """Return whether any of some bytes is in a block that is checked."""
+        """Return whether a byte range touches a block that is checked."""
         return self.blocks is not None and bool(self.blocks[begin // BLOCK_BYTES : -(-end // BLOCK_BYTES)].any())
 
 
 def requests_of(
     files: Mapping[int, StoredFile], plan: LoadPlan, verify: Verify, cut: Cut
 ) -> tuple[list[Request], dict[int, Checks]]:
-    """Return the requests that carry out a plan, by file and byte, and what is checked of each file.
+    """Return the requests that execute a plan, ordered by file and byte, and the checks of each file.
 
-    Each byte that is checked comes by a request that has all of its block or byte range, or the next part of it.
+    A checked block or byte range comes whole in one request, or in consecutive parts.
 
     Args:
-        files: by their number in the plan.
-        plan: what to read.
-        verify: which blocks are checked.
-        cut: how requests are cut.
+        files: Files by their number in the plan.
+        plan: Reads to execute.
+        verify: The blocks that are checked.
+        cut: The rule that cuts the plan into requests.
 
     Examples:
         >>> from shardtree.core.plans import runs_plan
@@ -141,8 +142,8 @@ def requests_of(
     runs, pieces = plan.runs, in_file_order(plan.strided)
     requests, checks = list[Request](), dict[int, Checks]()
     for number in np.union1d(runs.file, pieces.file).tolist():
-        own = of_file(runs, number), of_file(pieces, number)
-        new, checks[number] = _requests_of_file(files[number], number, *own, verify, cut)
+        rows = of_file(runs, number), of_file(pieces, number)
+        new, checks[number] = _requests_of_file(files[number], number, *rows, verify, cut)
         requests += new
     return requests, checks
 
@@ -150,15 +151,15 @@ def requests_of(
 def fetch_cost(
     files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole", storage: Storage | None = None
 ) -> ReadCost:
-    """Return what `fetch` would read for a plan.
+    """Return the cost of reading a plan by `fetch`.
 
-    A byte range in which strided pieces lie counts as read whole, as it is.
+    A byte range that contains strided pieces counts as a whole, since it is read whole.
 
     Args:
-        files: by their number in the plan.
-        plan: what would be read.
-        verify: which blocks would be checked against their hashes.
-        storage: from which; None for a local folder.
+        files: Files by their number in the plan.
+        plan: Reads whose cost is estimated.
+        verify: The blocks that would be checked against their hashes.
+        storage: Storage of the files; None for a local folder.
 
     Examples:
         >>> one = np.ones(1, dtype=np.int64)
@@ -202,7 +203,7 @@ def _requests_of_file(
 
 
 def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
-    """Return the runs of a file that overlap no other, and the pieces with those that do, since they are copied too."""
+    """Return the runs that overlap no other run, and the pieces with overlapping runs added, since these are copied."""
     meets = runs.byte[1:] < np.maximum.accumulate(runs.byte + runs.length)[:-1]
     if not meets.any():
         return runs, pieces
@@ -219,7 +220,7 @@ def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
 def _checks_of(
     file: StoredFile, direct: Runs, pieces: Strided, runs: Runs, verify: Verify, cut: Cut
 ) -> tuple[Checks, Column, Column]:
-    """Return what is checked of a file, and begin and end of what therefore is to be read whole beside the pieces."""
+    """Return the checks of a file, and first byte and end of the spans that must be read whole because of them."""
     if file.ranges is not None:
         numbers = [] if verify is None else ranges_to_check(file.ranges, runs, everything=verify == "all")
         ranges = file.ranges
@@ -241,7 +242,7 @@ def _checks_of(
 
 
 def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
-    """Return begin and end of what is read for each piece: all of a block that is checked."""
+    """Return first byte and end of the read for each piece, widened to whole blocks where these are checked."""
     low, high = pieces.byte, last_byte(pieces)
     if check.blocks is None:
         return low, high
@@ -252,7 +253,7 @@ def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
 
 
 def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
-    """Return runs, and what of some spans lies in none of them, with the target -1; in file order."""
+    """Return runs in file order, with the parts of spans that no run covers added with the target -1."""
     if not low.size:
         return runs
     gap_low, gap_high = np.append(0, runs.byte + runs.length), np.append(runs.byte, _FAR)
@@ -271,7 +272,7 @@ def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
 
 
 def _groups(begin: Column, end: Column, cut: Cut) -> Column:
-    """Return the number of the request that each span belongs to, ascending by their first bytes, int64 (spans,)."""
+    """Return the number of each span's request, ascending with the spans' first bytes, int64 (spans,)."""
     order = np.argsort(begin, kind="stable")
     low, reach = begin[order], np.maximum.accumulate(end[order])
     cell = low // cut.most_bytes
@@ -280,7 +281,7 @@ def _groups(begin: Column, end: Column, cut: Cut) -> Column:
         breaks = low[1:] > reach[:-1] + _GAP_BYTES
         cluster = np.append(0, breaks.cumsum())[: low.size]
         first, last = (np.searchsorted(cluster, cluster, side=side) for side in ("left", "right"))
-        # What is little in all comes by one request, wherever it lies.
+        # A short cluster of spans is one request, even if it crosses a window's boundary.
         is_long = reach[last - 1] - low[first] > cut.most_bytes * 3 // 2
         is_next = breaks | (is_next & is_long[1:])
     group = np.zeros(low.size, dtype=np.int64)
@@ -289,7 +290,7 @@ def _groups(begin: Column, end: Column, cut: Cut) -> Column:
 
 
 def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
-    """Return runs, cut where requests end."""
+    """Return runs, cut at the boundaries of windows."""
     if (runs.byte // most_bytes == (runs.byte + runs.length - 1) // most_bytes).all():
         return runs
     row, begin, end = _cells(runs.byte, runs.byte + runs.length, most_bytes)
@@ -298,7 +299,7 @@ def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
 
 
 def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column, Column]:
-    """Return spans cut where requests end: of each part the number of its span, its begin and its end."""
+    """Return parts of spans cut at the boundaries of windows: span number, first byte and end of each part."""
     first = begin // most_bytes
     count = (end - 1) // most_bytes - first + 1
     row, number = span_numbers(first, count)

@@ -19,18 +19,18 @@ Buffer = memoryview
 """Contiguous bytes."""
 
 AnyBuffer = bytes | bytearray | memoryview | NDArray[Any]
-"""Contiguous memory of any items; whatever else Python's memoryview takes is taken too."""
+"""Contiguous memory with items of any type; every other object with the buffer protocol is accepted too."""
 
 
 def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
     r"""Return the bytes of a buffer, which share its memory.
 
     Args:
-        buffer: bytes, a bytearray, an array, or anything else that gives its memory to memoryview; contiguous.
-        where: the file that it is written to, for messages.
+        buffer: Contiguous bytes, bytearray, array, or another object with the buffer protocol.
+        where: Name of the destination file, for messages.
 
     Raises:
-        StorageError: it gives none, or not in one piece.
+        StorageError: the object isn't a buffer, or isn't contiguous.
 
     Examples:
         >>> bytes(byte_view(np.array([1, 256], dtype=np.int16), "f"))
@@ -40,18 +40,18 @@ def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
         view = memoryview(buffer)
         if view.format == "B" and view.ndim == 1 and view.c_contiguous:
             return view
-        # By NumPy: memoryview's own cast refuses complex numbers, records, and shapes with a zero in them.
+        # NumPy casts what memoryview's own cast refuses: complex numbers, records, and shapes with a zero in them.
         return memoryview(np.frombuffer(view, dtype=np.uint8)) if view.nbytes else memoryview(b"")
     except (TypeError, ValueError, BufferError) as error:
         kind = f"{type(buffer).__name__} ({error})"
         expected = "bytes, a bytearray, a memoryview or an array, contiguous"
-        fix = "Of a tensor, pass tensor.contiguous().numpy(); of one buffer, a list of it."
-        what = f"cannot write {where!r}: this isn't a buffer"
-        raise StorageError(error_text(what, found=kind, expected=expected, fix=fix)) from error
+        fix = "For a tensor, pass tensor.contiguous().numpy(); for a single buffer, a list that holds it."
+        heading = f"cannot write {where!r}: the value is not a contiguous buffer"
+        raise StorageError(error_text(heading, found=kind, expected=expected, fix=fix)) from error
 
 
 def copy_bytes(memory: bytearray | Buffer, at: int, source: Buffer) -> None:
-    r"""Copy bytes; other threads go on meanwhile.
+    r"""Copy bytes without holding Python's global lock.
 
     Examples:
         >>> memory = bytearray(4)
@@ -59,7 +59,7 @@ def copy_bytes(memory: bytearray | Buffer, at: int, source: Buffer) -> None:
         >>> memory
         bytearray(b'\x00ab\x00')
     """
-    # By NumPy: a slice of a memoryview is copied under Python's global lock.
+    # NumPy releases Python's global lock while it copies; assigning to a memoryview's slice doesn't.
     np.frombuffer(memory, dtype=np.uint8, count=source.nbytes, offset=at)[:] = np.frombuffer(source, dtype=np.uint8)
 
 
@@ -68,10 +68,10 @@ class SizedBuffers:
     """Buffers whose total length is known beforehand, so that a storage can reserve space for them.
 
     Attributes:
-        nbytes: of all buffers together; a hint only: a storage that gets more or fewer bytes writes those.
-        buffers: in order.
-        stay: whether their memory stays as it is until the file is written, so that what is sent later needn't be
-            copied; else their source may use it again as soon as it is asked for more.
+        nbytes: Total length of the buffers. It is a hint: a storage writes the bytes that it gets, more or fewer.
+        buffers: The buffers, in order.
+        stay: Whether the buffers' memory stays unchanged until the file is written, so that a storage that sends it
+            later needn't copy it. Otherwise the iterator may reuse a buffer's memory for the next buffer.
 
     Examples:
         >>> sized = SizedBuffers(3, iter([memoryview(b"ab"), memoryview(b"c")]))
@@ -96,41 +96,41 @@ class Reader(Protocol):
         """The file's length in bytes."""
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers, one after the other, from consecutive bytes; raises where the file ends first."""
+        """Fill the buffers in order from consecutive bytes; raise if the file is too short."""
 
     def read(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a byte range of the file, by default up to its end, as memory; writing to it doesn't change the file.
+        """Return a copy of a byte range of the file, by default up to its end.
 
-        Raises where the file ends first.
+        Raises if the range reaches beyond the file's end.
         """
 
 
 CALLS = ("write", "replace", "open", "read", "length", "names", "remove", "changed", "where")
-"""What every storage can do: the methods of `Storage`."""
+"""Names of the methods of `Storage`, which every storage has."""
 
 
 @runtime_checkable
 class Storage(Protocol):
     """A folder of files with ``/`` in their names; every name is relative to the folder.
 
-    What a storage can do beyond that, it says by an attribute ``capabilities``: see `Capabilities`. Every failure is a
-    `StorageError` that names the file. `shardtree.testing.check_storage` checks all that is promised here.
+    A storage with further abilities has an attribute ``capabilities``: see `Capabilities`. Every failure is a
+    `StorageError` that names the file. `shardtree.testing.check_storage` checks all promises of this protocol.
     """
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a file from buffers, in order, and return its length; `durable` waits until it is on the medium.
 
-        A file of that name, as an interrupted save may have left it, is replaced. Where the length of a large file is
+        An existing file of that name, such as an interrupted save's, is replaced. If the length of a large file is
         known beforehand, the buffers come as `SizedBuffers`. Several threads may write files of different names at the
-        same time. What the buffers raise is raised. The library's own storages take any contiguous buffers: bytes,
-        bytearrays, arrays.
+        same time. Exceptions of the iterator pass through. The library's own storages take any contiguous buffers:
+        bytes, bytearrays, arrays.
         """
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content in one step: at any moment a reader sees all of the old content or all of the new.
+        """Replace a file's content atomically: a reader sees either all of the old content or all of the new.
 
         Raises:
-            OutcomeUnknown: no answer came, so that the file may have the new content already, or get it yet.
+            OutcomeUnknown: no answer came; the file may have the new content already, or still get it.
         """
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
@@ -140,85 +140,85 @@ class Storage(Protocol):
         """Return a file's bytes."""
 
     def length(self, name: str) -> int | None:
-        """Return a file's length in bytes, None if there is no such file."""
+        """Return a file's length in bytes, or None if there is no such file."""
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return the names of what is directly inside a folder, sorted; nothing where there is no such folder."""
+        """Return the sorted names of a folder's direct entries; empty if there is no such folder."""
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there."""
+        """Remove a file if it exists."""
 
     def changed(self, name: str) -> float | None:
-        """Return when a file was changed last, in seconds by the storage's own clock; None if it isn't there.
+        """Return the time of a file's last change, in seconds by the storage's own clock; None if there is no file.
 
-        Of a folder, when something was made in it, None where that isn't known.
+        For a folder: the time when an entry was last added to it, or None if unknown.
         """
 
     def where(self, name: str = "") -> str:
-        """Return a name as people and error messages should see it."""
+        """Return the full path or URL of a name, for people and error messages."""
 
 
-# A folder that takes the place of the whole, where that can be done in one step.
+# A folder that replaces a whole checkpoint, for storages that can exchange two folders atomically.
 
 
 class Sibling(Protocol):
-    """A folder that a save makes beside a storage's own, and exchanges with it in one step.
+    """A folder that a save makes beside a storage's own, and exchanges with it atomically.
 
     Before the exchange it holds the new files, and afterwards the old ones. Errors are those of `Storage`.
     """
 
     @property
     def storage(self) -> Storage:
-        """The folder: of the new files, and after the exchange of the old ones."""
+        """The storage of the sibling folder: new files before the exchange, old files after it."""
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder, empty, with a note of its owner; raises unless it can be exchanged later.
+        """Make the empty folder with a note of its owner; raise if it can't be exchanged later.
 
         Raises:
-            StrategyError: the two can't be exchanged here.
+            StrategyError: the file system can't exchange the two folders.
             StorageError: the folder can't be made.
         """
 
     def note(self) -> bytes | None:
-        """Return the note, None if there is none."""
+        """Return the owner's note, or None if there is none."""
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the old files are in it; None if they are being removed, or it is unknown."""
+        """Return whether the sibling holds the old files; None if they are being removed, or if that is unknown."""
 
     def changed(self) -> float | None:
-        """Return when something was last made or removed in it, by the storage's clock."""
+        """Return the time when an entry was last added or removed in the sibling, by the storage's clock."""
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files, of links (not followed), and of empty folders, which end in ``/``."""
+        """Return the names of all old files, links (not followed), and empty folders (ending in ``/``)."""
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise unless old files can be linked into the new folder.
+        """Raise if old files can't be linked into the new folder.
 
         Raises:
-            StrategyError: the file system doesn't support links, or doesn't allow one.
+            StrategyError: the file system doesn't support links, or forbids one of them.
         """
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder, by the same names; return the names that another file has there.
+        """Link old files into the new folder under the same names, and return names that other files have there.
 
-        An old file that was removed meanwhile is left out.
+        Old files that were removed meanwhile are skipped.
         """
 
     def exchange(self, *, durable: bool) -> None:
-        """Exchange the two folders in one step."""
+        """Exchange the two folders atomically."""
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it; files that were linked keep their other names."""
+        """Remove the folder and its content; linked files keep their other names."""
 
 
-# Names within a storage: relative paths that stay inside its folder.
+# Names within a storage are relative paths that stay inside its folder.
 
 _PLAIN = re.compile(r"(?:(?:[\w-][\w.-]*/)*[\w-][\w.-]*)?", re.ASCII)
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.DOTALL)
 
 
 def temporary_name(name: str) -> str:
-    """Return a unique name for a temporary file, which will be renamed to `name`.
+    """Return a unique name for a temporary file that will be renamed to `name`.
 
     Examples:
         >>> is_temporary(temporary_name("metadata.json"))
@@ -228,7 +228,7 @@ def temporary_name(name: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a name is one that `temporary_name` gives.
+    """Return whether `temporary_name` made a name.
 
     Examples:
         >>> is_temporary(".metadata.json.0123456789abcdef.new"), is_temporary("notes.new")
@@ -238,16 +238,16 @@ def is_temporary(name: str) -> bool:
 
 
 def is_left_over(name: str) -> bool:
-    """Return whether a temporary file's process has ended, as far as its name tells."""
+    """Return whether a name is a temporary file's whose process is known to have ended."""
     return is_temporary(name) and maker_is_dead(name[-20:-4]) is True
 
 
 def inside(name: str, root: str) -> str:
-    """Return a name in its normal form, or raise if it would leave the folder.
+    """Return the normal form of a name, or raise if the name would leave the folder.
 
     Args:
-        name: of a file or folder; "" is the storage's own folder.
-        root: what errors call that folder.
+        name: Name of a file or folder; "" is the storage's own folder.
+        root: The storage's own folder, for messages.
 
     Raises:
         StorageError: the name is absolute, contains "..", or can't be the name of a file.
@@ -261,12 +261,12 @@ def inside(name: str, root: str) -> str:
         shardtree.errors.StorageError: '../a' would leave the folder 'checkpoint'
           expected a name inside it
     """
-    # Names come from files that anybody may have made, so each is checked; nearly all are plain, and this is faster.
+    # Each name is checked, since names come from files of any origin. The pattern is a fast path for plain names.
     if _PLAIN.fullmatch(name):
         return name
     path = PurePosixPath(name)
     try:
-        name.encode("utf-8", "surrogateescape")  # a file's name may have bytes that aren't UTF-8
+        name.encode("utf-8", "surrogateescape")  # file names may contain bytes that aren't UTF-8
         is_nameable = "\0" not in name
     except UnicodeEncodeError:
         is_nameable = False
@@ -279,38 +279,40 @@ def inside(name: str, root: str) -> str:
 
 
 def parts_in_file(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
-    """Yield the parts that aren't empty, and raise for one that reaches beyond the file.
+    """Yield the parts that aren't empty; raise if a part reaches beyond the file.
 
     Args:
-        parts: pairs of the byte that a part begins at and its bytes.
-        length: of the whole file, in bytes.
-        where: the file's name, for messages.
+        parts: (offset, bytes) pairs.
+        length: Length of the whole file, in bytes.
+        where: Name of the file, for messages.
 
     Raises:
-        StorageError: a part doesn't lie in the file.
+        StorageError: a part doesn't lie within the file.
 
     Examples:
         >>> [len(list(parts_in_file([(1, data)], 3, "f"))) for data in (b"", b"ab")]
         [0, 1]
     """
-    for byte, each in parts:
-        buffer = byte_view(each, where)
+    for byte, part in parts:
+        buffer = byte_view(part, where)
         if buffer.nbytes:
             if not 0 <= byte <= length - buffer.nbytes:
                 found, expected = f"bytes {byte} to {byte + buffer.nbytes}", f"a part of bytes 0 to {length}"
-                raise StorageError(error_text(f"cannot write {where!r}", found=found, expected=expected))
+
+                heading = f"cannot write {where!r}: a part lies outside the file"
+                raise StorageError(error_text(heading, found=found, expected=expected))
             yield byte, buffer
 
 
 def adjacent(
     parts: Iterable[tuple[int, Buffer]], *, most_bytes: int, most_buffers: int
 ) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield adjacent parts in groups, each group with the byte that it begins at.
+    """Yield (offset, buffers) for each group of adjacent parts.
 
     Args:
-        parts: pairs of the byte that a part begins at and its bytes.
-        most_bytes: a group that has reached this length is complete.
-        most_buffers: the most parts that a group may have.
+        parts: (offset, bytes) pairs.
+        most_bytes: Length in bytes at which a group is complete.
+        most_buffers: Maximum number of parts in a group.
 
     Examples:
         >>> parts = [(0, memoryview(b"ab")), (2, memoryview(b"c")), (9, memoryview(b"d"))]
@@ -331,10 +333,10 @@ def adjacent(
 
 
 def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[Buffer]:
-    """Yield the buffers of parts that make up a whole file in order, and raise for others.
+    """Yield the buffers of parts that tile a whole file in order; raise for other parts.
 
     Raises:
-        StorageError: the parts leave gaps or aren't in order, as with several writers.
+        StorageError: the parts leave gaps or aren't in order, as those of one of several writers.
 
     Examples:
         >>> [bytes(buffer) for buffer in whole([(0, memoryview(b"ab")), (2, memoryview(b"c"))], 3, "f")]
@@ -352,5 +354,5 @@ def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> It
 
 def _not_whole(where: str, found: int, expected: int) -> StorageError:
     fix = "Save from one process, in another format, or to a local or mounted folder."
-    what = f"cannot write {where!r} in parts: such a store takes a file from one writer, whole and in order"
-    return StorageError(error_text(what, found=f"byte {found}", expected=f"byte {expected}", fix=fix))
+    heading = f"cannot write {where!r} in parts: this storage takes a file from one writer, whole and in order"
+    return StorageError(error_text(heading, found=f"byte {found}", expected=f"byte {expected}", fix=fix))

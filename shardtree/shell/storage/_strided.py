@@ -1,4 +1,4 @@
-"""Copies boxes that consist of many small pieces out of wider reads: faster than a read call for each piece."""
+"""Copies of strided pieces out of wider reads, which is faster than a read call for each small run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ._blocks import BLOCK_BYTES, Flags
 from ._storage import Buffer
 
 _PAIR = 16
-"""Items of this size are staged as two of half the size: torch has no integer of 16 bytes."""
+"""Items of this size are staged as two halves: torch has no integer of 16 bytes."""
 
 _ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""Items of each size are copied as these, since only their bits matter."""
+"""The type as which items of each size are copied; only their bits matter."""
 
 _READ_BYTES = 16 * BLOCK_BYTES
-"""How much is read at once; little enough to stay in the processor's cache until it is copied."""
+"""Size of a read; small enough that its bytes stay in the processor's cache until they are copied."""
 
 GAP_BYTES = 128 * 1024
-"""A longer gap between wanted bytes isn't read: reading it takes longer than another call."""
+"""Longer gaps between wanted bytes are skipped: reading them would take longer than another call."""
 
 
 def wide_reads(low: Column, high: Column) -> Iterator[tuple[range, int, int]]:
-    """Yield (rows, begin, end): pieces that are copied from the same bytes, and these bytes.
+    """Yield (rows, begin, end): pieces that share a read, and the byte range of that read.
 
     Args:
-        low: first byte that is read for each piece, ascending, int64 (pieces,).
-        high: one past the last, at most `_READ_BYTES` and two blocks further, int64 (pieces,).
+        low: First byte that is read for each piece, ascending, int64 (pieces,).
+        high: One past the last byte, at most `_READ_BYTES` and two blocks after the first, int64 (pieces,).
     """
     first, begin, reach = 0, 0, 0
     for row, (byte, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
@@ -47,11 +47,11 @@ def wide_reads(low: Column, high: Column) -> Iterator[tuple[range, int, int]]:
 
 
 def split_pieces(pieces: Strided, most_gap: int) -> Strided:
-    """Return pieces, cut along their first axes so that each spans at most `_READ_BYTES` of the file.
+    """Return pieces cut along their first axes, so that each spans at most `_READ_BYTES` of the file.
 
     Args:
-        pieces: in any order.
-        most_gap: how many unused bytes in a row a piece may span, at most.
+        pieces: Strided pieces, in any order.
+        most_gap: Longest gap of unused bytes within a piece.
     """
     long = last_byte(pieces) - pieces.byte > min(most_gap, _READ_BYTES)
     if not long.any():
@@ -62,14 +62,14 @@ def split_pieces(pieces: Strided, most_gap: int) -> Strided:
 
 
 def _split_piece(pieces: Strided, row: int, most_gap: int) -> Strided:
-    """Cut one piece."""
+    """Return the parts of a single piece, cut as by `split_pieces`."""
     piece = rows_of(pieces, slice(row, row + 1))
     for axis in range(piece.shape.shape[1]):
         if piece.shape[0, axis] == 1:
             continue
         step = int(piece.stride[0, axis] * piece.item_size[0])
         inner = int((last_byte(piece) - piece.byte)[0]) - (int(piece.shape[0, axis]) - 1) * step
-        # No gap of an inner axis is larger than that of an outer one.
+        # Gaps along an inner axis are never larger than those along an outer axis.
         alone = inner > _READ_BYTES or step - inner > most_gap
         piece = cut(piece, axis, 1 if alone else max(0, _READ_BYTES - inner) // step + 1)
         if not alone:
@@ -78,34 +78,34 @@ def _split_piece(pieces: Strided, row: int, most_gap: int) -> Strided:
 
 
 def cut(pieces: Strided, axis: int, most: int) -> Strided:
-    """Cut pieces, all of the same shape, into parts with at most `most` items along an axis."""
+    """Return parts of pieces of equal shape, each with at most `most` items along an axis."""
     size, count = int(pieces.shape[0, axis]), pieces.file.size
     start = np.arange(0, size, most)
-    each = {name: np.repeat(getattr(pieces, name), start.size, axis=0) for name in Strided.__slots__}
+    parts = {name: np.repeat(getattr(pieces, name), start.size, axis=0) for name in Strided.__slots__}
     start = np.tile(start, count)
-    each["shape"][:, axis] = np.minimum(most, size - start)
-    each["byte"] = each["byte"] + start * each["stride"][:, axis] * each["item_size"]
-    each["target_byte"] = each["target_byte"] + start * each["target_stride"][:, axis] * each["item_size"]
-    return Strided(**each)
+    parts["shape"][:, axis] = np.minimum(most, size - start)
+    parts["byte"] = parts["byte"] + start * parts["stride"][:, axis] * parts["item_size"]
+    parts["target_byte"] = parts["target_byte"] + start * parts["target_stride"][:, axis] * parts["item_size"]
+    return Strided(**parts)
 
 
 def is_contiguous(pieces: Strided) -> Flags:
-    """Return which pieces are one contiguous range of the file, bool (pieces,)."""
+    """Return flags of the pieces that are one contiguous range of the file, bool (pieces,)."""
     flags: Flags = pieces.shape.prod(axis=1) * pieces.item_size == last_byte(pieces) - pieces.byte
     return flags
 
 
 def copy_piece(content: Buffer, begin: int, pieces: Strided, row: int, memory: Buffer) -> int:
-    """Copy one piece out of the byte range that begins at `begin`, and return how many bytes it has.
+    """Copy a piece from a byte range that was read to its target, and return the piece's size in bytes.
 
     Args:
-        content: the range.
-        begin: where it begins in the file, in bytes.
-        pieces: among others this one.
-        row: which of them.
-        memory: its target's bytes.
+        content: Bytes of the range.
+        begin: Offset of the range in the file, in bytes.
+        pieces: Columns of strided pieces.
+        row: Row of the piece in these columns.
+        memory: Bytes of the piece's target.
     """
-    # NumPy, since torch would share each small copy among threads of its own, which wait for each other.
+    # NumPy is used since torch would divide each small copy among its own threads, which wait for each other.
     kind, size = _ITEMS[int(pieces.item_size[row])], int(pieces.item_size[row])
     shape, stride, target_stride = (
         column[row].tolist() for column in (pieces.shape, pieces.stride, pieces.target_stride)
@@ -117,20 +117,20 @@ def copy_piece(content: Buffer, begin: int, pieces: Strided, row: int, memory: B
 
 
 def piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
-    """Return a piece in the memory of its target, as integers."""
+    """Return the view of a piece in its target's memory, as integers."""
     shape, target_stride, size = _items_of(pieces, row)
     memory = memory[int(pieces.target_byte[row]) :]
     return memory[: memory.numel() // size * size].view(INTEGERS[size]).as_strided(shape, target_stride)
 
 
 def row_major_piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
-    """Return a piece that lies as a row-major box at the beginning of some memory, as integers."""
+    """Return the view of a piece at the beginning of memory that holds it in row-major order, as integers."""
     shape, _, size = _items_of(pieces, row)
     return memory[: prod(shape) * size].view(INTEGERS[size]).view(shape)
 
 
 def _items_of(pieces: Strided, row: int) -> tuple[list[int], list[int], int]:
-    """Return a piece's shape, its strides in the target in items, and an item's size."""
+    """Return a piece's shape, its strides in the target (in items), and the item size."""
     shape, target_stride, size = (
         pieces.shape[row].tolist(),
         pieces.target_stride[row].tolist(),
@@ -142,6 +142,6 @@ def _items_of(pieces: Strided, row: int) -> tuple[list[int], list[int], int]:
 
 
 def last_byte(pieces: Strided) -> Column:
-    """Return one past the last byte of each piece in its file."""
+    """Return the end of each piece in its file: one past its last byte."""
     items: Column = ((pieces.shape - 1) * pieces.stride).sum(axis=1) + 1
     return pieces.byte + items * pieces.item_size

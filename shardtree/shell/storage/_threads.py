@@ -1,4 +1,4 @@
-"""A few threads for reads and checksums, which run without Python's global lock: they share a list, or write behind."""
+"""Threads for reads, checksums and writes, which run without Python's global lock."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _MOST_THREADS = 4
 
 
 def usual_threads() -> int:
-    """Return how many threads read by default: as many as torch uses for its own work, up to `_MOST_THREADS`."""
+    """Return the default number of reading threads: that of torch, up to `_MOST_THREADS`."""
     return min(torch.get_num_threads(), _MOST_THREADS)
 
 
 def background_threads() -> int:
-    """Return how many threads write in the background: half of the usual ones, at least one.
+    """Return the number of threads that write in the background: half of the usual ones, at least one.
 
     Examples:
         >>> 1 <= background_threads() <= usual_threads()
         True
     """
-    # With all threads, on two cores, the training step after the call took 0.19 s in place of 0.05 s, for a save that
+    # With all threads, on two cores, the training step after the call took 0.19 s instead of 0.05 s, and the save
     # finished hardly earlier.
     return max(1, usual_threads() // 2)
 
@@ -44,16 +44,16 @@ def in_threads(
     *,
     stop: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Return what a function returns for each piece of work, in their order.
+    """Map a function over items in several threads, and return the results in order.
 
     Args:
-        do: called by several threads at once.
-        work: pieces of it, which are started in this order.
-        threads: how many; None for the usual number.
-        stop: called after the first error or an interrupt, so that pieces in progress can end early.
+        do: Function of an item; several threads call it at once.
+        work: Items, which are started in this order.
+        threads: Number of threads; None for the usual number.
+        stop: Function that is called after the first error or an interrupt, so that running calls can end early.
 
     Raises:
-        Exception: the first that `do` raised; pieces that weren't started by then are dropped.
+        Exception: the first error of `do`; items that weren't started by then are dropped.
 
     Examples:
         >>> in_threads(abs, [-1, 2, -3], threads=2)
@@ -83,15 +83,15 @@ def in_threads(
 
 
 def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], None]) -> list[Result]:
-    """Call a function in several threads, the calling one among them, and return what each call returned.
+    """Call a function in several threads, including the calling one, and return the results.
 
     Args:
-        work: called by each thread; returns when there is nothing left to do.
-        threads: how many at most.
-        stop: called after an error or an interrupt; leaves nothing to do for the others.
+        work: Function that each thread calls; returns when there is nothing left to do.
+        threads: Maximum number of threads.
+        stop: Function that is called after an error or an interrupt; leaves nothing to do for the others.
 
     Raises:
-        Exception: the first that a thread raised.
+        Exception: the first error of a thread.
     """
 
     def work_or_stop() -> Result:
@@ -111,29 +111,29 @@ def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], 
 def _work_together(
     work: Callable[[], Result], others: int, pool: ThreadPoolExecutor, *, stop: Callable[[], None]
 ) -> list[Result]:
-    """Call a function in this thread and as many others of a pool as have begun it by then."""
+    """Call a function in this thread, and in those threads of a pool that begin before this one is done."""
     futures: list[Future[Result]] = []
-    # While the interpreter ends, with a save still in progress, no thread can start: this one does all the work.
+    # During the interpreter's shutdown no thread can start: this thread does all the work.
     with suppress(RuntimeError):
         futures.extend(pool.submit(work) for _ in range(others))
     try:
         results = [work()]
         return results + [other.result() for other in futures if not other.cancel()]
-    except BaseException:  # an interrupt may come while the others are waited for
+    except BaseException:  # an interrupt may come while this thread waits for the others
         stop()
         raise
     finally:
-        # Nothing goes on behind the caller's back: what is read into may be freed by him.
+        # No thread may go on after the return: the caller may free the memory that it reads into.
         wait([other for other in futures if not other.cancel()])
 
 
 class Task(Generic[Result]):
-    """Work that another thread does, unless all are busy until its result is asked for: then it is done there.
+    """A function call in another thread; if no thread has begun it, `result` makes the call itself.
 
-    So nothing waits for threads that are busy, and nothing is lost while the interpreter ends.
+    So nothing waits for busy threads, and nothing is lost during the interpreter's shutdown.
 
     Args:
-        work: called once at most.
+        work: Function to call, at most once.
 
     Examples:
         >>> total = Task(lambda: sum(range(5)))
@@ -146,26 +146,26 @@ class Task(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work = work
         self._future: Future[Result] | None = None
-        with suppress(RuntimeError):  # no thread takes work any more
+        with suppress(RuntimeError):  # during the interpreter's shutdown no thread takes work
             self._future = _kept_threads().submit(work)
 
     def result(self) -> Result:
-        """Return what the work returned, or raise what it raised; called once at most."""
+        """Return the function's result or raise its error; may be called once."""
         return self._work() if self._future is None or self._future.cancel() else self._future.result()
 
     def drop(self) -> None:
-        """Wait until the work is done if a thread has begun it, else leave it undone."""
+        """Cancel the call, or wait for its end if a thread has begun it."""
         if self._future is not None and not self._future.cancel():
             wait([self._future])
 
 
-# Starting a thread takes up to some milliseconds where all cores are busy, and a read of a few MiB takes one.
+# Threads are kept: starting one takes milliseconds if all cores are busy, while a read of a few MiB takes one.
 
 _pools: list[ThreadPoolExecutor] = []
 
 
 def _kept_threads() -> ThreadPoolExecutor:
-    """Return threads that wait for more work; made when first needed, and again in a process that was forked."""
+    """Return the pool of idle threads, made on first use and again after a fork."""
     if not _pools:
         _pools.append(ThreadPoolExecutor(2 * _MOST_THREADS, "shardtree"))
     return _pools[0]
@@ -175,24 +175,26 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pools.clear)
 
 
-_HANDED_BYTES = 1024 * 1024  # what is less is written by the thread that makes it: handing it over takes longer
+_HANDED_BYTES = 1024 * 1024  # handing fewer bytes to another thread takes longer than writing them
 _GROUPS = 8
 
 
 def write_behind(
     write: Callable[[Iterator[Work]], Result], pieces: Iterable[Work], nbytes: Callable[[Work], int]
 ) -> Result:
-    """Return what a function returns that writes pieces in another thread, while this one makes those that follow.
+    """Write pieces in another thread while this thread produces the next ones, and return the writer's result.
 
-    The calling thread makes them, and not the other one: what other threads allocate, the C library doesn't give back.
+    The calling thread is the producer, since the C library doesn't return memory that other threads allocate.
 
     Args:
-        write: takes the pieces, in order; gets the error that making them has raised, so that it can clean up.
-        pieces: made by this thread; each must stay as it is. A few MiB of them are in memory at a time.
-        nbytes: returns a piece's length.
+        write: Function that consumes the pieces in order. An error of the producer is raised in it too, so that it can
+            clean up.
+        pieces: Iterable of pieces, run by the calling thread; a yielded piece must not change. A few MiB of them are in
+            memory at a time.
+        nbytes: Function that returns a piece's length.
 
     Raises:
-        BaseException: what making the pieces or writing them has raised.
+        BaseException: an error of the producer or of the writer.
 
     Examples:
         >>> write_behind(b"".join, [b"a", b"bc"], len)
@@ -214,24 +216,24 @@ def write_behind(
     with ThreadPoolExecutor(1, "shardtree-write") as pool:
         try:
             writing = pool.submit(write, taken())
-        except RuntimeError:  # while the interpreter ends no thread can start
+        except RuntimeError:  # during the interpreter's shutdown no thread can start
             return write(chain.from_iterable(chain(begin, groups)))
         try:
-            writing.add_done_callback(lambda _: room.release())  # so that its end is noticed
+            writing.add_done_callback(lambda _: room.release())  # wakes this thread if the writer ends early
             for group in chain(begin, groups):
                 room.acquire()
                 if writing.done():
                     break
                 ready.put(group)
             ready.put(None)
-        except BaseException as error:  # an interrupt too: the writer would wait for ever
+        except BaseException as error:  # after an interrupt too, since the writer would wait for ever
             ready.put(error)
             raise
         return writing.result()
 
 
 def _groups(pieces: Iterator[Work], nbytes: Callable[[Work], int]) -> Iterator[list[Work]]:
-    """Yield pieces in groups that are worth another thread's while."""
+    """Yield pieces in groups that are large enough to hand to another thread."""
     group, size = list[Work](), 0
     for piece in pieces:
         group.append(piece)
@@ -244,7 +246,7 @@ def _groups(pieces: Iterator[Work], nbytes: Callable[[Work], int]) -> Iterator[l
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a progress function that several threads may call; a lock makes their calls take turns."""
+    """Return a progress function that several threads may call, one at a time."""
     lock = Lock()
 
     def locked_progress(size: int) -> None:

@@ -1,4 +1,4 @@
-"""How the bytes of requests arrive: from open files, from a store where each takes long, or on devices, by the host."""
+"""Transports of requests: from open files, from stores with a long latency, and to devices through the host."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 class RequestSource(Protocol):
-    """What the bytes of a request are read from."""
+    """A source of a request's bytes."""
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers, one after the other, from consecutive bytes of the file."""
+        """Fill the buffers in order from consecutive bytes of the file."""
 
     def view(self, begin: int, end: int) -> Buffer:
-        """Return bytes of the file, valid until more are asked for."""
+        """Return bytes of the file, valid until the next call."""
 
 
 Arrivals = Callable[[deque[Request]], Generator[tuple[Request, RequestSource], None, None]]
@@ -47,13 +47,13 @@ Arrivals = Callable[[deque[Request]], Generator[tuple[Request, RequestSource], N
 
 @dataclass(frozen=True, slots=True)
 class RequestTransport:
-    """How requests are read.
+    """A way to read requests.
 
     Attributes:
-        arrivals: takes requests off a list, until it is empty, and yields them with their sources.
-        threads: how many call it.
+        arrivals: Function that takes requests off a queue until it is empty, and yields them with their sources.
+        threads: Number of threads that call it.
         where: Function from a file's name to its name in error messages.
-        tries: how often a block or byte range is read before it counts as damaged.
+        tries: Number of reads of a block or byte range before it counts as damaged.
     """
 
     arrivals: Arrivals
@@ -63,22 +63,22 @@ class RequestTransport:
 
 
 def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTransport:
-    """Return how requests for files, by their number, are read from a storage."""
+    """Return the transport of a storage for requests of files, given by number."""
     read_range = can(storage).read_range
     if read_range is None:
-        # Few threads: copies out of the page cache are bound by memory, so that more would gain nothing.
+        # Copies out of the page cache are bound by memory bandwidth, so more threads would gain nothing.
         return RequestTransport(partial(_from_files, storage, files), usual_threads(), storage.where)
-    # A store that answers at once keeps the cores busy with a few requests. More only take turns there, each with other
-    # memory: on two cores, 32 in flight took 1.3 times as long as 4.
+    # A few requests to a fast store keep the cores busy. More of them take turns and use more memory: on two cores, 32
+    # in flight took 1.3 times as long as 4.
     answers_at_once = (can(storage).latency or 1.0) < _SHORT_LATENCY
     gate = _Gate(min(2 * usual_threads(), _IN_FLIGHT) if answers_at_once else _IN_FLIGHT)
-    # Once more before it is called damage: what came over a network may differ from what the store holds.
+    # A failed check is repeated once: bytes from a network may differ from those in the store.
     arrivals = partial(_from_store, storage, read_range, files, gate)
     return RequestTransport(arrivals, _IN_FLIGHT, storage.where, tries=2)
 
 
 def from_memory(contents: Mapping[int, Buffer]) -> RequestTransport:
-    """Return the transport of requests for files whose content is in memory, by their number."""
+    """Return the transport of requests for files in memory, given by number."""
 
     def arrivals(waiting: deque[Request]) -> Generator[tuple[Request, RequestSource], None, None]:
         for request in _remaining(waiting):
@@ -92,7 +92,7 @@ def from_memory(contents: Mapping[int, Buffer]) -> RequestTransport:
 
 
 def _remaining(waiting: deque[T]) -> Iterator[T]:
-    """Take from a list that several threads share until it is empty."""
+    """Yield items of a queue that several threads share, until it is empty."""
     while True:
         try:
             yield waiting.popleft()
@@ -100,11 +100,11 @@ def _remaining(waiting: deque[T]) -> Iterator[T]:
             return
 
 
-# Open files
+# Open files.
 
 
 class _OpenFile:
-    """A file that one thread has opened, and memory for what isn't read where it belongs."""
+    """A file that one thread has opened, with scratch memory for reads that don't go directly to a target."""
 
     __slots__ = ("_reader", "_room", "read_into")
 
@@ -113,7 +113,7 @@ class _OpenFile:
 
     def view(self, begin: int, end: int) -> Buffer:
         if self._room.nbytes < end - begin:
-            # Memory that was used before: filling new memory takes longer than all else here.
+            # Reused memory: the first access to new memory would take longer than the read.
             self._room = byte_buffer(host_memory.lend(end - begin))
         data = self._room[: end - begin]
         self._reader.read_into(begin, [data])
@@ -123,7 +123,7 @@ class _OpenFile:
 def _from_files(
     storage: Storage, files: Mapping[int, StoredFile], waiting: deque[Request]
 ) -> Generator[tuple[Request, RequestSource], None, None]:
-    # Each thread opens the file itself: the protocol doesn't promise that threads may share a reader.
+    # Each thread opens the file itself, since the protocol doesn't promise that threads may share a reader.
     for number, requests in groupby(_remaining(waiting), lambda request: request.file):
         with storage.open(files[number].name) as reader:
             if reader.length != files[number].length:
@@ -133,10 +133,10 @@ def _from_files(
                 yield request, source
 
 
-# A store
+# Stores.
 
 _IN_FLIGHT = 32
-"""Requests of a load at a time; those of a process have at most `limits.IN_FLIGHT_BYTES` together."""
+"""Maximum number of requests of a load in flight; all of a process hold at most `limits.IN_FLIGHT_BYTES`."""
 
 _SHORT_LATENCY = 0.01  # seconds
 _LONG_WAIT = 0.05  # seconds
@@ -146,7 +146,7 @@ _LITTLE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The bytes of a request, all in memory."""
+    """The bytes of a request in memory."""
 
     begin: int
     data: Buffer
@@ -167,7 +167,7 @@ class _Answer:
 def _from_store(
     storage: Storage, read_range: ReadRange, files: Mapping[int, StoredFile], gate: _Gate, waiting: deque[Request]
 ) -> Generator[tuple[Request, RequestSource], None, None]:
-    # Threads rather than cores: they wait for the network nearly all the time.
+    # There may be more threads than cores, since they wait for the network nearly all the time.
     for request in _remaining(waiting):
         file = files[request.file]
         with gate.passing(), _on_the_way.taking(request.end - request.begin):
@@ -178,10 +178,7 @@ def _from_store(
 
 
 class _Gate:
-    """Lets so many requests of a load be in flight, and twice as many whenever none of them has ended for a while.
-
-    Slow connections need many.
-    """
+    """A limit on a load's requests in flight, doubled whenever none has ended for a while: slow links need many."""
 
     def __init__(self, most: int) -> None:
         self._most, self._inside, self._last_end, self._condition = most, 0, monotonic(), threading.Condition()
@@ -202,7 +199,7 @@ class _Gate:
 
 
 class _Budget:
-    """Bytes that may be in flight at a time, in all loads of a process."""
+    """A limit on the bytes in flight, shared by all loads of a process."""
 
     def __init__(self, most: int) -> None:
         self._left, self._most, self._condition = most, most, threading.Condition()
@@ -224,11 +221,11 @@ class _Budget:
 _on_the_way = _Budget(limits.IN_FLIGHT_BYTES)
 
 
-_ALIGNMENT = 64  # bytes; what is copied is viewed as items of up to 8 bytes, which torch wants aligned
+_ALIGNMENT = 64  # bytes; torch requires aligned views, of items of up to 8 bytes
 
 
 def cut_for_devices(cut: Cut) -> Cut:
-    """Return how a plan is cut where it is staged: a part is a few requests, for as many threads."""
+    """Return a cut for staged reads, with several requests per staging part, so that several threads share it."""
     return replace(cut, most_bytes=min(cut.most_bytes, limits.STAGED_BYTES // 4))
 
 
@@ -238,17 +235,18 @@ def read_to_devices(
     views: Sequence[Buffer],
     memories: Sequence[torch.Tensor],
 ) -> int:
-    """Carry out requests for memory some of which is on devices, and return how many bytes were read.
+    """Execute requests whose targets are partly on devices, and return the number of bytes read.
 
-    At most two parts are in the host's memory: one being read, and one being copied. All copies are done at the end.
+    At most two staging parts are in the host's memory: one being read, and one being copied. All copies are done at the
+    end.
 
     Args:
-        read: carries out requests, given each target's bytes in the host's memory.
-        requests: what to read.
-        views: for each target its bytes; of those on devices none.
-        memories: the targets.
+        read: Function that executes requests, given a byte view of each target in the host's memory.
+        requests: Requests to execute.
+        views: A byte view of each target; empty for those on devices.
+        memories: The targets.
     """
-    copies = {device: own for device in {each.device for each in memories} if (own := copies_of(device))}
+    copies = {device: calls for device in {memory.device for memory in memories} if (calls := copies_of(device))}
     on_device = np.array([memory.device in copies for memory in memories], dtype=np.bool_)
     bits = [bit_view(memory) if memory.is_cpu else device_bits(memory) for memory in memories]
     host_memory = next(iter(copies.values())).host_memory
@@ -262,10 +260,10 @@ def read_to_devices(
                 staged_requests.append(stage(request, on_device, size))
                 size = staged_requests[-1].end
             memory = host_memory(size)
-            bytes_read += read([each.request for each in staged_requests], [*views, byte_buffer(memory)])
+            bytes_read += read([staged.request for staged in staged_requests], [*views, byte_buffer(memory)])
             in_flight.append((memory, _start_copies(staged_requests, memory, bits, copies)))
     finally:
-        # Also after an exception: a copy still in progress would read host memory that was freed and reused.
+        # After an exception too: a copy still in flight would read host memory that was freed and reused.
         _wait(in_flight, most=0)
     return bytes_read
 
@@ -281,15 +279,15 @@ def _piece_bytes(pieces: Strided) -> Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRequest:
-    """A request that reads into staging memory what goes to devices.
+    """A request whose bytes for devices are read into staging memory first.
 
     Attributes:
-        request: with one target more, the staging memory.
-        end: of what it takes there.
-        runs: what is copied from there, with the final targets.
-        run_byte: where each run lies in the staging memory, int64 (runs,).
-        pieces: likewise pieces, which lie there as row-major boxes.
-        piece_byte: where each piece lies in the staging memory, int64 (pieces,).
+        request: The request, with the staging memory as an additional target.
+        end: End of the staging memory that the request uses, in bytes.
+        runs: Runs that are copied from the staging memory, with their final targets.
+        run_byte: Offset of each run in the staging memory, int64 (runs,).
+        pieces: Pieces that are copied from the staging memory, where they lie in row-major order.
+        piece_byte: Offset of each piece in the staging memory, int64 (pieces,).
     """
 
     request: Request
@@ -301,12 +299,12 @@ class StagedRequest:
 
 
 def stage(request: Request, on_device: Flags, begin: int) -> StagedRequest:
-    """Return a request with staging memory in the place of devices.
+    """Return a request that reads into staging memory instead of devices.
 
     Args:
-        request: with the final targets.
-        on_device: which targets are on a device, bool (targets,).
-        begin: first byte of the staging memory that is free.
+        request: The request with its final targets.
+        on_device: Flags of the targets that are on a device, bool (targets,).
+        begin: First free byte of the staging memory.
     """
     runs, pieces, number = request.runs, request.pieces, on_device.size
     run, piece = on_device[runs.target] & (runs.target >= 0), on_device[pieces.target]
@@ -333,7 +331,7 @@ def stage(request: Request, on_device: Flags, begin: int) -> StagedRequest:
 
 
 _Transfers = deque[tuple[torch.Tensor, list[tuple[DeviceCopies, Any]]]]
-"""Copies in progress: their host memory, and what to wait for."""
+"""Copies in flight: the host memory, and the tokens to wait for."""
 
 
 def _wait(in_flight: _Transfers, *, most: int) -> None:
@@ -349,12 +347,12 @@ def _start_copies(
     memories: Sequence[torch.Tensor],
     copies: Mapping[torch.device, DeviceCopies],
 ) -> list[tuple[DeviceCopies, Any]]:
-    """Start copying a part to its devices, with one call for each device."""
+    """Start the copies from staging memory to devices, with one call for each device."""
     pairs: dict[torch.device, list[Pair]] = {}
-    for each in requests:
-        for target, source in _pairs(each, memory, memories):
+    for request in requests:
+        for target, source in _pairs(request, memory, memories):
             pairs.setdefault(target.device, []).append((target, source))
-    return [(copies[device], copies[device].start(own)) for device, own in pairs.items()]
+    return [(copies[device], copies[device].start(batch)) for device, batch in pairs.items()]
 
 
 def _pairs(request: StagedRequest, memory: torch.Tensor, memories: Sequence[torch.Tensor]) -> Iterator[Pair]:

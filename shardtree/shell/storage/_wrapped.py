@@ -1,4 +1,4 @@
-"""Storages around another one: calls that are done in another way, and answers from one listing of its files."""
+"""Wrappers of storages: some calls replaced, or answers from a single listing of the files."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from ._storage import CALLS, Buffer, Reader, Storage, inside
 from ._threads import in_threads
 
 _OTHERS: dict[str, Any] = {"folder": None, "sibling": None, "siblings": None}
-"""Other storages that the inner one makes: they wouldn't be wrapped, and a save would go past the wrapper in one."""
+"""Capabilities that return other storages. These wouldn't be wrapped, and a save in one would bypass the wrapper."""
 
 
 class Wrapped:
-    """What `wrapped` and `around` return.
+    """The storage that `wrapped` and `around` return.
 
     Attributes:
-        inner: the storage that is wrapped.
-        inside: the folder of it that this is, "" for all of it.
-        capabilities: what it can do.
+        inner: The storage that is wrapped.
+        inside: Subfolder of `inner` that this storage is; "" for all of it.
+        capabilities: The wrapper's capabilities.
     """
 
     def __init__(self, inner: Storage, calls: Mapping[str, Function | None], inside: str = "") -> None:
         self.inner, self.inside = inner, inside
         for name in CALLS:
             setattr(self, name, calls.get(name) or getattr(inner, name))
-        own = {name: calls[name] for name in calls if name not in CALLS}
-        self.capabilities: Capabilities = replace(can(inner), **(_OTHERS | own))
+        optional = {name: calls[name] for name in calls if name not in CALLS}
+        self.capabilities: Capabilities = replace(can(inner), **(_OTHERS | optional))
 
     def __repr__(self) -> str:
         return f"wrapped({self.inner!r})"
 
 
 def wrapped(storage: Storage, **calls: Function | None) -> Any:
-    """Return a storage that does some calls in another way, and all others as another storage does.
+    """Return a storage that replaces some methods of another one and forwards all others.
 
-    Some capabilities reach a file by another way than the calls of `Storage`. Who changes what is read passes his own
-    ``content`` and ``read_range`` as well, and who changes what is written ``write_parts``, ``move``, ``replace_if``,
-    ``mark`` and ``remove_all``; or None, and the calls of `Storage` are used instead. What makes other storages
-    (``sibling``, ``siblings``) isn't taken from the inner one: where both aren't given, a save that would exchange two
-    folders is refused. A folder in the result is wrapped like it.
+    Some capabilities access files without the methods of `Storage`. To change what is read, also replace ``content``
+    and ``read_range``; to change what is written, also replace ``write_parts``, ``move``, ``replace_if``, ``mark`` and
+    ``remove_all``; or pass None for them, so that the methods of `Storage` are used instead. ``sibling`` and
+    ``siblings`` aren't forwarded: unless both are passed, a save that would exchange two folders is refused.
+    Subfolders of the result are wrapped too.
 
     Args:
-        storage: the other one, which the result has as its ``inner``.
-        calls: functions by their names, of `Storage` or of `Capabilities`; None for a capability that the result lacks.
+        storage: Storage to wrap, the result's attribute ``inner``.
+        calls: Functions by name, for `Storage` or `Capabilities`; None for a capability that the result lacks.
 
     Raises:
-        StorageError: there is no call of such a name, or it is None and every storage has it.
+        StorageError: a name is unknown, or a method that every storage has is None.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -62,21 +62,21 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
         >>> wrapped(inner, remove=remove).remove("a")
         removing a
     """
-    names = {*CALLS, *(each.name for each in fields(Capabilities))}
-    wrong = [f"{name}: there is no such call" for name in calls if name not in names]
+    names = {*CALLS, *(capability.name for capability in fields(Capabilities))}
+    wrong = [f"{name}: unknown method" for name in calls if name not in names]
     wrong += [f"{name}: None, but every storage has it" for name in CALLS if calls.get(name, wrapped) is None]
     if wrong:
-        raise StorageError(error_text("wrapped", offenders=wrong, fix="Pass functions, or None for a capability."))
+        raise StorageError(error_text("wrapped: invalid methods", offenders=wrong, fix="Pass functions or None."))
     return Wrapped(storage, calls)
 
 
 def around(storage: Storage, wrap: Callable[[str, Function], Function | None], inside: str = "") -> Any:
-    """Return a storage whose every call, those of its capabilities too, is what a function makes of another's.
+    """Return a storage with every method and capability of another one replaced by a function's result.
 
     Args:
-        storage: the other one, which the result has as its ``inner``.
-        wrap: from the name of a call and its function to the one that is called instead; None if it can't be done.
-        inside: the folder of `storage` that the result is.
+        storage: Storage to wrap, the result's attribute ``inner``.
+        wrap: Function from a method's name and the method to its replacement; None if the result lacks it.
+        inside: Subfolder of `storage` that the result is.
 
     Examples:
         >>> from functools import partial
@@ -98,13 +98,13 @@ _READERS = 16
 
 @contextmanager
 def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
-    """Yield a storage that answers from one listing, and removes files at the end; itself where it can't list them.
+    """Yield a storage that answers from one listing and delays removals; the storage itself if it has no listing.
 
-    What other programs change meanwhile isn't seen until something is written here, or a file turns out to be gone.
+    Changes by other programs stay unseen until something is written, or until a file turns out to be missing.
 
     Args:
-        storage: to be looked at.
-        deep: whether what is in its folders is listed too; a large checkpoint may have many files there.
+        storage: Storage to list.
+        deep: Whether the content of subfolders is listed too; a large checkpoint may have many files there.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -113,7 +113,7 @@ def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
         ...     seen is storage
         True
     """
-    # Folders that are there without files aren't in a listing.
+    # A listing lacks empty folders, so storages that have them aren't listed.
     if can(storage).entries is None or can(storage).make_folder is not None:
         yield storage
         return
@@ -125,19 +125,19 @@ def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
 
 
 def settle(storage: Storage) -> None:
-    """Carry out the removals that a listed storage has put off, so that those which follow come after them."""
+    """Execute the delayed removals of a listed storage, so that later removals follow them."""
     if isinstance(storage, Listed):
         storage.remove_all_now()
 
 
 def prefetch(storage: Storage, names: Iterable[str]) -> None:
-    """Let a listed storage read small files side by side, since they will be asked for; others do nothing."""
+    """Let a listed storage read small files concurrently, ahead of their use; other storages do nothing."""
     if isinstance(storage, Listed):
         storage.prefetch(names)
 
 
 class Listed:
-    """A `Storage` that knows another one's listing; all that it can do beyond is what that one does late."""
+    """A `Storage` that answers from a listing of another one; its only capabilities concern late requests."""
 
     def __init__(self, inner: Storage, deep: bool = True) -> None:
         self.inner, self._deep = inner, deep
@@ -147,11 +147,11 @@ class Listed:
 
     @property
     def capabilities(self) -> Capabilities:
-        there = can(self.inner)
-        return Capabilities(abort_uploads=there.abort_uploads, late_requests=there.late_requests)
+        inner = can(self.inner)
+        return Capabilities(abort_uploads=inner.abort_uploads, late_requests=inner.late_requests)
 
     def remove_all_now(self) -> None:
-        """Remove what was to be removed."""
+        """Execute the delayed removals."""
         names, self._removals = self._removals, []
         remove_files(self.inner, names)
 
@@ -163,13 +163,13 @@ class Listed:
         return self._listing
 
     def _beyond(self, plain: str) -> bool:
-        """Return whether a name isn't in the listing because it lies in a folder, or is the place itself."""
-        if not plain:  # a file, maybe, such as a model's; of those that can be opened all have a dot in their names
+        """Return whether the listing doesn't cover a name: it lies in a subfolder, or is the storage itself."""
+        if not plain:  # the storage may be a single file; all files that can be opened have a dot in their names
             return not self._entries() and "." in self.where().rpartition("/")[2]
         return "/" in plain and not self._deep
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Read small files side by side, for `read`; those that aren't there are passed over."""
+        """Read small files concurrently for later calls of `read`; missing files are skipped."""
         there = [name for name in names if self.length(name) is not None and name not in self._contents]
         contents = in_threads(partial(read_if_there, self.inner), there, threads=_READERS)
         for name, data in zip(there, contents, strict=True):
@@ -198,7 +198,7 @@ class Listed:
         if plain in self._entries():
             return self._entries()[plain].changed
         start = f"{plain}/" if plain else ""
-        return max((one.changed for each, one in self._entries().items() if each.startswith(start)), default=None)
+        return max((file.changed for key, file in self._entries().items() if key.startswith(start)), default=None)
 
     def remove(self, name: str) -> None:
         plain = self._plain(name)
@@ -213,7 +213,7 @@ class Listed:
         try:
             return self.inner.read(name)
         except StorageError:
-            self._listing = None  # it may have been removed since
+            self._listing = None  # the file may have been removed since the listing
             raise
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
@@ -224,7 +224,7 @@ class Listed:
         return self.inner.write(name, buffers, durable=durable)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        # At once: the order of changes is what makes a removal all or nothing.
+        # Removals aren't delayed past this point: their order relative to other changes makes a removal atomic.
         self.remove_all_now()
         self._listing = None
         self.inner.replace(name, data, durable=durable)

@@ -79,7 +79,7 @@ def test_a_large_file_in_parts_too(storage: Storage, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", NO_BUFFERS)
 def test_what_is_no_buffer_is_named(storage: Storage, kind: str) -> None:
-    with pytest.raises(StorageError, match=r"cannot write .*isn't a buffer\n  found .*, expected bytes"):
+    with pytest.raises(StorageError, match=r"cannot write .*is not a contiguous buffer\n  found .*, expected bytes"):
         storage.write("f", NO_BUFFERS[kind], durable=False)
 
 

@@ -105,7 +105,7 @@ def test_memory_is_never_pinned_in_a_fork_of_a_process_that_did(monkeypatch: pyt
     memory = HostMemory()
 
     def refused() -> bool:
-        with pytest.raises(StorageError, match="forked from one that did"):
+        with pytest.raises(StorageError, match="forked from one that pinned memory"):
             memory.lend(5, "cuda", _buffers._pin)
         return asked == [2**21]
 

@@ -96,7 +96,7 @@ def test_a_replaced_checkpoint_is_noticed_through_a_wrapper() -> None:
     [
         ({"write": None}, "write: None, but every storage has it"),
         ({"read": None, "move": None}, "read: None, but every storage has it"),
-        ({"wirte": print}, "wirte: there is no such call"),
+        ({"wirte": print}, "wirte: unknown method"),
     ],
 )
 def test_calls_that_no_storage_has_or_all_need_are_refused(calls: dict[str, Any], offender: str) -> None:

@@ -155,7 +155,7 @@ def test_what_was_accepted_and_not_done_is_told_too(
     [report] = save(folder, NEW, "dcp", overwrite=True)
     expected = ["owner", "permissions"] if os.getuid() == 0 else ["permissions"]
     assert kinds([report]) == [expected]
-    assert {refusal.kind: refusal.reason for refusal in report.refusals}["permissions"].endswith("in place of 750")
+    assert {refusal.kind: refusal.reason for refusal in report.refusals}["permissions"].endswith("instead of 750")
 
 
 @pytest.mark.skipif(not hasattr(os, "setxattr"), reason="the system has no extended attributes")
