@@ -1,4 +1,4 @@
-"""The actions of formats, and the signature of each, as protocols that a row's function has to follow."""
+"""The actions of formats, and the signature of each as a protocol for a row's function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._values import AsyncRequest, Checkpoint, Fields, PendingSave
 class StrategyAction(Enum):
     """An action of a format: the first part of a row's key.
 
-    PUBLISH was named COMMIT once: that name, and the value "commit", still mean it.
+    COMMIT and the value "commit" are old names of PUBLISH.
 
     Examples:
         >>> StrategyAction.LOAD_SHARDED.value
@@ -46,30 +46,30 @@ class StrategyAction(Enum):
 
 
 Strategy = Callable[..., Any]
-"""A function of the table; its action's protocol says what it takes and returns."""
+"""A function of the table; its action's protocol is its signature."""
 # Any rather than Enum: keys of a Mapping are invariant, and a dict whose keys have StrategyActions is a table too.
 Row = tuple[Any, str, int]
 """An action, a backend and its version; the action may be a member of a user's Enum whose value is a string."""
 Strategies = Mapping[Row, Strategy]
 """The type of a dispatch table."""
 StoredRows = Mapping[Row, Strategy | str]
-"""The rows of one of our formats: functions, or where they are, as "module:function" below `shardtree`."""
+"""The rows of one of our formats: functions, or their addresses below `shardtree`, as "module:function"."""
 
 
 class LoadCommon(Protocol):
-    """LOAD_COMMON: return the stored common tree, with `HOLE` where shards were."""
+    """LOAD_COMMON: return the stored common tree, with `HOLE` in place of each shard."""
 
     def __call__(self, checkpoint: Checkpoint, /) -> Any: ...
 
 
 class LoadSharded(Protocol):
-    """LOAD_SHARDED: fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+    """LOAD_SHARDED: fill each shard's data, a contiguous CPU tensor, in place, and return a report.
 
-    The data is new memory, which holds anything; the target's own with `donate=True`. It isn't checked that every
-    element was filled.
+    The data is uninitialised memory, or the target's own with `donate=True`. Nobody checks that every element was
+    filled.
 
-    Elements beyond the stored global shape are left as they are; the shard must have allowed that with
-    `allow_shape_mismatch`, else it is an error. Each rank calls it with its own shards.
+    Elements beyond the stored global shape stay unchanged if the shard has `allow_shape_mismatch`; otherwise they are
+    an error. Each rank passes its own shards.
     """
 
     def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], /) -> ReadReport: ...
@@ -88,17 +88,17 @@ class LoadMetadata(Protocol):
 
 
 class Parse(Protocol):
-    """PARSE: return what the format's other rows need of its metadata; they ask for it by `checkpoint.once(parse)`.
+    """PARSE: return the parsed metadata that the format's other rows need; they call `checkpoint.once(parse)`.
 
-    Where several ranks load together, rank 0 alone calls it, and the others get a copy of the plain data. For formats
-    whose metadata takes long to read or to parse; without, each rank reads it for itself.
+    If several ranks load together, rank 0 alone calls it, and the others get a copy of the plain data. It is meant for
+    formats whose metadata takes long to read or to parse; without it, each rank reads the metadata itself.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> Any: ...
 
 
 class Copies(NamedTuple):
-    """The copies of one box of a tensor that files, or parts of one file, have.
+    """The copies of one box of a tensor in several files, or in several parts of a file.
 
     Attributes:
         key: Key of the tensor.
@@ -113,7 +113,7 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A way in which the ranks of a load find out together what a format's metadata doesn't say.
+    """A collective search by the ranks of a load for facts that a format's metadata lacks.
 
     Attributes:
         find: Function that returns plain data, the result of a share of the work, given the share's number and the
@@ -129,29 +129,29 @@ class Resolution:
 
 
 class Resolve(Protocol):
-    """RESOLVE: return how to find out what reading given keys takes beyond the metadata, None if nothing.
+    """RESOLVE: return the search for facts that reading the given keys needs beyond the metadata; None if none.
 
-    For formats whose metadata doesn't say it all. If all keys are to be listed too, that is the third argument.
+    It is meant for formats with incomplete metadata. The third argument is whether all keys must be listed too.
     """
 
     def __call__(self, checkpoint: Checkpoint, keys: Set[str], listed: bool, /) -> Resolution | None: ...
 
 
 class SaveCommon(Protocol):
-    """SAVE_COMMON: write the common tree, on rank 0 alone, and return fields of metadata.json.
+    """SAVE_COMMON: write the common tree and return fields of metadata.json; called on rank 0 only.
 
-    They replace the fields that the save has chosen, so that a backend can name another one for the common state.
+    These replace the fields that the save has chosen, so that a backend can name another one for the common state.
     """
 
     def __call__(self, pending: PendingSave, common: Any, /) -> Fields: ...
 
 
 class SaveSharded(Protocol):
-    """SAVE_SHARDED: prepare to write this rank's share of the shards, and return the request that writes them.
+    """SAVE_SHARDED: return the request that writes this rank's share of the shards.
 
-    If the backend has a row for LOAD_OBJECTS too, or the common state goes to it, sharded objects are passed here as
-    well. Else they go to the SAVE_SHARDED row of the common state's backend, if this has one for LOAD_OBJECTS and none
-    for PUBLISH, since the shards' backend is what publishes; any other can't hold them, and the save refuses them.
+    Sharded objects are passed here too if the backend has a LOAD_OBJECTS row, or holds the common state. Otherwise they
+    go to the SAVE_SHARDED row of the common state's backend, if this has a LOAD_OBJECTS row and no PUBLISH row: the
+    shards' backend publishes. If neither can hold objects, the save refuses them.
     """
 
     def __call__(
@@ -160,51 +160,51 @@ class SaveSharded(Protocol):
 
 
 class RemoveSharded(Protocol):
-    """REMOVE_SHARDED: remove every stored tensor and object whose key begins with a prefix; called on rank 0 alone."""
+    """REMOVE_SHARDED: remove every stored tensor and object whose key begins with a prefix; called on rank 0 only."""
 
     def __call__(self, checkpoint: Checkpoint, key_prefix: str, /) -> None: ...
 
 
 class VerifyFiles(Protocol):
-    """VERIFY: return what in a checkpoint isn't what was saved, and which bytes have no checksum.
+    """VERIFY: return the damaged bytes of a checkpoint, and the bytes without a checksum.
 
-    `checkpoint.options` has the number of threads, and `progress`, which any thread may call. The fields name the
-    backend as the shards' too where it holds the objects beside a backend of tensors alone: these are its shards then.
+    `checkpoint.options` has the number of threads, and `progress`, which any thread may call. A backend that holds only
+    the objects beside a backend of tensors is called with fields that name it as the backend of the shards.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...
 
 
 class Recognize(Protocol):
-    """RECOGNIZE: return the fields of metadata.json for a folder without one, None if it isn't in this format.
+    """RECOGNIZE: return the fields of metadata.json for a folder without one, or None if it isn't in this format.
 
-    These are at least the backends and versions of the shards and of the common state. A format whose checkpoints have
-    no metadata.json has this row. It may be called for any folder, and for a single file, whose name is then "".
+    The fields contain at least the backends and versions of the shards and of the common state. Formats without a
+    metadata.json need this row. It may be called for any folder, and for a single file, whose name is then "".
     """
 
     def __call__(self, storage: Storage, /) -> Fields | None: ...
 
 
 class Publish(Protocol):
-    """PUBLISH: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
+    """PUBLISH: write the file that makes a folder a checkpoint; the last step, called on rank 0 only.
 
-    A format that has no such row is published by metadata.json. The fields are those of that file.
+    A format without this row is published by metadata.json. The argument `fields` is the content of that file.
     """
 
     def __call__(self, pending: PendingSave, fields: Fields, /) -> None: ...
 
 
 class ListFiles(Protocol):
-    """LIST_FILES: return the names of a checkpoint's files, which go when it is replaced as a whole.
+    """LIST_FILES: return the names of a checkpoint's files, which are removed when it is replaced as a whole.
 
-    metadata.json needn't be among them, and not all of them need be there. What isn't listed is kept.
+    The list may omit metadata.json and may name missing files. Files that it doesn't name are kept.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[str, ...]: ...
 
 
 class Describe(Protocol):
-    """DESCRIBE: return what the rest of the library has to know of the format."""
+    """DESCRIBE: return the traits of the format."""
 
     def __call__(self) -> FormatTraits: ...
 

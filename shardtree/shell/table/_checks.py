@@ -22,13 +22,13 @@ from ..storage import Storage
 
 
 def check_fit(problems: Sequence[plans.Misfit]) -> None:
-    """Raise if a target doesn't fit the checkpoint, with all problems at once.
+    """Raise an error with all problems if a target doesn't fit the checkpoint.
 
     Raises:
-        KeyMismatch: something isn't stored.
-        UnsupportedValue: all is stored, some in a way that can't be read here.
-        ShapeError: something is stored with another global shape or dtype, or not whole; objects of another shape
-            have no rule.
+        KeyMismatch: a key isn't stored.
+        UnsupportedValue: everything is stored, but some values can't be read here.
+        ShapeError: a tensor is stored with another global shape or dtype, or with gaps; or an array of objects has
+            another shape, and no rule converts it.
 
     Examples:
         >>> check_fit([plans.Unexpected("decoder.bais", "decoder.bias")])
@@ -41,7 +41,7 @@ def check_fit(problems: Sequence[plans.Misfit]) -> None:
     """
     if not problems:
         return
-    # All problems in one error: a target with several is mended at once, not load by load.
+    # The error names all problems, so that a target with several can be mended at once.
     heading, last = "load: the target doesn't fit the checkpoint", "`explain` lists all, without reading."
     text = offences_text(heading, plans.with_prefixes(problems), last)
     unexpected = [problem for problem in problems if isinstance(problem, plans.Unexpected)]
@@ -55,9 +55,9 @@ def check_fit(problems: Sequence[plans.Misfit]) -> None:
 
 
 def misfit(shard: ShardedTensor) -> str:
-    """Return how a shard's data differs from the shard's dtype and shape; an empty text if it doesn't.
+    """Return the difference between a shard's data and its dtype and shape, as text; empty if there is none.
 
-    The constructor has checked that, but tensors can be changed in place after it, and lazy ones replaced.
+    The constructor has checked both, but tensors can be changed in place later, and lazy tensors replaced.
 
     Examples:
         >>> import torch
@@ -74,18 +74,18 @@ def misfit(shard: ShardedTensor) -> str:
     return f"{shard.key!r} is {shard_kind}, its data {data_kind}"
 
 
-# Checks of sharded objects: that those asked for are stored, and that each was written once
+# Checks of sharded objects: each requested one is stored, and each is written once.
 
 
 def check_objects_known(unique_keys: Sequence[str], are_there: Sequence[bool]) -> None:
-    """Raise unless every object that is asked for was found.
+    """Raise if a requested object isn't stored.
 
     Args:
-        unique_keys: of the objects.
-        found: whether each is stored.
+        unique_keys: Unique keys of the requested objects.
+        are_there: Whether each of them is stored.
 
     Raises:
-        KeyMismatch: names every missing one.
+        KeyMismatch: an object isn't stored; the error names all of these.
 
     Examples:
         >>> check_objects_known(["rng/shard_0_1"], [True])
@@ -100,7 +100,7 @@ def check_objects_known(unique_keys: Sequence[str], are_there: Sequence[bool]) -
 
 
 def old_unique_key(item: ShardedObject) -> str:
-    """Return the name that old releases of Megatron-Core gave an object, without what follows its last dot.
+    """Return the name that old releases of Megatron-Core gave an object, up to its last dot.
 
     Examples:
         >>> old_unique_key(ShardedObject("rng", None, (2, 4), (1, 3)))
@@ -111,14 +111,14 @@ def old_unique_key(item: ShardedObject) -> str:
 
 
 def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[str]) -> None:
-    """Raise unless every object was written once, and no tensor is named like one.
+    """Raise if an object was written twice, or a tensor is named like an object.
 
     Args:
-        unique_keys: of the objects that all ranks wrote.
-        tensor_keys: of the tensors.
+        unique_keys: Unique keys of the objects that all ranks wrote.
+        tensor_keys: Keys of the tensors.
 
     Raises:
-        IntegrityError: names those that were written twice, or else the tensors.
+        IntegrityError: an object was written twice, or a tensor has the name of an object.
 
     Examples:
         >>> check_objects_written(["rng/shard_0_2", "rng/shard_1_2"], {"weight"})
@@ -136,30 +136,30 @@ def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[st
 
 
 def check_seen(storage: Storage, files: Iterable[tuple[str, int]], writer: str) -> None:
-    """Raise unless rank 0 sees files as they were written, before any checkpoint names them.
+    """Raise if rank 0 doesn't see files as other ranks wrote them; called before a checkpoint names them.
 
     Args:
-        storage: the folder, as rank 0 sees it.
-        files: name and length in bytes of each.
-        writer: who wrote them, for messages.
+        storage: Storage of the folder, as rank 0 sees it.
+        files: Name and length in bytes of each file.
+        writer: Rank that wrote the files, for messages.
 
     Raises:
-        StorageError: one isn't there, or has another length.
+        StorageError: a file is missing, or has another length.
     """
-    # Each node may have mounted a disk of its own at the same path, or another save's clean-up removed a file.
+    # Each node may have mounted its own disk at the path, or another save's clean-up may have removed a file.
     for name, length in files:
         length_here = storage.length(name)
         if length_here != length:
-            what = f"save: rank 0 doesn't see {storage.where(name)!r} as {writer} wrote it"
+            heading = f"save: rank 0 doesn't see {storage.where(name)!r} as {writer} wrote it"
             fix = "Every rank must see the same folder; use shared storage."
-            raise StorageError(error_text(what, found=length_here, expected=f"{length} bytes", fix=fix))
+            raise StorageError(error_text(heading, found=length_here, expected=f"{length} bytes", fix=fix))
 
 
 def checked_data(shard: ShardedTensor) -> Any:
     """Return a shard's data, which may be lazy.
 
     Raises:
-        ShapeError: it was changed since the save began.
+        ShapeError: the data was changed since the save began.
     """
     if difference := misfit(shard):
         raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=difference))

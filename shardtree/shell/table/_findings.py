@@ -1,4 +1,4 @@
-"""Findings of `verify`: bytes that aren't what was saved, bytes without a checksum, and how many have one."""
+"""Findings of `verify`: damaged bytes, bytes without a checksum, and the number of checked bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Region:
     """A part of a stored tensor.
 
     Attributes:
-        key: the tensor's.
-        begin: the first index along each axis of the global tensor.
-        end: one past the last.
-        flat: where the tensor is stored as flat ranges, the elements of that row-major flattened box, from one up to
-            another; None where all of the box is meant.
+        key: Key of the tensor.
+        begin: First index along each axis of the global tensor.
+        end: One past the last index along each axis.
+        flat: Range of elements of the row-major flattened box, for tensors that are stored as flat ranges; None for
+            the whole box.
     """
 
     key: str
@@ -43,15 +43,15 @@ class Region:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Damage:
-    """Something in a checkpoint that isn't what was saved.
+    """A damaged range of a checkpoint's file.
 
     Attributes:
-        file: the file's name in the checkpoint.
-        what: what is wrong, as text.
-        begin: first byte of the damaged range of the file.
-        end: one past its last byte; 0 if the file is damaged as a whole.
-        keys: tensors' keys and objects' unique keys that have bytes there.
-        regions: for each chunk of a tensor that has bytes there, the smallest box that holds their elements.
+        file: Name of the file in the checkpoint.
+        what: Description of the damage.
+        begin: First byte of the damaged range.
+        end: One past the last byte of the range; 0 if the file is damaged as a whole.
+        keys: Keys of tensors and unique keys of objects with bytes in the range.
+        regions: Smallest boxes around the affected elements, one for each chunk with bytes in the range.
     """
 
     fix: ClassVar[str] = ""
@@ -70,12 +70,12 @@ class Damage:
 
     @property
     def where(self) -> str:
-        """The range of bytes; empty if the file is damaged as a whole."""
+        """The byte range as text; empty if the file is damaged as a whole."""
         return f"bytes {self.begin:,} to {self.end:,}" if self.end else ""
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """What lies there, as texts: the regions, then the keys that have none, such as objects.
+        """The affected values as texts: the regions, then the keys without a region, such as objects.
 
         Examples:
             >>> Damage("f", "cut", 0, 9, ("w", "rng/shard_0_1"), (Region("w", (0,), (2,)),)).holds
@@ -101,13 +101,13 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Unchecked:
-    """Bytes of a checkpoint without a checksum: a change in them may go unnoticed.
+    """Bytes of a checkpoint without a checksum, so that damage may go unnoticed.
 
     Attributes:
-        file: the file's name in the checkpoint.
-        why: the reason, and what is checked instead, as text.
+        file: Name of the file in the checkpoint.
+        why: Reason why there is no checksum, and what is checked instead.
         nbytes: Number of bytes.
-        spans: which they are, as pairs of the first byte and one past the last; () for the whole file.
+        spans: (first byte, one past the last byte) of each unchecked range; () for the whole file.
     """
 
     file: str
@@ -116,7 +116,7 @@ class Unchecked:
     spans: tuple[tuple[int, int], ...] = ()
 
     def covers(self, file: str, byte: int) -> bool:
-        """Return whether a byte of a file is one of them.
+        """Return whether a byte of a file is among the unchecked ones.
 
         Examples:
             >>> Unchecked("f", "no checksum", 2, ((4, 6),)).covers("f", 5)
@@ -130,7 +130,7 @@ class Checked:
     """Bytes of a checkpoint that were compared with a checksum.
 
     Attributes:
-        file: the file's name in the checkpoint.
+        file: Name of the file in the checkpoint.
         nbytes: Number of bytes.
     """
 
@@ -139,11 +139,11 @@ class Checked:
 
 
 Finding = Damage | Unchecked | Checked
-"""What `verify` may find."""
+"""A finding of `verify`."""
 
 
 def is_damaged(findings: Iterable[Finding]) -> bool:
-    """Return whether something is damaged.
+    """Return whether any finding is damage.
 
     Examples:
         >>> is_damaged([Checked("f", 9)]), is_damaged([Damage("f", "cut")])
@@ -153,7 +153,7 @@ def is_damaged(findings: Iterable[Finding]) -> bool:
 
 
 def by_reason(findings: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
-    """Return what couldn't be checked, by why.
+    """Return unchecked bytes grouped by their reasons.
 
     Examples:
         >>> list(by_reason([Unchecked("a", "no checksum", 7), Unchecked("b", "no checksum", 9)]))
@@ -167,13 +167,13 @@ def by_reason(findings: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
-    """The verdict of a `verify`: how much it has read, and what it found, or couldn't check.
+    """Result of a `verify`: the amounts read and checked, the damage, and the bytes that couldn't be checked.
 
     Attributes:
-        bytes_read: of all files; those with two kinds of checksums are read twice.
-        unchecked: bytes without a checksum.
-        bytes_checked: bytes that were compared with a checksum, each counted once.
-        damage: what isn't what was saved.
+        bytes_read: Number of bytes read; files with two kinds of checksums are read twice.
+        unchecked: Bytes without a checksum.
+        bytes_checked: Number of bytes that were compared with a checksum, each counted once.
+        damage: Damaged ranges of files.
     """
 
     bytes_read: int
@@ -183,7 +183,7 @@ class VerifyReport:
 
     @property
     def sound(self) -> bool | None:
-        """Whether all is as it was saved; None where nothing is damaged, and some bytes have no checksum.
+        """Whether the checkpoint is undamaged; None if no damage was found, but some bytes have no checksum.
 
         Examples:
             >>> unchecked = (Unchecked("f", "no checksum", 7),)
@@ -205,9 +205,9 @@ class VerifyReport:
             7 B in 1 file couldn't be checked: no checksum
         """
         lines = [f"{size_text(self.bytes_read)} read, {size_text(self.bytes_checked)} of the files checked"]
-        lines += [f"damaged: {one}" for one in shorten(list(map(str, self.damage)))]
+        lines += [f"damaged: {text}" for text in shorten(list(map(str, self.damage)))]
         for why, group in by_reason(self.unchecked).items():
-            amount = size_text(sum(one.nbytes for one in group))
+            amount = size_text(sum(unchecked.nbytes for unchecked in group))
             lines.append(f"{amount} in {plural(len(group), 'file')} couldn't be checked: {why}")
         return "\n".join(lines)
 
@@ -220,7 +220,7 @@ class VerifyReport:
 
     @property
     def unchecked_nbytes(self) -> int:
-        """How many bytes have no checksum.
+        """Number of bytes without a checksum.
 
         Examples:
             >>> VerifyReport(100, (Unchecked("f", "no checksum", 7),)).unchecked_nbytes

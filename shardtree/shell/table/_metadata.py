@@ -1,4 +1,4 @@
-"""Which checkpoint is in a folder: metadata.json, written last, and whether another save took its place meanwhile."""
+"""The identity of the checkpoint in a folder: metadata.json, which is written last, and stamps of deciding files."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
     """Return the fields of metadata.json.
 
     Args:
-        data: the file's bytes.
-        where: the file's name, for messages.
+        data: Content of the file.
+        where: Name of the file, for messages.
 
     Raises:
-        CorruptCheckpoint: the bytes aren't what was written.
+        CorruptCheckpoint: the content is damaged.
     """
     fields = parse_json(data, where)
     if not isinstance(fields, dict):
-        raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found="no JSON object"))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} is not a JSON object", found=type(fields).__name__))
     fields.setdefault("sharded_backend_version", 1)
     fields.setdefault("common_backend", fields.get("sharded_backend"))
     fields.setdefault("common_backend_version", fields["sharded_backend_version"])
     for name, kind in _KINDS.items():
         if type(fields.get(name)) is not kind:
             entry = f"{name} = {fields.get(name)!r}"[:200]
-            raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=entry, expected=kind.__name__))
+            raise CorruptCheckpoint(error_text(f"open: {where!r} is invalid", found=entry, expected=kind.__name__))
     if (fields.keys() & {"digest", "save_id"} or has_misnamed_digest(fields)) and encode_metadata(fields) != data:
         fix = "The file was damaged or edited; load another checkpoint."
-        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} is damaged: its hash differs", fix=fix))
     return fields
 
 
 def fields_of_backend(backend: str, version: int) -> Fields:
-    """Return the fields of metadata.json of a folder that has none, in a format for all that is in it.
+    """Return the fields of metadata.json for a folder without one, all of whose content is in a single format.
 
     Examples:
         >>> fields_of_backend("zarr", 3)["common_backend"]
@@ -72,7 +72,7 @@ def fields_of_backend(backend: str, version: int) -> Fields:
 
 
 def is_of_others(data: bytes) -> bool:
-    """Return whether a metadata.json is another program's: a JSON object without any field of ours.
+    """Return whether a metadata.json belongs to another program: a JSON object without any of our fields.
 
     Examples:
         >>> is_of_others(b'{"license": "mit"}'), is_of_others(b'{"sharded_backend": 3}'), is_of_others(b"{")
@@ -90,7 +90,7 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
 
     Raises:
         NotACheckpoint: there is no such file.
-        CorruptCheckpoint: it isn't what was written.
+        CorruptCheckpoint: the file is damaged.
     """
     where = storage.where(METADATA_FILE)
     data = metadata_bytes(storage)
@@ -100,16 +100,16 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
 
 
 def metadata_bytes(storage: Storage) -> bytes | None:
-    """Return metadata.json's bytes, None if there is no such file.
+    """Return metadata.json's bytes, or None if there is no such file.
 
     Raises:
-        CorruptCheckpoint: it is larger than any that a save writes, so it isn't read.
+        CorruptCheckpoint: the file is larger than any metadata.json of a save, so it isn't read.
     """
     if (content := can(storage).content) is not None:
         return content(METADATA_FILE, limits.METADATA_BYTES)
     length = storage.length(METADATA_FILE)
     if length is not None and length > limits.METADATA_BYTES:
-        what = f"open: {storage.where(METADATA_FILE)!r} is larger than any that a save writes"
+        what = f"open: {storage.where(METADATA_FILE)!r} is too large for a save's metadata.json"
         raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"at most {limits.METADATA_BYTES}"))
     return None if length is None else storage.read(METADATA_FILE)
 
@@ -118,14 +118,14 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
     """Write metadata.json, unless it has changed since the save began.
 
     Raises:
-        CheckpointReplaced: another save went to the same folder meanwhile.
-        OutcomeUnknown: the store didn't answer, and has what it had before: it may take the new file yet.
+        CheckpointReplaced: another save wrote to the folder meanwhile.
+        OutcomeUnknown: the store didn't answer and still has the old file, but may take the new one later.
     """
     data = encode_metadata(fields)
     if (replace_if := can(storage).replace_if) is not None:
         if replace_if(METADATA_FILE, before, data) or _has_arrived(storage, before, data):
             return
-        raise _unknown(storage, "no answer, or one that says neither yes nor no")
+        raise _unknown(storage, "no answer, or an ambiguous one")
     check_unchanged(storage, before)
     try:
         storage.replace(METADATA_FILE, data, durable=durable)
@@ -135,13 +135,13 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
 
 
 def _unknown(storage: Storage, found: object) -> OutcomeUnknown:
-    what = f"save: no answer came to the request that commits {storage.where()!r}, which may arrive yet"
-    fix = "Nothing was removed: look later whether the new checkpoint is there, or save again."
+    what = f"save: no answer came to the request that commits {storage.where()!r}, which may still arrive"
+    fix = "Nothing was removed: check later whether the new checkpoint is there, or save again."
     return OutcomeUnknown(error_text(what, found=found, fix=fix))
 
 
 def _has_arrived(storage: Storage, before: bytes | None, data: bytes) -> bool:
-    """Return whether metadata.json holds the new bytes; raises CheckpointReplaced if it holds another save's."""
+    """Return whether metadata.json holds the new bytes; raise CheckpointReplaced if it holds another save's."""
     try:
         content = metadata_bytes(storage)
     except CheckpointingException:
@@ -155,27 +155,27 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
     """Raise if metadata.json has changed since the save began.
 
     Raises:
-        CheckpointReplaced: another save went to the same folder meanwhile, or the same one was committed already.
+        CheckpointReplaced: another save wrote to the folder meanwhile, or this save was committed already.
     """
     if metadata_bytes(storage) != before:
-        fix = "Let only one save at a time go to a folder, and run a request once."
+        fix = "Run only one save to a folder at a time, and each request only once."
         raise CheckpointReplaced(
             error_text(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix)
         )
 
 
-# Files that decide, which aren't as when a checkpoint was opened: replaced by a later save, or damaged
+# Changes of deciding files since a checkpoint was opened: they were replaced by a later save, or damaged.
 
 
 def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
-    """Return the stamp of the checkpoint in a folder; () behind URLs, where none is replaced whole and looks take long.
+    """Return the stamp of the checkpoint in a folder; () behind URLs, where looks are slow and nothing is exchanged.
 
-    Formats without a metadata.json of ours have no hash that would name one save; their files have fixed names, and
-    only length and time differ from another save's.
+    Formats without our metadata.json have no hash that identifies a save. Their files have fixed names, so that only
+    lengths and times tell one save from another.
 
     Args:
-        storage: the folder.
-        decided_by: patterns of the names of the files that decide.
+        storage: Storage of the folder.
+        decided_by: Patterns of the names of deciding files.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -192,7 +192,7 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
 
 
 def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
-    """Return whether a file's name is one by which checkpoints are recognised.
+    """Return whether a file's name is one of a deciding file.
 
     Examples:
         >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])
@@ -202,11 +202,11 @@ def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
 
 
 def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
-    """Raise unless files are as long as the checkpoint says.
+    """Raise if a file's length differs from the checkpoint's description.
 
     Raises:
-        CorruptCheckpoint: a file isn't there, or is longer or shorter.
-        CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
+        CorruptCheckpoint: a file is missing, or has another length.
+        CheckpointReplaced: a file is missing because a later save replaced the checkpoint.
     """
     for file in files:
         if checkpoint.storage.length(file.name) != file.length:
@@ -214,12 +214,12 @@ def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
 
 
 def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
-    """Return the error for a file that is missing or has another length than described.
+    """Return the error for a file that is missing or has the wrong length.
 
     Args:
-        checkpoint: what describes it.
-        name: the file's name.
-        length: in bytes, as described.
+        checkpoint: Checkpoint that describes the file.
+        name: Name of the file.
+        length: Described length, in bytes.
 
     Raises:
         CheckpointReplaced: a later save replaced the checkpoint.
@@ -229,7 +229,7 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
     length_now = storage.length(name)
     return CorruptCheckpoint(
         error_text(
-            f"open: {storage.where(name)!r} isn't what was saved",
+            f"open: {storage.where(name)!r} is missing or has the wrong length",
             found="no such file" if length_now is None else f"{length_now} bytes",
             expected=f"{length} bytes",
             fix="The checkpoint was damaged; load another one.",
@@ -238,10 +238,10 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
 
 
 def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) -> T:
-    """Return what a strategy reads of a checkpoint.
+    """Return a strategy's result for a checkpoint, if no other save replaced the checkpoint meanwhile.
 
     Raises:
-        CheckpointReplaced: another save took its place meanwhile; also in place of any error of the strategy.
+        CheckpointReplaced: another save replaced the checkpoint; takes precedence over errors of the strategy.
     """
     with unless_replaced(checkpoint):
         result = read(checkpoint, *arguments)
@@ -251,9 +251,9 @@ def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) 
 
 @contextmanager
 def unless_replaced(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise CheckpointReplaced in place of any error inside where another save took the checkpoint's place meanwhile.
+    """Turn errors of the block into CheckpointReplaced if another save replaced the checkpoint meanwhile.
 
-    Files that another save has replaced look damaged, and aren't.
+    Files that another save has replaced look damaged otherwise.
     """
     try:
         yield
@@ -265,30 +265,30 @@ def unless_replaced(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def check_unreplaced(checkpoint: Checkpoint) -> None:
-    """Raise unless everything read so far is of the checkpoint that was opened.
+    """Raise if anything read so far may belong to another checkpoint than the opened one.
 
     Raises:
-        CheckpointReplaced: another save took its place meanwhile.
-        CorruptCheckpoint: a file that decides which checkpoint it is was cut meanwhile, or is being written.
+        CheckpointReplaced: another save replaced the checkpoint meanwhile.
+        CorruptCheckpoint: a deciding file was truncated meanwhile, or is being written.
     """
-    # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
-    # is named after their save need no check.
-    # Rank 0 alone, which opened it: what others see of a network's folder may be older.
+    # Files with fixed names could silently be those of a later save. Files in a folder that is named after their save
+    # need no check. Only rank 0, which opened the checkpoint, checks: other ranks may see an older state of a network
+    # folder.
     asks = checkpoint.stamp and not checkpoint.traits.in_save_folder and checkpoint.world.rank == 0
     if asks and (names := refuse_replaced(checkpoint)):
         where = sorted(map(repr, map(checkpoint.storage.where, names)))
-        what = "open: these files were cut while they were read, or a save is writing them"
+        what = "open: files were truncated while they were read, or a save is writing them"
         fix = "Load another checkpoint, or this one later."
         raise CorruptCheckpoint(error_text(what, offenders=where, fix=fix))
 
 
 def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
-    """Return the deciding files that were cut since the checkpoint was opened.
+    """Return the deciding files that were truncated since the checkpoint was opened.
 
     Raises:
         CheckpointReplaced: the folder now holds another checkpoint.
     """
-    # A file that was merely cut is no save's: what is wrong with it is said by who reads it.
+    # No save leaves a truncated file; whoever reads it reports the damage.
     names = _changed_files(checkpoint)
     if any(_is_whole(checkpoint, name) for name in names):
         what = f"open: {checkpoint.storage.where()!r} was replaced by a later save"
@@ -297,10 +297,10 @@ def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
 
 
 def _changed_files(checkpoint: Checkpoint) -> list[str]:
-    """Return those of the files that decide which checkpoint is in the folder that aren't as when it was opened."""
+    """Return the deciding files that have changed since the checkpoint was opened."""
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
-    # By the digest where there is one: lengths and times can agree by chance.
-    # As bytes: the file may be another format's by now, and needn't parse.
+    # The digest is compared if there is one, since lengths and times can agree by chance. It is searched for in the
+    # bytes, since the file may belong to another format by now, and needn't parse.
     if digest is not None and (data := read_if_there(storage, METADATA_FILE)) is not None:
         return [] if f'"digest":"{digest}"'.encode() in data else [METADATA_FILE]
     now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
@@ -308,14 +308,14 @@ def _changed_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def _is_whole(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a file that decides ends as one of its kind does, which a part of one doesn't."""
+    """Return whether a deciding file is complete rather than truncated."""
     try:
         return checkpoint.traits.is_whole(checkpoint.storage, name)
     except CheckpointingException:
         return False
 
 
-# Small files that are always checked whole: the index and the common state
+# Small files that are always checked whole: the index and the common state.
 
 
 def write_checked(storage: Storage, name: str, data: bytes, *, durable: bool) -> dict[str, Any]:
@@ -330,17 +330,17 @@ def checked_entry(name: str, data: bytes) -> dict[str, Any]:
 
 
 def checked_name(checkpoint: Checkpoint, field: str) -> str:
-    """Return the name of the file that `read_checked` reads; that of metadata.json if this names none."""
+    """Return the name of the file that `read_checked` reads, or metadata.json if that names no such file."""
     entry = checkpoint.fields.get(field)
     return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE
 
 
 def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
-    """Return the bytes of a file that metadata.json describes in one of its fields, and the file's name.
+    """Return content and name of the file that a field of metadata.json describes.
 
     Raises:
-        CorruptCheckpoint: the file isn't there, or its bytes aren't those that were saved.
-        CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
+        CorruptCheckpoint: the file is missing or damaged.
+        CheckpointReplaced: the file is missing because a later save replaced the checkpoint.
     """
     if field in checkpoint.fetched:
         return checkpoint.fetched[field]
@@ -359,12 +359,12 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
             data = reader.read()
     if digest(data) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
-        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} is damaged: its hash differs", fix=fix))
     return data, where
 
 
 def fetch_checked(checkpoint: Checkpoint, *fields: str) -> Checkpoint:
-    """Return the checkpoint with files fetched side by side, where each is a request; errors are left to the reads."""
+    """Return the checkpoint with files fetched concurrently, if reads are requests; errors are left to later reads."""
     names = [field for field in fields if field in checkpoint.fields]
     if can(checkpoint.storage).content is not None:
         with suppress(CheckpointingException):
@@ -379,4 +379,4 @@ def _entry(fields: Fields, field: str) -> tuple[str, int, str]:
         name, length, expected = (entry.get(part) for part in ("name", "length", "digest"))
         if isinstance(name, str) and type(length) is int and isinstance(expected, str):
             return name, length, expected
-    raise CorruptCheckpoint(error_text(f"open: metadata.json does not describe the {field}", found=f"{entry!r}"[:200]))
+    raise CorruptCheckpoint(error_text(f"open: metadata.json doesn't describe the {field}", found=f"{entry!r}"[:200]))

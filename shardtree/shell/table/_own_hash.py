@@ -1,4 +1,4 @@
-"""The hash that metadata.json holds of its own other bytes."""
+"""The hash that metadata.json stores of its own content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..storage import digest
 
 
 def encode_metadata(fields: Mapping[str, Any]) -> bytes:
-    """Return metadata.json's bytes: canonical JSON of the fields, with the hash of its own other bytes.
+    """Return metadata.json's bytes: canonical JSON of the fields, with a hash of the JSON without that hash.
 
     Examples:
         >>> encode_metadata({"sharded_backend": "safetensors"})
@@ -22,9 +22,9 @@ def encode_metadata(fields: Mapping[str, Any]) -> bytes:
 
 
 def has_misnamed_digest(fields: Mapping[str, Any]) -> bool:
-    """Return whether a field is the hash of all others, by a name that one character keeps from being `digest`.
+    """Return whether a field holds the hash of all others under a name that differs from `digest` in one character.
 
-    Without this, a bit that flips in that name would leave a file that seems never to have had a hash.
+    Otherwise, a flipped bit in that name would make the file look like one that never had a hash.
 
     Examples:
         >>> import json

@@ -1,4 +1,4 @@
-"""The folder of a single save: the names of it and its files, its owner, and its removal."""
+"""The folder of a single save: its name, its files' names, its owner, and its removal."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from ._traits import METADATA_FILE
 logger = logging.getLogger("shardtree")
 
 OWNER_FILE = "owner.json"
-"""The note in a save's folder that names the saving process. The clean-up after the commit removes it; loads don't look
-at it, other saves do."""
+"""Name of the note in a save's folder that identifies the saving process. Only other saves read it; the clean-up after
+the commit removes it."""
 
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
 FORMAT_FILE = re.compile(r"\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+|own-[a-z0-9][a-z0-9._-]*")
-"""A file of any format: a rank's data file, as `rank_file` names it, or another one, as `save_file` does."""
+"""Names of any format's files: a rank's data file, as from `rank_file`, or another file, as from `save_file`."""
 
 _OUR_FILE = re.compile(
     r"(common|index-\d+|model-\d{5,}-of-\d{5,})\.safetensors"
@@ -55,16 +55,16 @@ _FIXED_NAME = re.compile(
     r"(model|model-\d{5,}-of-\d{5,})\.safetensors|__\d+_\d+\.distcp|common\.pt|\.metadata"
     r"|.*/(c[./])?\d+([./]\d+)*"  # chunks of zarr arrays
 )
-"""Files outside a save's folder that are large enough to be uploaded in parts."""
+"""Names of files outside a save's folder that may be large enough to be uploaded in parts."""
 
 _NO_UPLOAD_TAKES = 6 * 3600.0  # seconds
 
 
 @contextmanager
 def abandoning(place: str) -> Iterator[None]:
-    """Remove within it what a failed save wrote to a place; where that fails, the log says so.
+    """Log errors of the block, which removes the files of a failed save, instead of raising them.
 
-    The save's own error is being raised, and must not be hidden. A later save removes what stays, or overwrites it.
+    They must not hide the save's own error. A later save removes or overwrites the remaining files.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def abandoning(place: str) -> Iterator[None]:
 
 
 def is_save_folder(name: str) -> bool:
-    """Return whether a folder's name is one that a save gives.
+    """Return whether a folder's name is that of a save's folder.
 
     Examples:
         >>> is_save_folder("save-20260102T030405-0123456789abcdef"), is_save_folder("save-mine")
@@ -83,18 +83,18 @@ def is_save_folder(name: str) -> bool:
 
 
 def new_save_id() -> str:
-    """Return the name of a new save, which is that of its folder.
+    """Return the name of a new save and of its folder.
 
     Examples:
         >>> is_save_folder(new_save_id())
         True
     """
-    # Its form makes a folder one that cleaning up may remove; random digits keep saves of one second apart.
+    # The clean-up removes only folders with names of this form; random digits keep saves of the same second apart.
     return f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{process_token()}"
 
 
 def is_save_file(name: str) -> bool:
-    """Return whether a file's name inside a checkpoint is one that a save gives.
+    """Return whether a name inside a checkpoint is that of a save's file.
 
     Examples:
         >>> folder = "save-20260102T030405-0123456789abcdef"
@@ -106,24 +106,24 @@ def is_save_file(name: str) -> bool:
 
 
 def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: bool = False) -> Claim:
-    """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here.
+    """Make a save's folder with a note of its owner, and return the claim that marks the save as alive.
 
     Args:
-        storage: the checkpoint's folder.
-        folder: the save's folder in it.
-        durable: whether the folder is on the medium when this returns.
-        alone: whether no other save may be in progress, since files of both would have the same names.
+        storage: Storage of the checkpoint's folder.
+        folder: Name of the save's folder in it.
+        durable: Whether the folder is on the medium when this returns.
+        alone: Whether to refuse if another save is in progress, because files of both would have the same names.
 
     Raises:
         StorageError: the folder or the note can't be made, or another save is in progress.
     """
-    # Before the folder: from its first moment on, it belongs to a save that is known to be alive.
+    # The claim precedes the folder, so that other saves never see the folder of a save that seems dead.
     own_claim = claim(folder)
     with ExitStack() as lock:
         try:
             make_folder(storage, folder, durable=durable)
-            # With the lock, the second of two savers sees the first one's note. The lock is held until the note of one
-            # that is refused is gone. Without, they may see each other's: then the first by name waits for the other.
+            # With a lock, the second of two saves sees the first one's note; the lock is held until a refused save has
+            # removed its note. Without a lock, both may see each other's note: then the first by name waits.
             if alone:
                 lock.enter_context(locked(storage))
             _leave_note(storage, folder)
@@ -131,25 +131,25 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: boo
                 check_alone(storage, folder, pauses=_PAUSES if can(storage).locked is None else ())
         except BaseException:
             release(folder)
-            with suppress(CheckpointingException):  # the same cause may prevent this too
+            with suppress(CheckpointingException):  # the first error's cause may make this fail too
                 disown(storage, folder)
             raise
     return own_claim
 
 
-_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6)  # seconds; a saver that is refused takes its note back by two requests
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6)  # seconds, for a refused save to remove its note by two requests
 
 
 def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) -> None:
-    """Raise if another save than that of a folder is in progress.
+    """Raise if another save is in progress in a checkpoint's folder.
 
     Args:
-        storage: the checkpoint's folder.
-        folder: the save's folder in it.
-        pauses: seconds to wait between looks, while all others have names after this one's and may take back theirs.
+        storage: Storage of the checkpoint's folder.
+        folder: Name of this save's folder in it.
+        pauses: Seconds to wait between looks, as long as all other saves come later by name and may withdraw.
 
     Raises:
-        StorageError: a process of this machine makes one.
+        StorageError: a process of this machine is running another save.
     """
     others = _others_alive(storage, folder)
     for pause in pauses:
@@ -158,7 +158,7 @@ def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) 
         time.sleep(pause)
         others = _others_alive(storage, folder)
     if others:
-        fix = "Let only one save at a time go to a folder; wait for the other one, or abandon it."
+        fix = "Run only one save to a folder at a time; wait for the other one, or abandon it."
         raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))
 
 
@@ -173,22 +173,22 @@ def _leave_note(storage: Storage, folder: str) -> None:
         storage.replace(name, note, durable=False)
         one_saver = can(storage).late_requests
     else:
-        # The note makes the folder there, so that other ranks see it: a failure of this one isn't passed over.
+        # On such storages the note makes the folder visible to other ranks, so an error isn't suppressed.
         one_saver = not mark(name, note)
     place = storage.where().partition("://")[0]
     if one_saver and place not in _warned_places:
         _warned_places.add(place)
-        what = "save: %s replaces files without conditions, so that of two savers at once both may report success"
-        logger.warning(f"{what}; let one save at a time go to a folder", storage.where())
+        text = "save: %s has no conditional writes, so two saves at the same time may both report success"
+        logger.warning(f"{text}; let one save at a time go to a folder", storage.where())
 
 
 _warned_places: set[str] = set()
-"""Kinds of storages that were named in a warning of this process."""
+"""URL schemes of storages that this process has warned of."""
 
 
 @contextmanager
 def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone: bool) -> Iterator[None]:
-    """Own a save's folder inside the block; unless this process has left its note there already, it is made."""
+    """Own a save's folder inside the block; it is made first if this process hasn't left its note there."""
     own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable, alone=alone)
     try:
         yield
@@ -199,9 +199,10 @@ def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone
 
 @contextmanager
 def alone_in(storage: Storage) -> Iterator[None]:
-    """Let no other save with files of fixed names begin inside the block, which ends with a checkpoint.
+    """Exclude other saves with files of fixed names during the block, which writes a whole checkpoint.
 
-    For functions that write a checkpoint without ranks and without a request. Files of killed saves are removed after.
+    This is for functions that write a checkpoint without ranks and requests. Afterwards, files of killed saves are
+    removed.
 
     Raises:
         StorageError: another save is in progress.
@@ -210,7 +211,7 @@ def alone_in(storage: Storage) -> Iterator[None]:
     with owned(storage, folder, durable=False, has_note=False, alone=True):
         try:
             yield
-            with abandoning(storage.where()):  # the checkpoint counts by now
+            with abandoning(storage.where()):  # the checkpoint is published by now
                 for name in storage.names():
                     if is_save_folder(name) and name != folder and save_is_alive(storage, name) is False:
                         remove_interrupted(storage, name)
@@ -221,29 +222,29 @@ def alone_in(storage: Storage) -> Iterator[None]:
 
 @contextmanager
 def noted(storage: Storage, folder: str) -> Iterator[None]:
-    """Leave the owner's note in a committed save's folder inside the block, where uploads in parts can stay open.
+    """Keep an owner's note in a committed save's folder during the block, on storages with uploads in parts.
 
-    It stays if the block raises or the process is killed: the save that replaces this one then gives up the uploads.
+    The note stays if the block raises or the process is killed: the next save then aborts the uploads left open.
     """
     if (mark := can(storage).mark) is None:
         yield
         return
     mark(f"{folder}/{OWNER_FILE}", owner_note(folder))
     yield
-    with suppress(StorageError):  # the next removal, or save, takes it away
+    with suppress(StorageError):  # the next removal or save removes it
         storage.remove(f"{folder}/{OWNER_FILE}")
 
 
 def disown(storage: Storage, folder: str) -> None:
-    """Remove the note of the owner, and the folder if nothing else is in it."""
+    """Remove the owner's note, and the folder if it is empty then."""
     storage.remove(f"{folder}/{OWNER_FILE}")
     remove_folder(storage, folder)
 
 
 def remove_save(storage: Storage, folder: str) -> None:
-    """Remove a save's files, and its folder unless other files are in it."""
-    # If this is interrupted, the rest must still tell whose it is: with a note, of a save that never ended; without one
-    # but with an index, of a save that was committed.
+    """Remove a save's files, and its folder if it is empty then."""
+    # If this is interrupted, the remaining files must still tell their origin: with a note, a save that never ended;
+    # with an index and no note, a save that was committed.
     for name in sorted(storage.names(folder), key=_last_to_go):
         if _OUR_FILE.fullmatch(name):
             storage.remove(f"{folder}/{name}")
@@ -255,52 +256,52 @@ def _last_to_go(name: str) -> int:
 
 
 def remove_interrupted(storage: Storage, folder: str) -> None:
-    """Remove what a save has left that was never committed: its files, and uploads that it didn't finish."""
+    """Remove the remains of a save that was never committed: its files and its open uploads."""
     abort_open_uploads(storage, partial(_was_left, folder))
     remove_save(storage, folder)
 
 
 def _was_left(folder: str, name: str, age: float) -> bool:
-    """Return whether an open upload is of a save's folder, or of a file that formats with fixed names put beside it."""
-    # Deeper ones may be of another checkpoint, in a folder inside this one, whose save is at it.
+    """Return whether an open upload belongs to a save's folder, or to a file with a fixed name beside that folder."""
+    # Deeper names may belong to another checkpoint in a subfolder, whose save may be running.
     return name.startswith(f"{folder}/") or (
         _FIXED_NAME.fullmatch(name) is not None and ("/" not in name or age > _NO_UPLOAD_TAKES)
     )
 
 
 def save_is_alive(storage: Storage, folder: str) -> bool | None:
-    """Return whether the save that made a folder can still be finished; None if its process can't be seen from here."""
+    """Return whether the save that made a folder may still finish; None if its process can't be seen from here."""
     name = f"{folder}/{OWNER_FILE}"
     try:
         note = read_if_there(storage, name)
     except StorageError:
         return None  # the note is being removed at this moment
-    # A crash before a save leaves its note makes an empty folder, and so does one while a replaced save is removed. Of
-    # its own saves this process knows which ones are alive.
+    # Empty folders remain if a process crashes before it leaves its note, or while it removes a replaced save. Claims
+    # tell which of this process's own saves are alive.
     alive, token = is_alive(note), folder[-16:]
     is_dead = maker_is_dead(token) or (made_here(token) and not is_claimed(folder) and not storage.names(folder))
     return False if alive is None and is_dead else alive
 
 
 def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
-    """Return whether a save was interrupted: its process is gone, or, if that can't be seen, nothing changed for long.
+    """Return whether a save was interrupted: its process has ended, or can't be seen and nothing changed for long.
 
     Args:
-        storage: the checkpoint's folder.
-        folder: the save's folder in it.
-        before: the latest time of an interrupted save's newest change, in seconds by the storage's clock.
+        storage: Storage of the checkpoint's folder.
+        folder: Name of the save's folder in it.
+        before: Time, by the storage's clock: if the newest change is older, the save counts as interrupted.
     """
-    # Age is for other machines and containers alone: a save that waits long for its commit isn't interrupted, and one
-    # that was killed a minute ago is.
+    # Age decides only for other machines and containers: a save that waits long for its commit isn't interrupted, and
+    # one that was killed a minute ago is.
     alive = save_is_alive(storage, folder)
     return newest_change(storage, folder) < before if alive is None else not alive
 
 
 def is_surely_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
-    """Return whether a save was interrupted, and no request of it can still arrive; arguments as of `is_orphaned`.
+    """Return whether a save was interrupted and none of its requests can still arrive; arguments as in `is_orphaned`.
 
-    What a killed process has sent, an object store may carry out later: the request that commits, too. After a later
-    commit it refuses that one; a removal without a commit has to wait.
+    An object store may execute a killed process's requests later, even the one that commits. A later commit makes the
+    store refuse that request, but a removal without a commit has to wait.
     """
     if can(storage).late_requests and newest_change(storage, folder) >= before:
         return False
@@ -308,23 +309,23 @@ def is_surely_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
 
 
 def newest_change(storage: Storage, folder: str) -> float:
-    """Return when a folder or a file in it was changed last, in seconds by the storage's clock."""
+    """Return the time of the newest change in a folder, in seconds by the storage's clock."""
     inside = (f"{folder}/{name}" for name in storage.names(folder))
     return max(storage.changed(name) or 0.0 for name in (folder, *inside))
 
 
 def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
-    """Remove the folder of the save that was replaced, and those of interrupted saves; only files that a save writes.
+    """Remove the folders of the replaced save and of interrupted saves; files of other programs stay.
 
     Args:
-        storage: the checkpoint's folder.
-        listing: the same folder, maybe as it was listed right before the commit.
-        keep: the folder that metadata.json refers to now.
-        before: metadata.json as it was before.
-        stale_after: seconds without a change, by the storage's clock, after which a save counts as interrupted.
+        storage: Storage of the checkpoint's folder.
+        listing: The same folder, possibly as listed right before the commit.
+        keep: Name of the folder that metadata.json refers to now.
+        before: The previous content of metadata.json.
+        stale_after: Seconds without a change, by the storage's clock, after which a save counts as interrupted.
     """
     predecessor = _save_id(before)
-    # Where a commit is conditional, this one has turned away whatever an interrupted save may have sent.
+    # If commits are conditional, this save's commit makes the store refuse late commits of interrupted saves.
     is_dead = is_orphaned if can(storage).replace_if is not None else is_surely_orphaned
     now = max(listing.changed(name) or 0.0 for name in (METADATA_FILE, keep))
     for name in listing.names():
@@ -333,10 +334,10 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
         if name == keep:
             listing.remove(f"{name}/{OWNER_FILE}")
         elif name == predecessor and listing.length(f"{name}/{OWNER_FILE}") is not None:
-            remove_interrupted(listing, name)  # what removed tensors from it was killed
+            remove_interrupted(listing, name)  # a removal of tensors from it was killed
         elif name == predecessor or _was_replaced_before(storage, listing, name):
             remove_save(listing, name)
-        # A save that was committed since the listing has no note any more, and would be judged by its age.
+        # A save that was committed since the listing has no note left, and its age would decide.
         elif is_dead(listing, name, before=now - stale_after) and not is_committed(storage, name):
             remove_interrupted(listing, name)
     if listing is not storage:
@@ -344,15 +345,15 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
 
 
 def _was_replaced_before(storage: Storage, listing: Storage, folder: str) -> bool:
-    """Return whether a folder is of a save that was replaced by one that was killed before it removed it.
+    """Return whether a folder belongs to a replaced save whose successor was killed before it removed the folder.
 
     Args:
-        storage: the checkpoint's folder.
-        listing: the same folder, as it was listed before.
-        folder: the save's folder.
+        storage: Storage of the checkpoint's folder.
+        listing: The same folder, as listed earlier.
+        folder: Name of the save's folder.
     """
-    # A save has its note until after its commit: one without was committed, and replaced unless it is the current one
-    # by now. Where a folder may be there before its note, an index has to be in it: written last, it goes last.
+    # A save keeps its note until its commit, so a folder without a note was committed, and replaced unless it is the
+    # current one. Where a folder can exist before its note, it must also have an index, which is removed last.
     names = listing.names(folder)
     was_committed = can(storage).replace_if is not None or any(map(_INDEX_FILE.fullmatch, names))
     if OWNER_FILE in names or not was_committed:
@@ -369,7 +370,7 @@ def remove_unless_committed(storage: Storage, folder: str) -> None:
 
 
 def is_committed(storage: Storage, folder: str) -> bool:
-    """Return whether metadata.json refers to a save's folder now; it may have been committed a moment ago."""
+    """Return whether metadata.json refers to a save's folder at this moment."""
     return _save_id(metadata_bytes(storage)) == folder
 
 

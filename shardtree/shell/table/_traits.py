@@ -1,4 +1,4 @@
-"""Traits of a format: what the rest of the library has to know of it, the same data for our formats and others'."""
+"""Traits of a format: the facts that the rest of the library needs, for our own formats and others' alike."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ METADATA_FILE = "metadata.json"
 
 
 def seems_whole(storage: Storage, name: str) -> bool:
-    """Return whether a file holds anything, which is JSON if its name says so.
+    """Return whether a file isn't empty; raise if its name ends in ``.json`` and it isn't JSON.
 
     Args:
         storage: Folder of the file.
         name: Name of the file.
 
     Raises:
-        CorruptCheckpoint: It isn't JSON.
+        CorruptCheckpoint: the file isn't JSON.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -38,29 +38,29 @@ def seems_whole(storage: Storage, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FormatTraits:
-    """What a format's DESCRIBE row returns; the defaults hold for a format without such a row.
+    """The traits of a format, as its DESCRIBE row returns them; the defaults hold for a format without such a row.
 
     Attributes:
-        decided_by: patterns (as in `fnmatch`) of the names of the files that make a folder a checkpoint of the format:
-            if one of them changes, it is another checkpoint. A folder without any is not shown to RECOGNIZE.
-        in_save_folder: whether all files of a save are in the folder `pending.save_id`. No other save's files have
-            their names then: a save overwrites by writing beside the old one, and open files are never another save's.
-        cuts_chunks: when a part of a stored chunk costs no more to read than its share of the bytes, so that ranks that
-            read for each other may divide it: "always", "unchecked" (where no checksums are compared, since those are
-            of whole chunks), or "never" (where chunks are decoded whole, or LOAD_SHARDED takes no flat ranges).
-        fills_devices: whether LOAD_SHARDED can fill memory on any device with staged copies, such as CUDA; without,
+        decided_by: Patterns (as in `fnmatch`) of the names of the deciding files: these make a folder a checkpoint of
+            the format, and a change in one makes it another checkpoint. RECOGNIZE sees only folders that have one.
+        in_save_folder: Whether all files of a save are in the folder `pending.save_id`. Then file names never repeat:
+            an overwriting save writes beside the old one, and a file that is open for reading keeps its content.
+        cuts_chunks: Condition under which reading part of a stored chunk costs only that part's bytes, so that ranks
+            that read for each other may divide the chunk. "always"; "unchecked": if no checksums are compared, since
+            these cover whole chunks; "never": chunks are decoded whole, or LOAD_SHARDED takes no flat ranges.
+        fills_devices: Whether LOAD_SHARDED can fill memory on any device with staged copies, such as CUDA. Otherwise
             shards on devices are loaded into the host's memory first.
-        is_guess: whether RECOGNIZE accepts any file of its kind, whatever its purpose; formats with an index of their
+        is_guess: Whether RECOGNIZE accepts any file of its kind, whatever its purpose; formats with an index of their
             own are tried first.
-        shares_files: whether several ranks write to one file, each its own bytes. Where a storage takes files whole,
-            all of a tensor has to come from one rank then.
-        writes_common: whether SAVE_SHARDED writes some of the common state into the files of tensors, so that these are
-            other files with another common state: a conversion is resumed only with the same one.
-        manifest: Name of a file with the hashes of all others that another program may have written beside such a
-            checkpoint; empty if none does. It is read by `verify`, and no save goes to a folder where an old one is.
-        is_whole: Function from the folder and the name of a file that decides to whether the file ends as one of its
-            kind does, which a part of one doesn't: a checkpoint whose deciding file changed and is whole was replaced
-            by a later save. It may raise CheckpointingException for one that isn't.
+        shares_files: Whether several ranks write parts of the same file. On a storage that takes only whole files, one
+            rank must then hold each tensor whole.
+        writes_common: Whether SAVE_SHARDED writes some of the common state into the tensors' files, so that these
+            depend on it: a conversion is resumed only with the same common state.
+        manifest: Name of a file that another program may have written beside such a checkpoint, with the hashes of all
+            other files; empty if there is none. `verify` reads it, and saves refuse folders with an old manifest.
+        is_whole: Function from a folder and the name of a deciding file to whether the file is complete rather than
+            truncated. If a deciding file changed and is complete, a later save replaced the checkpoint. The function
+            may raise CheckpointingException for a truncated file.
 
     Examples:
         >>> FormatTraits(decided_by=("catalog.json",)).fills_devices
@@ -79,4 +79,4 @@ class FormatTraits:
 
 
 Stamp = tuple[tuple[str, int, float], ...]
-"""Name, length in bytes and time of the last change of each file that decides which checkpoint is in a folder."""
+"""Name, length in bytes and time of the last change of each deciding file in a folder."""

@@ -1,4 +1,4 @@
-"""The values that strategies get: a checkpoint to read, a pending save to write, and the request that writes it."""
+"""The arguments of strategies: an open checkpoint, a pending save, and the request that writes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..world import World, agree, gather_on_rank_zero, on_rank_zero
 from ._traits import FormatTraits, Stamp
 
 Fields = Mapping[str, Any]
-"""JSON fields of metadata.json."""
+"""Fields of metadata.json, as JSON values."""
 
 _COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
 
@@ -27,35 +27,36 @@ def _ignore(*_: object) -> None:
     pass
 
 
-_nothing = _ignore  # a name that pickles have
+_nothing = _ignore  # existing pickles refer to this name
 
 
 Exchange = Literal["auto", "always", "never"]
-"""Whether ranks that want the same elements read them once and send them to each other; "auto" if that is faster."""
+"""Whether ranks that want the same elements read them once and send them to each other; "auto": if that is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options for reading a checkpoint; those of one function alone say so.
+    """Options for reading a checkpoint.
 
     Attributes:
-        verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
-            64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
-        exchange: whether of ranks of a `load` that want the same shard one reads it and sends it to the others:
-            "always", "never", or "auto": where ranks are on several machines, storage is an object store or a network
+        verify: Blocks that are checked against their hashes. "whole": blocks that are read whole or nearly (with at
+            most 64 KiB missing), and all touched blocks of files up to 4 MiB; "all": all touched blocks; None: no
+            block.
+        exchange: Whether one rank of a `load` reads elements that several ranks want, and sends them to the others:
+            "always", "never", or "auto": if ranks are on several machines, the storage is an object store or a network
             file system, and it saves at least 128 MiB a rank.
-        allow_pickle: whether pickled values may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of; in the common state that
-            `load` returns, the namedtuple classes in the target count too.
-        object_rules: rules that convert arrays of objects which are stored in another shape than the target of `load`
-            has, by patterns of keys (``*`` matches one part between dots, ``**`` any number); the first that matches a
-            key counts. Without a rule, another shape is an error.
-        progress: called with the bytes that were read since the last call, by one thread at a time.
-        report: called once, at the end of a `load`, with what this rank read.
-        threads: number of threads that check files in `verify`; None for as many as torch has, up to a few.
-        parameter_names: the names of an optimizer's parameters, where a checkpoint has only their numbers: in the
-            order in which the optimizer was given them, as one sequence or one for each of its groups; or where
-            values alone don't tell them apart.
+        allow_pickle: Whether pickled values may be unpickled, which can run any code.
+        types: Enum, dataclass and namedtuple classes of stored records, whose instances these become. For the common
+            state that `load` returns, the target's namedtuple classes are added.
+        object_rules: Rules that convert arrays of objects stored in another shape than the target of `load` has, by
+            patterns of keys (``*`` matches one part between dots, ``**`` any number). The first matching pattern
+            counts; without a rule, another shape is an error.
+        progress: Function that is called with the number of bytes read since its last call, by one thread at a time.
+        report: Function that is called once with this rank's `ReadReport`, at the end of a `load`.
+        threads: Number of threads that check files in `verify`; None for torch's number, up to a few.
+        parameter_names: Names of an optimizer's parameters, for checkpoints that have only their numbers, or whose
+            values alone don't identify them. In the order in which the optimizer got the parameters, as one sequence
+            or one for each group.
 
     Examples:
         >>> LoadOptions(verify="all", exchange="never").allow_pickle
@@ -77,7 +78,7 @@ class ReadCache:
     """Memoised results of reading an open checkpoint, by function; never evicted.
 
     Args:
-        results: those that are there already, by their functions.
+        results: Results to begin with, by function.
     """
 
     __slots__ = ("results",)
@@ -86,24 +87,23 @@ class ReadCache:
         self.results = dict(results or {})
 
     def adding(self, read: Callable[[Checkpoint], T], result: T) -> ReadCache:
-        """Return one that has a function's result too."""
+        """Return a cache with a further result."""
         return ReadCache({**self.results, read: result})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A finished checkpoint.
+    """An open checkpoint.
 
     Attributes:
-        storage: the folder that it is in.
-        fields: the fields of metadata.json.
-        world: the ranks that read it together.
-        options: options for reading it.
-        cache: results of formats' reads, such as the parsed index.
-        fetched: files that were fetched before they are read, by the field that names them in metadata.json: the bytes,
-            which are as they were saved, and the file's name.
-        stamp: a mark that changes once another checkpoint takes its place.
-        traits: the traits of its formats, together.
+        storage: Storage of the checkpoint's folder.
+        fields: Fields of metadata.json.
+        world: Ranks that read it together.
+        options: Options for reading it.
+        cache: Memoised results of formats' reads, such as the parsed index.
+        fetched: Content and name of prefetched and checked files, by the field of metadata.json that names them.
+        stamp: Stamp of the deciding files, which changes once another checkpoint replaces this one.
+        traits: Combined traits of its formats.
     """
 
     storage: Storage
@@ -116,9 +116,9 @@ class Checkpoint:
     traits: FormatTraits = field(default_factory=FormatTraits)
 
     def once(self, read: Callable[[Checkpoint], T]) -> T:
-        """Return a function's result for this checkpoint; the function is called the first time, and not again.
+        """Return a function's memoised result for this checkpoint.
 
-        For what several rows of a format need, such as its parsed metadata.
+        This is for results that several rows of a format need, such as its parsed metadata.
         """
         results = self.cache.results
         if read not in results:
@@ -132,30 +132,31 @@ class SaveOptions:
     """Options for writing a checkpoint.
 
     Attributes:
-        snapshot: whether a request holds copies of the shards' tensors. Without, as for functional training steps,
-            they are written from their own memory, and mustn't change until the request is done; objects and the
-            common state are copied in any case.
-        durable: whether everything is on the medium before the checkpoint counts. Without, a power failure soon
-            after the save can leave a checkpoint whose files are incomplete; a crash of the process can't.
-        allow_pickle: whether values that the format can't hold are pickled; loading them then needs it too.
-        stale_after: seconds without a change after which another machine's save counts as interrupted, so that its
-            orphaned files are removed; one of this machine does as soon as its process is gone.
-        progress: called with the bytes that this rank wrote since the last call, by one thread at a time.
-        fingerprint: whether each tensor's `fingerprint` is stored with it, added up from the bytes as they are written;
-            `verify` then reads the tensors back and compares. Only our own format has a place for that.
-        checksums: whether the hash of each block of 256 KiB is stored, so that loads and `verify` find what was
-            changed. Without, a save is a little faster, and such checkpoints are taken on trust. The common state, the
-            index and what a format's own files carry are hashed all the same.
-        check_replicas: whether replicas of tensors that are cut alike are compared, by `fingerprint`, before anything
-            is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then reads
-            all that it shares with another one. Objects aren't compared.
-        threads: number of threads that write, in formats that can; None for as many as torch has, up to a few.
-        common: whether the common state must be the "same" on all ranks, or is the "union" of their dicts, by key, as
-            pipeline stages need it that have keys of their own. What several ranks have under one key must be the same
-            bits. Only where ranks differ are common states sent, one of each kind.
-        report: Function that each rank calls once, after the commit, with its `SaveReport`: what the file system
-            refused, such as to sync folders. `convert` calls it on rank 0 alone. The log says the same.
-            What it raises is logged: the checkpoint is there by then.
+        snapshot: Whether a request holds copies of the shards' tensors. Otherwise, as for functional training steps,
+            tensors are written from their own memory, and must not change until the request is done. Objects and the
+            common state are always copied.
+        durable: Whether everything is on the medium before the checkpoint is published. Otherwise a power failure soon
+            after the save can leave a checkpoint with incomplete files; a crash of the process can't.
+        allow_pickle: Whether values that the format can't hold are pickled; loading them then needs it too.
+        stale_after: Seconds without a change after which another machine's save counts as interrupted, so that its
+            orphaned files are removed. A save of this machine counts as interrupted as soon as its process has ended.
+        progress: Function that is called with the number of bytes written by this rank since its last call, by one
+            thread at a time.
+        fingerprint: Whether each tensor's `fingerprint` is computed during the write and stored with it; `verify` then
+            reads the tensors back and compares. Only our own format can store it.
+        checksums: Whether the hash of each block of 256 KiB is stored, so that loads and `verify` detect changes.
+            Without them, a save is a little faster, and damage goes unnoticed. The common state, the index and the
+            checksums that belong to a format's own files are hashed in any case.
+        check_replicas: Whether replicas of equally cut tensors are compared by `fingerprint` before anything is
+            written: a spec that forgets a cut makes every rank pass its part as the whole. Each rank then reads all
+            tensors that it shares with others. Objects aren't compared.
+        threads: Number of threads that write, in formats that support it; None for torch's number, up to a few.
+        common: "same": the common state must be equal on all ranks; "union": it is the union of the ranks' dicts, for
+            pipeline stages with different keys. Values of several ranks under one key must be equal bit by bit. Common
+            states are sent only if ranks differ, one of each kind.
+        report: Function that each rank calls once with its `SaveReport`, after the commit; `convert` calls it on rank 0
+            only. The log has the same information. Its exceptions are logged, since the checkpoint is published by
+            then.
 
     Examples:
         >>> SaveOptions(durable=False).checksums
@@ -176,17 +177,17 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         if self.check_replicas:
-            leaf("differing_replicas")  # imported now: a save imports nothing, since it may run in a signal handler
+            leaf("differing_replicas")  # imported now, since a save may run in a signal handler and imports nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replaced:
-    """A checkpoint whose folder is exchanged, in the end, for the one that a save writes.
+    """A checkpoint whose folder a save will exchange for the folder that it writes.
 
     Attributes:
-        storage: the folder, of the old files before and of the new ones after.
-        sibling: the folder beside it, which is written.
-        stamp: the mark of the old checkpoint.
+        storage: Storage of the folder: old files before the exchange, new files after it.
+        sibling: Folder beside it, which the save writes.
+        stamp: Stamp of the old checkpoint.
     """
 
     storage: Storage
@@ -199,18 +200,18 @@ class PendingSave:
     """A checkpoint that is being written.
 
     Attributes:
-        storage: the folder that is written.
-        save_id: the name of this save, and of the folder inside `storage` that is this save's alone.
-        world: the ranks that write it together.
-        before: metadata.json as it was when the save began, None if there was none.
-        options: options for writing it.
-        layout: all ranks' shards, None if the ranks didn't exchange them.
-        replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
-        overwrite: whether the caller lets a checkpoint be replaced.
-        common: the common state with holes where shards were, for SAVE_SHARDED of a format whose files of tensors have
-            room for some of it (`FormatTraits.writes_common`); None where a caller hasn't given it.
-        state: the state of the request that SAVE_SHARDED returned, for the format's PUBLISH row and for SAVE_COMMON.
-            For SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
+        storage: Storage of the folder that is written.
+        save_id: Name of the save, and of its own folder inside `storage`.
+        world: Ranks that write it together.
+        before: Content of metadata.json when the save began; None if there was none.
+        options: Options for writing it.
+        layout: Columns of all ranks' shards; None if the ranks didn't exchange them.
+        replaced: Checkpoint that the folder replaces by an exchange; None if there is no exchange.
+        overwrite: Whether the caller allows a checkpoint to be replaced.
+        common: Common state with holes in place of shards, for SAVE_SHARDED rows of formats that store some of it in
+            the tensors' files (`FormatTraits.writes_common`); None if the caller didn't pass it.
+        state: State of the request from SAVE_SHARDED, for the format's PUBLISH and SAVE_COMMON rows. SAVE_SHARDED
+            itself gets None, or the previous rank's state if one process plays several ranks.
     """
 
     storage: Storage
@@ -226,18 +227,18 @@ class PendingSave:
 
     @property
     def destination(self) -> Storage:
-        """The folder that holds the checkpoint in the end: `storage`, unless that takes another one's place."""
+        """The folder that will hold the checkpoint: `storage`, or the folder that it replaces."""
         return self.storage if self.replaced is None else self.replaced.storage
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """Result of a save on this rank; a request and those that are made from it share one.
+    """Result of a save on this rank, shared by a request and all requests that are derived from it.
 
     Attributes:
-        fields: the fields of metadata.json, once the save is committed and finalized.
-        error: the error with which it failed.
-        commit: function that waits for the save and commits it, or raises; None before a queue has it.
+        fields: Fields of metadata.json, once the save is committed and finalized.
+        error: Error of a failed save.
+        commit: Function that waits for the save and commits it, or raises; None until the request is in a queue.
     """
 
     fields: Fields | None = None
@@ -247,28 +248,29 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AsyncRequest(Generic[T]):
-    """A save that is prepared and not yet done: a value until `execute_sync` or an `AsyncCallsQueue` runs it.
+    """A prepared save: an immutable value until `execute_sync` or an `AsyncCallsQueue` runs it.
 
-    It is immutable, so a queue runs exactly what was scheduled: a finalizer that is added later is in another request.
-    Megatron-Core's request has only functions that write and finalizers. Whether the checkpoint counts is decided from
-    all ranks' results, which a finalizer doesn't have: hence `index` and `publish`, which together are the commit.
+    A queue runs exactly the request that was scheduled: adding a finalizer later makes another request. Megatron-Core's
+    request only has functions that write and finalizers. Here, the commit needs the results of all ranks, which a
+    finalizer doesn't get; hence `index` and `publish`, which are the two halves of the commit.
 
     Attributes:
-        world: the ranks that save; used only by the thread that commits.
-        async_fn: function that writes this rank's files, without any collective; may run in another thread.
-        index: function that rank 0 calls with every rank's result, by rank: writes what of the checkpoint only all
-            ranks together know, and returns the fields of metadata.json. No collective.
-        finalize_fns: functions for every rank after the commit, in order; if one fails, it is an error on all ranks.
-        abandon: function for every rank that knows that writing or the commit failed; removes what was written. Never
-            raises.
-        folder: the destination, None if unknown.
-        clean_up: function for every rank right after the commit; removes what isn't needed any more. Its error is
-            raised on that rank alone, unless there are `finalize_fns`.
-        outcome: the result.
-        state: a value of the format's own class, which the format's later rows of the same save need.
-        removes_saves: whether `clean_up` removes the folders of interrupted saves, and the note in its own.
-        publish: function that rank 0 calls with these fields, last of all: makes the folder a checkpoint. A format's
-            own request has none: its PUBLISH row does that, or metadata.json.
+        world: Ranks that save; used only by the thread that commits.
+        async_fn: Function that writes this rank's files, without any collective; it may run in another thread.
+        index: Function that rank 0 calls with the results of all ranks, by rank. It writes the index of the checkpoint,
+            without any collective, and returns the fields of metadata.json.
+        finalize_fns: Functions that every rank calls after the commit, in order; an error in one is raised on all
+            ranks.
+        abandon: Function that each rank calls after it learns of a failed write or commit, to remove the written files.
+            Never raises.
+        folder: Storage of the destination; None if unknown.
+        clean_up: Function that every rank calls right after the commit, to remove obsolete files. Its error is raised
+            on that rank only, unless there are `finalize_fns`.
+        outcome: Result of the save.
+        state: Value of the format's own class that the format's later rows of the same save need.
+        removes_saves: Whether `clean_up` removes the folders of interrupted saves, and the note in its own folder.
+        publish: Function that rank 0 calls last with these fields, to make the folder a checkpoint. Requests of formats
+            leave the default: their PUBLISH row does it, or metadata.json.
     """
 
     world: World
@@ -294,11 +296,11 @@ class AsyncRequest(Generic[T]):
         return f"AsyncRequest({f'to {self.folder!r}, ' if self.folder is not None else ''}{state})"
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
-        """Return the request with one more function to call after the commit, after those that it has."""
+        """Return a copy of the request with one more function at the end of `finalize_fns`."""
         return replace(self, finalize_fns=(*self.finalize_fns, fn))
 
     def commit(self, results: Sequence[T]) -> Fields:
-        """Index and publish the results of `async_fn`, by rank, and return the fields of metadata.json; on rank 0."""
+        """Index and publish the results of all ranks, and return the fields of metadata.json; on rank 0 only."""
         fields = self.index(results)
         self.publish(fields)
         return fields
@@ -306,23 +308,23 @@ class AsyncRequest(Generic[T]):
     def execute_sync(self) -> Fields:
         """Write, commit and finalize now, and return the fields of metadata.json; collective.
 
-        After a failure it may be called again; once it has succeeded, a second call is refused.
+        It may be called again after a failure, but not after a success.
 
         Raises:
-            CheckpointingException: some rank failed; nothing was committed unless a finalizer is what failed.
+            CheckpointingException: some rank failed; nothing was committed, unless a finalizer failed.
         """
         return self.finish(self.async_fn)
 
     def result(self) -> Fields:
-        """Return the fields of metadata.json once the save is committed, or raise why it isn't; collective.
+        """Wait for the save's commit, and return the fields of metadata.json or raise the save's error; collective.
 
-        A scheduled save is waited for, and its queue commits it, after those that were scheduled before it. One that
-        isn't scheduled is executed now. Later calls return or raise the same, and aren't collective.
+        The queue commits a scheduled save after all earlier ones. A save that isn't scheduled is executed now. Later
+        calls return or raise the same, and aren't collective.
 
         Raises:
-            CheckpointingException: this save failed; or one before it in the queue did, which the error's notes name:
-                then call it again.
-            WorldError: another thread uses the queue, or it was forked.
+            CheckpointingException: this save failed. If an earlier save of the queue failed, the error's notes name it:
+                then call this again.
+            WorldError: another thread uses the queue, or the process was forked.
 
         Examples:
             >>> import torch, shardtree as st
@@ -341,16 +343,16 @@ class AsyncRequest(Generic[T]):
             raise outcome.error
         if outcome.fields is None:
             where = "" if self.folder is None else f" to {self.folder.where()!r}"
-            fix = "Ask in the process that scheduled it."
-            raise WorldError(error_text(f"async save{where}: it isn't in progress in this process", fix=fix))
+            fix = "Call result() in the process that scheduled the save."
+            raise WorldError(error_text(f"async save{where}: the save isn't in progress in this process", fix=fix))
         return outcome.fields
 
     @shielded
     def finish(self, written: Callable[[], T]) -> Fields:
-        """Commit and finalize what was written, and return the fields of metadata.json; collective.
+        """Commit and finalize written files, and return the fields of metadata.json; collective.
 
         Args:
-            written: returns the result of `async_fn` on this rank, or raises its error.
+            written: Function that returns the result of `async_fn` on this rank, or raises its error.
 
         Raises:
             CheckpointingException: some rank failed, as in `execute_sync`.
@@ -376,15 +378,15 @@ class AsyncRequest(Generic[T]):
             results = gather_on_rank_zero(self.world, "save: write", write)
             fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=_COMMIT_STEPS)
         except BaseException as error:
-            # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may be the
-            # checkpoint's. A RemoteError is a kind of WorldError too, but then all ranks know of the failure.
+            # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may belong to the
+            # checkpoint. A RemoteError is a WorldError too, but then all ranks know of the failure.
             is_cut_off = type(error) is WorldError or not isinstance(error, CheckpointingException)
             if wrote and self.world.rank != 0 and is_cut_off:
-                error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
-            elif not isinstance(error, OutcomeUnknown):  # else a store may take rank 0's last request after all
+                error.add_note("save: rank 0 may have committed, so the files of this rank stay")
+            elif not isinstance(error, OutcomeUnknown):  # a store may still execute rank 0's last request
                 self.abandon()
             raise
-        # No phase of its own: the checkpoint counts by now, so no rank waits while rank 0 removes what it replaced.
+        # This isn't a phase: the checkpoint is published, so no rank needs to wait while rank 0 removes old files.
         if not self.finalize_fns:
             self.clean_up()
             return fields

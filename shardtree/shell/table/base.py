@@ -1,8 +1,8 @@
 """The dispatch table: strategies are plain functions, keyed by (action, backend, version).
 
-Megatron-Core's strategy classes have attributes and compatibility checks for what a backend can do; here it can do what
-it has a row for. A table is a value: pass ``strategies=default_strategies | {row: function}`` to one call, or register
-a row for the whole process.
+Megatron-Core's strategy classes declare abilities by attributes and compatibility checks; here, a backend supports
+exactly the actions that it has a row for. A table is a value: pass ``strategies=default_strategies | {row: function}``
+to one call, or register a row for the whole process.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ENTRY_POINT_GROUP = "shardtree.strategies"
 
 
 class StrategyTable(Mapping[Row, Strategy]):
-    """A dispatch table that prints as one: an action a line, a backend a column. Read-only; ``|`` makes a new one.
+    """A read-only dispatch table; ``|`` makes a new one. Printed as a grid of actions and backends.
 
     Args:
-        rows: from (action, backend, version) to a function; looked at, not copied. Where a row of ours is a name, its
-            module is imported when the row is looked up: a program loads the formats that it uses.
+        rows: Mapping from (action, backend, version) to a function; it isn't copied. A function of our own formats may
+            be an address whose module is imported on lookup, so that a program loads only the formats that it uses.
 
     Raises:
-        StrategyError: it isn't a mapping of rows to functions.
+        StrategyError: the argument isn't a mapping from rows to functions.
 
     Examples:
         >>> table = StrategyTable({(StrategyAction.LOAD_COMMON, "cards", 1): print})
@@ -59,23 +59,23 @@ class StrategyTable(Mapping[Row, Strategy]):
         return _function_at(strategy) if isinstance(strategy, str) else strategy
 
     def __contains__(self, row: object) -> bool:
-        """Return whether there is a row; nothing is imported."""
+        """Return whether a row exists, without importing anything."""
         return row in self._rows
 
     def __iter__(self) -> Iterator[Row]:
-        """Return all rows."""
+        """Return an iterator over the rows."""
         return iter(self._rows)
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return len(self._rows)
 
     def __or__(self, other: Strategies) -> StrategyTable:
-        """Return a table with the other's rows in it, which win."""
+        """Return the union of both tables; the other's rows take precedence."""
         return StrategyTable({**self._rows, **_rows_of(other)})
 
     def __ror__(self, other: Strategies) -> StrategyTable:
-        """Return a table of both, in which these rows win."""
+        """Return the union of both tables; this table's rows take precedence."""
         return StrategyTable({**_rows_of(other), **self._rows})
 
     def __repr__(self) -> str:
@@ -89,14 +89,14 @@ class StrategyTable(Mapping[Row, Strategy]):
         width = max((len(action.value) for action in actions), default=0)
         lines = ["  ".join([" " * width, *heads])]
         for action in actions:
-            marks = ["x" if (action, *each) in self else " " for each in backends]
+            marks = ["x" if (action, *backend) in self else " " for backend in backends]
             cells = (mark.center(len(head)) for mark, head in zip(marks, heads, strict=True))
             lines.append("  ".join([action.value.ljust(width), *cells]).rstrip())
         return "\n".join(lines)
 
 
 def _in_order(actions: Set[Enum]) -> list[Enum]:
-    """Return our own actions in the order of their definition, then those that users added, by name."""
+    """Return our own actions in the order of their definition, then the users' actions by name."""
     ours = [action for action in StrategyAction if action in actions]
     return [*ours, *sorted(actions - {*ours}, key=attrgetter("value"))]
 
@@ -112,20 +112,20 @@ def _rows_of(table: Strategies) -> StoredRows:
 
 
 def _checked_rows(table: StoredRows) -> StoredRows:
-    """Return a table, if it is one: what a caller writes may lack a part of a row.
+    """Return a table unchanged, after checking its rows and functions.
 
     Raises:
-        StrategyError: it isn't a mapping, or has a key that isn't a row, or a value that isn't a function.
+        StrategyError: the table isn't a mapping, or has an invalid row, or a value that isn't a function.
     """
     fix = "Pass default_strategies | {(action, backend, version): function}."
     if not isinstance(table, Mapping):
-        what = "not a dispatch table"
+        what = "strategies: not a dispatch table"
         raise StrategyError(error_text(what, found=type(table).__name__, expected="a mapping", fix=fix))
     wrong = [
         row for row, strategy in table.items() if not (_is_row(row) and (callable(strategy) or _is_ours(strategy)))
     ]
     if wrong:
-        what = "a dispatch table with invalid entries"
+        what = "strategies: the dispatch table has invalid entries"
         lines = [f"{row!r}: {type(table[row]).__name__}" for row in wrong]
         expected = "(StrategyAction, backend name, version) and a function"
         raise StrategyError(error_text(what, offenders=lines, expected=expected, fix=fix))
@@ -140,7 +140,7 @@ def _is_row(row: object) -> bool:
 
 
 def _is_action(action: object) -> bool:
-    # A plain string isn't an action: it is rather one of ours, whose name was passed in place of the member.
+    # A plain string isn't an action: most likely the name of one was passed instead of the Enum's member.
     return isinstance(action, Enum) and isinstance(action.value, str)
 
 
@@ -151,24 +151,24 @@ def _is_ours(strategy: object) -> bool:
 _rows: dict[Row, Strategy | str] = {**safetensors.ROWS, **leaf("formats")()}
 
 default_strategies = StrategyTable(_rows)
-"""Every registered row: prints as a table. Read-only; ``default_strategies | {...}`` makes a table of its own."""
+"""The dispatch table of the process, with every registered row. It is read-only; ``|`` makes another table."""
 
 
 def register_default_strategy(
     action: Enum, backend: str, version: int, strategy: Strategy | None = None, *, override: bool = False
 ) -> Callable[[Fn], Fn]:
-    """Register a function for a row, for this process; works as a decorator too.
+    """Register a function for a row of this process's table; also a decorator.
 
     Args:
-        action: a `StrategyAction`, whose protocol is the function's signature; or an action of the caller's own, a
-            member of an Enum whose value is a string.
-        backend: the format's name.
-        version: the format's version.
-        strategy: the function; None if this is used as a decorator.
-        override: replace a row that is taken.
+        action: A `StrategyAction`, whose protocol is the function's signature; or the caller's own action, a member of
+            an Enum with a string as its value.
+        backend: Name of the format.
+        version: Version of the format.
+        strategy: The function; None if this is used as a decorator.
+        override: Whether to replace the function of an existing row.
 
     Raises:
-        StrategyError: the row is taken, or isn't a row.
+        StrategyError: the row is taken or invalid.
 
     Examples:
         >>> @register_default_strategy(StrategyAction.LOAD_COMMON, "example", 1)
@@ -199,16 +199,16 @@ def register_default_strategy(
 def get_default_strategy(action: Enum, backend: str, version: int, *, strategies: Strategies | None = None) -> Strategy:
     """Return the function of a row.
 
-    A row that is missing from the process's table is looked for once among the entry points of installed packages.
+    If the process's table lacks the row, entry points of installed packages are loaded once.
 
     Args:
-        action: what to do.
-        backend: the format's name.
-        version: the format's version.
-        strategies: the table; None for the process's.
+        action: Action of the row.
+        backend: Name of the format.
+        version: Version of the format.
+        strategies: Dispatch table; None for the process's.
 
     Raises:
-        StrategyError: there is no such row; lists the backends and versions that have that action.
+        StrategyError: there is no such row; the error lists the formats that have the action.
 
     Examples:
         >>> table = {(StrategyAction.SAVE_SHARDED, "safetensors", 1): print}
@@ -232,26 +232,26 @@ def get_default_strategy(action: Enum, backend: str, version: int, *, strategies
 
 
 def find_strategy(action: Enum, backend: str, version: int, *, strategies: Strategies | None = None) -> Strategy | None:
-    """Return the function of a row, None if there is none: whether a backend can do something.
+    """Return the function of a row, or None if the backend doesn't support the action.
 
     Examples:
         >>> find_strategy(StrategyAction.LOAD_OBJECTS, "punch cards", 1) is None
         True
     """
     row = (action, backend, version)
-    # Never from the process's table: the caller's may lack a row on purpose.
+    # The process's table is no fallback, since the caller's table may lack a row on purpose.
     return table_of(strategies).get(row) or _packages().rows.get(row)
 
 
 def formats_with(action: Enum, *, strategies: Strategies | None = None) -> tuple[tuple[str, int], ...]:
-    """Return the formats that have a row for an action, as (backend, version), sorted; installed packages' too.
+    """Return the formats that have a row for an action, as sorted (backend, version) pairs.
 
     Examples:
         >>> ("safetensors", 1) in formats_with(StrategyAction.SAVE_SHARDED)
         True
     """
     if strategies is None:
-        _packages()  # which registers them
+        _packages()  # registers the formats of installed packages
     rows = sorted(table_of(strategies), key=_order)
     return tuple((name, version) for other, name, version in rows if other is action)
 
@@ -290,7 +290,7 @@ def manifests(strategies: Strategies | None = None) -> tuple[str, ...]:
 
 
 def is_whole(strategies: Strategies | None, storage: Storage, name: str) -> bool:
-    """Return whether a file that decides ends as one of its kind does, by the first format that it decides for.
+    """Return whether a deciding file is complete, as judged by the first format whose patterns match its name.
 
     Args:
         strategies: Dispatch table; None for the process's.
@@ -298,7 +298,7 @@ def is_whole(strategies: Strategies | None, storage: Storage, name: str) -> bool
         name: Name of the file.
 
     Raises:
-        CheckpointingException: It doesn't.
+        CheckpointingException: the file is truncated; some formats raise instead of returning False.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -321,10 +321,10 @@ def _all_traits(strategies: Strategies | None) -> list[FormatTraits]:
 
 
 def table_of(strategies: Strategies | None) -> Strategies:
-    """Return the dispatch table of an argument: the process's for None.
+    """Return the dispatch table that an argument stands for; None stands for the process's.
 
     Raises:
-        StrategyError: it isn't a table.
+        StrategyError: the argument isn't a dispatch table.
 
     Examples:
         >>> table_of(None) is default_strategies, table_of({})
@@ -339,11 +339,11 @@ def table_of(strategies: Strategies | None) -> Strategies:
 
 @dataclass(frozen=True, slots=True)
 class _Packages:
-    """What installed packages bring.
+    """Formats from entry points of installed packages.
 
     Attributes:
-        rows: those that entry points registered while they were imported.
-        errors: what names the entry points that can't be imported, and why.
+        rows: Rows that the entry points registered while they were loaded.
+        errors: Errors of entry points that can't be loaded, by a text that names the entry point and the reason.
     """
 
     rows: Strategies
@@ -352,19 +352,19 @@ class _Packages:
 
 @cache
 def _packages() -> _Packages:
-    """Return what installed packages bring; one that can't be imported is a warning, and in errors on missing rows."""
+    """Load entry points once; failures are warned of, and named in errors about missing rows."""
     before = set(default_strategies)
     errors: dict[str, Exception] = {}
-    # Only when a row is missing: a package that isn't needed can't slow down or break a program.
+    # This runs only if a row is missing, so that a package that isn't needed can't slow down or break a program.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry_point.load()
         except Exception as error:
-            what = f"entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
-            errors[f"{what}: {type(error).__name__}: {error}"] = error
+            problem = f"entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
+            errors[f"{problem}: {type(error).__name__}: {error}"] = error
     if errors:
-        fix = "Their formats are missing. Repair or uninstall the packages that bring them."
-        text = error_text("strategies: packages that are broken", offenders=list(errors), fix=fix)
+        fix = "Their formats are missing. Repair or uninstall these packages."
+        text = error_text("strategies: installed packages are broken", offenders=list(errors), fix=fix)
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return _Packages({row: default_strategies[row] for row in default_strategies if row not in before}, errors)
 
@@ -375,7 +375,7 @@ def _checked_row(action: Enum, backend: str, version: int) -> Row:
         return action, backend, number
     row = f"({action!r}, {backend!r}, {version!r})"
     raise StrategyError(
-        error_text("not a row of the table", found=row, expected="(StrategyAction, backend name, version)")
+        error_text("strategies: invalid row", found=row, expected="(StrategyAction, backend name, version)")
     )
 
 

@@ -1,6 +1,6 @@
-"""The global index in columns: which tensor, which box, which file, which byte; its texts, and lookups in its rows.
+"""The global index in columns: tensors, their chunks, files and offsets; text columns, and lookups.
 
-Columns, since a checkpoint may have a million chunks: they stay in the file's bytes, and nothing is made for each row.
+A checkpoint may have a million chunks. Columns are views of the file's bytes, so that no object is made for a row.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """Everything about a checkpoint but the elements. Texts are utf-8, one after the other, with where each starts.
+    """The index of a checkpoint: everything but the elements. Texts are concatenated in UTF-8, with their offsets.
 
     Attributes:
-        key_text: tensors' keys, sorted, uint8 (characters,).
-        key_start: int64 (keys + 1,).
-        key_axes: rank of each tensor, int64 (keys,).
-        key_prepended: how many of the axes are prepended, int64 (keys,).
-        key_dtype: number of the dtype's name, int64 (keys,).
-        key_shape: global shapes, right-aligned, int64 (keys, axes).
-        dtype_text: names of the dtypes, uint8 (characters,).
-        dtype_start: int64 (dtypes + 1,).
-        chunk_key: number of the key, ascending, int64 (chunks,).
-        chunk_offset: right-aligned, int64 (chunks, axes).
-        chunk_shape: right-aligned, int64 (chunks, axes).
-        chunk_start: first element of the flat range, -1 for a whole box, int64 (chunks,).
-        chunk_stop: int64 (chunks,).
-        chunk_file: number of the file, int64 (chunks,).
-        chunk_byte: where the chunk begins in the file, int64 (chunks,).
-        chunk_length: in bytes, int64 (chunks,).
-        object_text: objects' unique keys, sorted, uint8 (characters,).
-        object_start: int64 (objects + 1,).
-        object_file: int64 (objects,).
-        object_byte: int64 (objects,).
-        object_length: int64 (objects,).
-        file_text: names inside the checkpoint, uint8 (characters,).
-        file_start: int64 (files + 1,).
-        file_length: in bytes, int64 (files,).
-        file_block: number of each file's first block hash, int64 (files + 1,).
-        block_hash: XXH3-64 of each block, file by file, uint64 (blocks,).
-        x_fingerprint: of each tensor, uint64 (keys,); None if the save stored none.
+        key_text: Keys of the tensors, sorted, uint8 (characters,).
+        key_start: Offsets of the keys in `key_text`, int64 (keys + 1,).
+        key_axes: Number of axes of each tensor, int64 (keys,).
+        key_prepended: Number of prepended axes of each tensor, int64 (keys,).
+        key_dtype: Number of each tensor's dtype, int64 (keys,).
+        key_shape: Global shapes, right-aligned, int64 (keys, axes).
+        dtype_text: Names of the dtypes, uint8 (characters,).
+        dtype_start: Offsets of the names in `dtype_text`, int64 (dtypes + 1,).
+        chunk_key: Number of each chunk's tensor, ascending, int64 (chunks,).
+        chunk_offset: Offsets of the chunks' boxes, right-aligned, int64 (chunks, axes).
+        chunk_shape: Shapes of the chunks' boxes, right-aligned, int64 (chunks, axes).
+        chunk_start: First element of the flat range in the box, -1 for a whole box, int64 (chunks,).
+        chunk_stop: One past the last element of the flat range, -1 for a whole box, int64 (chunks,).
+        chunk_file: Number of each chunk's file, int64 (chunks,).
+        chunk_byte: Offset of each chunk in its file, int64 (chunks,).
+        chunk_length: Length of each chunk in bytes, int64 (chunks,).
+        object_text: Unique keys of the objects, sorted, uint8 (characters,).
+        object_start: Offsets of the unique keys in `object_text`, int64 (objects + 1,).
+        object_file: Number of each object's file, int64 (objects,).
+        object_byte: Offset of each object in its file, int64 (objects,).
+        object_length: Length of each object in bytes, int64 (objects,).
+        file_text: Names of the files inside the checkpoint, uint8 (characters,).
+        file_start: Offsets of the names in `file_text`, int64 (files + 1,).
+        file_length: Length of each file in bytes, int64 (files,).
+        file_block: Number of each file's first block, int64 (files + 1,).
+        block_hash: XXH3-64 hash of each block, file by file, uint64 (blocks,).
+        x_fingerprint: Fingerprint of each tensor, uint64 (keys,); None if the save stored none.
     """
 
     key_text: Bytes
@@ -88,11 +88,11 @@ class Index:
     x_fingerprint: Hashes | None = None
 
     def keys(self) -> list[str]:
-        """Return the tensors' keys, sorted: a tensor's number is the position of its key."""
+        """Return the tensors' keys, sorted; a tensor's number is the position of its key."""
         return texts(self.key_text, self.key_start)
 
     def object_names(self) -> list[str]:
-        """Return the objects' unique keys, sorted: an object's number is the position of its key."""
+        """Return the objects' unique keys, sorted; an object's number is the position of its unique key."""
         return texts(self.object_text, self.object_start)
 
     def file_names(self) -> list[str]:
@@ -105,11 +105,11 @@ class Index:
         return {name: np.ascontiguousarray(column) for name, column in columns.items() if column is not None}
 
     def find_keys(self, keys: Sequence[str]) -> list[int]:
-        """Return the number of each tensor, -1 for one that isn't there."""
+        """Return the number of each tensor, -1 for missing ones."""
         return find_texts(self.key_text, self.key_start, keys)
 
     def find_objects(self, unique_keys: Sequence[str]) -> list[int]:
-        """Return the number of each object, -1 for one that isn't there."""
+        """Return the number of each object, -1 for missing ones."""
         return find_texts(self.object_text, self.object_start, unique_keys)
 
     def file(self, number: int) -> StoredFile:
@@ -122,7 +122,7 @@ class Index:
         """Return the kind of a stored tensor.
 
         Raises:
-            UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
+            UnsupportedValue: this torch lacks the tensor's dtype; other tensors can be read.
         """
         axes = int(self.key_axes[number])
         shape = self.key_shape[number, self.key_shape.shape[1] - axes :].tolist()
@@ -137,14 +137,14 @@ class Index:
         """Return the kinds of several stored tensors.
 
         Raises:
-            UnsupportedValue: as `kind`.
+            UnsupportedValue: this torch lacks a tensor's dtype.
         """
         rows = np.array(numbers, dtype=np.int64)
         by_number = [_readable_or_none(name) for name in texts(self.dtype_text, self.dtype_start)]
         dtypes = [by_number[number] for number in self.key_dtype[rows].tolist()]
         if None in dtypes:
             return [self.kind(number) for number in numbers]
-        # A model repeats few kinds in many layers; each is one object.
+        # A model repeats few kinds in many layers, so each kind is made once.
         kinds: dict[tuple[Any, ...], TensorKind] = {}
         fields = zip(dtypes, _shapes(self, rows), self.key_prepended[rows].tolist(), strict=True)
         return [kinds.get(kind) or kinds.setdefault(kind, TensorKind(*kind)) for kind in fields]
@@ -155,11 +155,11 @@ COLUMNS = tuple(name for name in ALL_COLUMNS if name != "x_fingerprint")
 """Names of the columns that every index has."""
 
 
-# Texts as one utf-8 column, with where each starts
+# Text columns: concatenated UTF-8 texts and their offsets.
 
 
 def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
-    """Return texts as one utf-8 column, and where each starts.
+    """Return the concatenated UTF-8 of texts, and the offset of each text.
 
     Examples:
         >>> text, start = text_columns(["ab", "c"])
@@ -173,7 +173,7 @@ def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
 
 
 def text_at(text: Bytes, start: Column, number: int) -> str:
-    """Return one text of a text column.
+    """Return a single text of a text column.
 
     Examples:
         >>> text_at(*text_columns(["ab", "c"]), 1)
@@ -190,7 +190,7 @@ def texts(text: Bytes, start: Column) -> list[str]:
         ['ab', 'c']
     """
     data, places = text.tobytes(), start.tolist()
-    if data.isascii():  # one decode for all: characters are bytes then
+    if data.isascii():  # bytes are characters, so one call decodes all texts
         whole = data.decode("ascii")
         return [whole[begin:end] for begin, end in pairwise(places)]
     return [data[begin:end].decode("utf-8") for begin, end in pairwise(places)]
@@ -200,17 +200,17 @@ _MOST_WORDS = 64
 
 
 def ascend(text: Bytes, start: Column) -> bool:
-    """Return whether the texts of a text column are sorted by their bytes, each once.
+    """Return whether the texts of a text column are strictly ascending by their bytes.
 
     Examples:
         >>> [ascend(*text_columns(texts)) for texts in (["a", "ab", "b"], ["b", "ab"], ["a", "a"])]
         [True, False, False]
     """
-    # Eight bytes of all texts at a time, as numbers: a text for each would take most of an open's time.
+    # Eight bytes of all texts at a time are compared as numbers: decoding each text would dominate an open's time.
     buffer = np.concatenate([text, np.zeros(8, dtype=np.uint8)])
     words = np.ndarray(text.size + 1, dtype=">u8", buffer=buffer, strides=(1,))
     begin, length = start[:-1], np.diff(start)
-    row = np.arange(max(length.size - 1, 0))  # of texts that are equal to the next one so far
+    row = np.arange(max(length.size - 1, 0))  # rows of texts that are equal to their successors so far
     for at in range(0, 8 * _MOST_WORDS, 8):
         if row.size == length.size - 1:
             word = _words_at(words, begin + at, length - at)
@@ -220,7 +220,7 @@ def ascend(text: Bytes, start: Column) -> bool:
         if (left > right).any():
             return False
         row = row[left == right]
-        # Padding counts for nothing: of texts that are equal so far, the one that ends is the smaller one.
+        # The words are padded with zeros, so if a text ends here, the lengths decide: the shorter one is smaller.
         at_end = row[np.maximum(length[row], length[row + 1]) <= at + 8]
         if (length[at_end] >= length[at_end + 1]).any():
             return False
@@ -233,7 +233,7 @@ def ascend(text: Bytes, start: Column) -> bool:
 
 
 def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint64]:
-    """Return the eight bytes at some places as numbers, zeros for those beyond so many that are left."""
+    """Return the eight bytes at each offset as a number, with zeros for bytes beyond the `left` remaining ones."""
     if left.min(initial=8) >= 8:
         return words[at].astype(np.uint64)
     word = words[np.minimum(at, words.size - 1)].astype(np.uint64)
@@ -242,9 +242,9 @@ def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint6
 
 
 def find_texts(text: Bytes, start: Column, names: Sequence[str]) -> list[int]:
-    """Return the numbers of texts in a sorted text column; -1 for one that isn't there.
+    """Return the numbers of texts in a sorted text column, -1 for missing ones.
 
-    A few are looked up by bisection, so that one key of a million needs no pass over all of them.
+    Few texts are looked up by bisection, so that finding one key in a million needs no pass over all of them.
 
     Examples:
         >>> find_texts(*text_columns(["ab", "c"]), ["c", "x"])
@@ -271,15 +271,15 @@ def _bisect(text: Bytes, start: Column, name: bytes) -> int:
     return low if is_there else -1
 
 
-# Lookups in the rows of an index: a tensor, its chunks and its files
+# Lookups in the rows of an index: tensors, their chunks and their files.
 
 _AT_ONCE = 64
-"""So few that a loop which drops the shards as it goes doesn't trigger the garbage collector, so many that one call for
-all of them pays."""
+"""Number of shards that are made together: enough to amortise the call, but too few to trigger the garbage collector in
+a loop that drops them."""
 
 
 def item_sizes(index: Index) -> Column:
-    """Return how many bytes an element of each of an index's dtypes has, -1 if this torch can't read it."""
+    """Return the item size of each dtype of an index in bytes, -1 for dtypes that this torch can't read."""
     dtypes = map(_readable_or_none, texts(index.dtype_text, index.dtype_start))
     return np.array([-1 if dtype is None else dtype.itemsize for dtype in dtypes], dtype=np.int64)
 
@@ -298,12 +298,12 @@ def _readable(name: str) -> torch.dtype:
 
 
 def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
-    """Return whether tensors are stored in the given global shapes and dtypes, by comparing columns.
+    """Return whether tensors are stored with the expected global shapes and dtypes, by comparing columns.
 
     Args:
-        index: the checkpoint's index.
-        numbers: the tensors' numbers in the index, -1 for one that isn't there, int64 (tensors,).
-        kinds: the expected kind of each; prepended axes aren't compared.
+        index: Index of the checkpoint.
+        numbers: Numbers of the tensors in the index, -1 for missing ones, int64 (tensors,).
+        kinds: Expected kind of each tensor; prepended axes aren't compared.
     """
     if (numbers < 0).any():
         return False
@@ -312,7 +312,7 @@ def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> 
     axes = np.fromiter(map(len, expected_shapes), dtype=np.int64, count=len(kinds))
     try:
         shapes = box_column(expected_shapes, fill=1, axes=width)
-    except OverflowError:  # larger than anything that is stored
+    except OverflowError:  # larger than any stored shape
         return False
     if shapes.shape[1] > width or (axes != index.key_axes[numbers]).any() or (shapes != index.key_shape[numbers]).any():
         return False
@@ -321,16 +321,16 @@ def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> 
 
 
 def chunks_of(index: Index, numbers: Column) -> StoredChunks:
-    """Return the stored chunks of the given tensors.
+    """Return the stored chunks of tensors.
 
     Args:
-        index: the checkpoint's index.
-        numbers: the tensors' numbers in the index, each once, int64 (tensors,); the result numbers them by position.
+        index: Index of the checkpoint.
+        numbers: Distinct numbers of the tensors in the index, int64 (tensors,); the result numbers tensors by position.
     """
     first = np.searchsorted(index.chunk_key, numbers, side="left")
     count = np.searchsorted(index.chunk_key, numbers, side="right") - first
     rows = _rows_of(first, count)
-    # Most loads ask for all tensors: then the index's own column is the result, without a copy.
+    # Most loads request all tensors: then the index's own column is the result, without a copy.
     all_of_them = isinstance(rows, slice) and (numbers == np.arange(numbers.size)).all()
     return StoredChunks(
         key=index.chunk_key[rows] if all_of_them else np.repeat(np.arange(numbers.size), count),
@@ -344,24 +344,24 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
 
 
 def _rows_of(first: Column, count: Column) -> Column | slice:
-    """Return the rows of several ranges; a slice if they are adjacent, since indexing by a slice copies nothing."""
+    """Return the rows of several ranges, as a slice if they are adjacent, since indexing by a slice copies nothing."""
     if first.size and (first[1:] == first[:-1] + count[:-1]).all():
         return slice(int(first[0]), int(first[-1] + count[-1]))
     return span_numbers(first, count)[1]
 
 
 def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
-    """Return a stored tensor as one shard without data."""
+    """Return a whole stored tensor as a shard without data."""
     kind = index.kind(number)
     (shard,) = whole_tensors([key], [kind.dtype], [kind.global_shape])
     return shard
 
 
 def whole_shards(index: Index) -> Iterator[ShardedTensor]:
-    """Yield each stored tensor as one shard without data, made a few at a time.
+    """Yield each whole stored tensor as a shard without data, made a few at a time.
 
     Raises:
-        UnsupportedValue: this torch lacks a tensor's dtype; those before it come first.
+        UnsupportedValue: this torch lacks a tensor's dtype; raised after the tensors before it.
     """
     keys, shapes = texts(index.key_text, index.key_start), _shapes(index, np.arange(index.key_axes.size))
     by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
@@ -375,14 +375,14 @@ def whole_shards(index: Index) -> Iterator[ShardedTensor]:
 
 
 def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
-    """Return the global shape of each of some tensors."""
+    """Return the global shapes of tensors by their rows."""
     axes = index.key_shape.shape[1]
-    # Converted column by column: a list for each row would keep the garbage collector busy.
+    # Columns are converted one by one, since a list for each row would keep the garbage collector busy.
     shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))
     skips = (axes - index.key_axes[rows]).tolist()
     return [shape[skip:] for shape, skip in zip(shapes, skips, strict=True)] if any(skips) else shapes
 
 
 def int64(values: Sequence[int]) -> Column:
-    """Return numbers as a column."""
+    """Return numbers as an int64 column."""
     return np.array(values, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The index, built of shards and their places, and as a file, which is checked before it is used."""
+"""Construction of the index from shards and their places, its file, and checks of an index that was read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .._values import Checkpoint, Fields, PendingSave
 from ._columns import ALL_COLUMNS, COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_at, text_columns, texts
 
 ObjectRow = tuple[str, int, int, int]
-"""An object's unique key, the number of its file, its first byte there and its length in bytes."""
+"""An object's unique key, the number of its file, and its offset and length there in bytes."""
 
 
 def build_index(
@@ -33,11 +33,11 @@ def build_index(
     """Return the index of stored shards and objects.
 
     Args:
-        columns: the shards, in any order; their ranks don't matter.
-        file: the number of each one's file, int64 (shards,).
-        byte: where each begins in its file, int64 (shards,).
-        files: the files, with their block hashes if they have any.
-        objects: the objects, in any order.
+        columns: Columns of the shards, in any order; their ranks are ignored.
+        file: Number of each shard's file, int64 (shards,).
+        byte: Offset of each shard in its file, int64 (shards,).
+        files: Files, with block hashes if they have any.
+        objects: Rows of the objects, in any order.
 
     Examples:
         >>> import torch, shardtree as st
@@ -46,23 +46,23 @@ def build_index(
         >>> index.chunk_byte.tolist(), index.chunk_length.tolist()
         ([64], [24])
     """
-    # Sorted by key, so that a tensor's chunks are neighbours: they are found by bisection.
+    # Chunks are sorted by key, so that a tensor's chunks are adjacent and found by bisection.
     order = np.lexsort((columns.start, *columns.offset.T[::-1], columns.key))
     key = columns.key[order]
     key_text, key_start = text_columns(columns.keys)
-    # Names, not numbers of ours: torch adds dtypes faster than a format adds versions.
+    # Dtypes are stored by torch's names rather than numbers of ours: torch adds dtypes faster than we add versions.
     dtypes = sorted({dtype_name(kind.dtype) for kind in columns.kinds})
     number = {name: position for position, name in enumerate(dtypes)}
     dtype_text, dtype_start = text_columns(dtypes)
-    # Right-aligned matrices of one width: a plan handles all tensors at once, and row-major order stays as it is.
+    # Boxes are right-aligned in matrices of one width: a plan handles all tensors at once, in the same row-major order.
     shapes = widen(box_column([kind.global_shape for kind in columns.kinds], fill=1), columns.offset.shape[1], 1)
     offset, shape = widen(columns.offset, shapes.shape[1], 0), widen(columns.shape, shapes.shape[1], 1)
     elements = np.where(columns.start < 0, volumes(shape), columns.stop - columns.start)
     rows = sorted(objects)
     object_text, object_start = text_columns([row[0] for row in rows])
     numbers = np.array([row[1:] for row in rows], dtype=np.int64).reshape(-1, 3)
-    file_text, file_start = text_columns([one.name for one in files])
-    hashes = [np.zeros(0, dtype=np.uint64) if one.hashes is None else one.hashes for one in files]
+    file_text, file_start = text_columns([stored.name for stored in files])
+    hashes = [np.zeros(0, dtype=np.uint64) if stored.hashes is None else stored.hashes for stored in files]
     return Index(
         key_text=key_text,
         key_start=key_start,
@@ -87,13 +87,13 @@ def build_index(
         object_length=numbers[:, 2],
         file_text=file_text,
         file_start=file_start,
-        file_length=int64([one.length for one in files]),
-        file_block=np.cumsum([0, *(one.size for one in hashes)], dtype=np.int64),
+        file_length=int64([stored.length for stored in files]),
+        file_block=np.cumsum([0, *(blocks.size for blocks in hashes)], dtype=np.int64),
         block_hash=np.concatenate([*hashes, np.zeros(0, dtype=np.uint64)]),
     )
 
 
-# The file: columns as safetensors
+# The index's file: columns in the safetensors format.
 
 
 _TAGS = {"uint8": "U8", "int64": "I64", "uint64": "U64"}
@@ -102,7 +102,7 @@ _NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
 
 def encode_index(index: Index) -> bytes:
     """Return the index as the bytes of a safetensors file."""
-    # 8-byte columns first: each is then aligned in the file's bytes, so that a reader uses it where it lies.
+    # Columns with 8-byte items come first, which aligns each column, so that a reader can use views of the file.
     by_size = sorted(index.columns().items(), key=lambda column: -column[1].itemsize)
     entries, offset = [], 0
     for name, column in by_size:
@@ -113,14 +113,14 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: Buffer, what: str) -> Index:
-    """Return the index that a file's bytes hold, its columns as views of them.
+    """Decode the content of an index's file; the columns are views of it.
 
     Args:
-        data: the whole file.
-        what: the file's name, for messages.
+        data: Content of the whole file.
+        what: Name of the file, for messages.
 
     Raises:
-        CorruptCheckpoint: a column is missing or of another kind, or columns contradict each other.
+        CorruptCheckpoint: a column is missing or of the wrong type, or columns contradict each other.
     """
     entries, start = decode_header(data, data.nbytes)
     columns: dict[str, Any] = {}
@@ -140,10 +140,10 @@ def decode_index(data: Buffer, what: str) -> Index:
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
-    """Return the index that `save_with_index` wrote, its columns as views of the file's bytes.
+    """Return the index that `save_with_index` wrote; its columns are views of the file's content.
 
     Raises:
-        CorruptCheckpoint: the file isn't what was saved.
+        CorruptCheckpoint: the file is damaged.
 
     Examples:
         >>> import torch, shardtree as st
@@ -156,25 +156,25 @@ def read_index(checkpoint: Checkpoint) -> Index:
 
 
 def write_index(pending: PendingSave, index: Index) -> Fields:
-    """Write the index into the save's folder, and return its fields of metadata.json."""
+    """Write the index into the save's folder, and return the fields of metadata.json that describe it."""
     name = f"{pending.save_id}/index-0.safetensors"
     entry = write_checked(pending.storage, name, encode_index(index), durable=pending.options.durable)
     return {"save_id": pending.save_id, "index": entry}
 
 
-# Whether an index that was read is sound: its columns fit together, so that loads are planned without more checks. Rows
-# are checked a few thousand at a time, by several threads: of whole columns of millions, most of the time would go into
-# new memory for what is made of them.
+# Checks of an index that was read: its columns must fit together, so that loads are planned without further checks.
+# Several threads check a few thousand rows at a time: with whole columns of millions of rows, most of the time would go
+# into new memory for intermediate results.
 
 _MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
 _MOST_AXES = 256
-_SUMMABLE_BYTES = 2.0**62  # in all files together, so that sums of lengths stay within int64
+_SUMMABLE_BYTES = 2.0**62  # upper bound of the sum of all files' lengths, so that sums stay within int64
 _ROWS = 2**14
-"""Rows that are checked at once: so few that what is made of them stays in a core's cache."""
+"""Number of rows that are checked at once: few enough that intermediate results stay in a core's cache."""
 
 
 def sound_index(columns: Mapping[str, Any], what: str) -> Index:
-    """Return the index that has a file's columns, by the names of `Index.columns`; other names are ignored.
+    """Check a file's columns, and return their index; names that aren't in `Index.columns` are ignored.
 
     Raises:
         CorruptCheckpoint: Columns are missing, or contradict each other.
@@ -183,7 +183,7 @@ def sound_index(columns: Mapping[str, Any], what: str) -> Index:
     if missing := [name for name in COLUMNS if name not in arrays]:
         raise unsound_index(what, f"columns {', '.join(missing)} are missing")
     index = Index(**arrays)
-    # A right hash proves nothing: anyone who makes a checkpoint computes its hashes too.
+    # A matching hash proves nothing: whoever forges a checkpoint computes its hashes too.
     try:
         problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
     except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
@@ -194,17 +194,17 @@ def sound_index(columns: Mapping[str, Any], what: str) -> Index:
 
 
 def unsound_index(what: str, found: str) -> CorruptCheckpoint:
-    """Return the error of a file that isn't an index of ours."""
+    """Return the error for an invalid index."""
     fix = "The file was damaged or made by another program; load another checkpoint."
-    return CorruptCheckpoint(error_text(f"open: the index {what!r} is not sound", found=found, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: the index {what!r} is invalid", found=found, fix=fix))
 
 
 def index_problem(index: Index) -> str | None:
-    """Return what is wrong with an index, None if loads can be planned on it without further checks.
+    """Return a description of an index's first problem, or None if loads can be planned on it without further checks.
 
-    Whether all blocks need hashes is checked by each format.
+    Formats check themselves whether all blocks have the hashes that they need.
     """
-    # In this order: each check relies on what the ones before it have made sure of.
+    # The order matters: each check relies on the checks before it.
     return (
         _kinds(index)
         or _lengths(index)
@@ -216,7 +216,7 @@ def index_problem(index: Index) -> str | None:
 
 
 def _in_parts(check: Callable[[slice], str | None], rows: int) -> str | None:
-    """Return the first problem in some rows, None if there is none."""
+    """Check all rows in parts, and return the first problem, or None if there is none."""
     problems = in_threads(check, (slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)))
     return next(filter(None, problems), None)
 
@@ -237,10 +237,10 @@ def _kinds(index: Index) -> str | None:
 def _lengths(index: Index) -> str | None:
     rows = {"key": "key_axes", "chunk": "chunk_key", "object": "object_file", "file": "file_length", "dtype": ""}
     for name in COLUMNS:
-        group, _, what = name.partition("_")
-        if group not in rows or what == "text":
+        group, _, field = name.partition("_")
+        if group not in rows or field == "text":
             continue
-        if group == "dtype" or name == "file_block" or (what == "start" and group != "chunk"):
+        if group == "dtype" or name == "file_block" or (field == "start" and group != "chunk"):
             expected = getattr(index, f"{group}_start").size
         else:
             expected = getattr(index, rows[group]).size
@@ -257,11 +257,11 @@ def _texts(index: Index) -> str | None:
         if not start.size or start[0] != 0 or start[-1] != text.size or not _grow(start):
             return f"the texts of {group!r} don't tile their column"
         if text.max(initial=0) > 127:
-            texts(text, start)  # raises if they aren't text
-        # Keys are found by bisection, which needs them sorted and each once.
+            texts(text, start)  # raises if the bytes aren't UTF-8
+        # Keys are found by bisection, so they must be strictly ascending.
         if group in ("key", "object") and not _ascend(text, start):
-            return f"the texts of {group!r} aren't sorted, each once"
-    # Raises if they aren't text. An unknown dtype is an error of its own tensor alone: the others still load.
+            return f"the texts of {group!r} aren't sorted and distinct"
+    # This raises if the bytes aren't UTF-8. An unknown dtype is an error of its own tensors only: others still load.
     texts(index.dtype_text, index.dtype_start)
     return None
 
@@ -279,7 +279,7 @@ def _ascend(text: Bytes, start: Column) -> bool:
 
 
 def _with_next(rows: int) -> list[slice]:
-    """Return parts of some rows, each with the first row of the next part, to compare neighbours."""
+    """Return slices of rows that overlap by one row, so that neighbours across slices are compared too."""
     return [slice(first, min(first + _ROWS + 1, rows)) for first in range(0, rows, _ROWS)]
 
 
@@ -295,7 +295,7 @@ def _keys(index: Index, rows: slice) -> str | None:
     padding = np.arange(width) < width - axes[:, None]
     with np.errstate(over="ignore"):
         elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
-    # So few that an int64 counts the bytes of all.
+    # The bound on elements keeps the number of bytes within int64.
     if shape.min() < 0 or (padding & (shape != 1)).any() or (elements > 2.0**58).any():
         return "a global shape is out of range"
     return None
@@ -316,7 +316,7 @@ def _places(index: Index) -> str | None:
 
 
 def _unstored(index: Index) -> str | None:
-    # A save without all ranks leaves gaps in tensors. Here, unlike in other formats, empty parts are chunks, too.
+    # A save without all ranks leaves gaps in tensors. Unlike in other formats, empty parts are chunks too.
     lacking = np.ones(index.key_axes.size, dtype=np.bool_)
     lacking[index.chunk_key] = False
     keys = [key for key in np.flatnonzero(lacking).tolist() if index.key_shape[key].all()]
@@ -328,7 +328,7 @@ _BEYOND = "a chunk or object reaches beyond its file"
 
 
 def _places_of(index: Index, size_of_dtype: Column, rows: slice) -> str | None:
-    # With the row before, so that keys ascend from one part to the next too.
+    # The previous row is included, so that the order of keys is checked across parts too.
     near = index.chunk_key[max(rows.start - 1, 0) : rows.stop]
     if near[0] < 0 or near[-1] >= index.key_axes.size or (near[1:] < near[:-1]).any():
         return "a chunk's key is out of range"
@@ -349,23 +349,23 @@ def _places_of(index: Index, size_of_dtype: Column, rows: slice) -> str | None:
 
 
 def shared_bytes_problem(index: Index) -> str | None:
-    """Return what is wrong if bytes of a file belong to more than one chunk or object, or a file is listed twice."""
-    # No save writes that, and it guards against a small file that becomes gigabytes of tensors. Names are compared by
-    # their parts: "a//b" is the same file as "a/b".
+    """Return a problem if chunks or objects share bytes of a file, or if a file is listed twice; None if not."""
+    # No save shares bytes; the check also prevents that a small file becomes gigabytes of tensors. Names are compared
+    # by their parts, since "a//b" is the same file as "a/b".
     if len({"/".join(PurePosixPath(name).parts) for name in index.file_names()}) != index.file_length.size:
-        return "a file is there twice"
+        return "a file is listed twice"
     file, begin, length = index.chunk_file, index.chunk_byte, index.chunk_length
     if index.object_file.size:
         file = np.concatenate([file, index.object_file])
         begin = np.concatenate([begin, index.object_byte])
         length = np.concatenate([length, index.object_length])
     if index.file_length.astype(np.float64).sum() > _SUMMABLE_BYTES:
-        return "the files are longer than any storage is large"
+        return "the files' lengths exceed any storage's size"
     return "two chunks or objects share bytes of a file" if overlap(index.file_length, file, begin, length) else None
 
 
 def overlap(file_length: Column, file: Column, begin: Column, length: Column) -> bool:
-    """Return whether any byte ranges of files overlap; each lies in its file, int64 (ranges,) each.
+    """Return whether any byte ranges of files overlap; each range lies in its file, int64 (ranges,) each.
 
     Examples:
         >>> ten, zero = np.array([10, 10]), np.array([0, 0])
@@ -378,8 +378,8 @@ def overlap(file_length: Column, file: Column, begin: Column, length: Column) ->
     ends = begins + length
     if length.min(initial=1) <= 0:
         begins, ends = begins[length > 0], ends[length > 0]
-    # Disjoint ranges begin and end alternately, so starts and ends can be sorted apart: two sorts of plain numbers take
-    # a fraction of the time of one sort of rows.
+    # Begins and ends of disjoint ranges alternate, so they can be sorted separately: two sorts of plain numbers take a
+    # fraction of the time of one sort of rows.
     in_threads(np.ndarray.sort, [begins, ends], threads=2 if begins.size > _ROWS else 1)
     return bool((begins[1:] < ends[:-1]).any())
 
@@ -391,8 +391,9 @@ def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
 
 
 def blocks_problem(index: Index) -> str | None:
-    """Return what is wrong with the blocks of an index's files, None if nothing is."""
+    """Return a problem with the number of blocks of an index's files, or None if there is none."""
     blocks = np.diff(index.file_block)
-    # A file that several ranks wrote has no hashes: no rank saw all bytes of a block. Nor has one without checksums.
+    # Files that several ranks wrote have no hashes, since no rank saw all bytes of a block; nor have files without
+    # checksums.
     fits = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)
     return None if fits.all() else "a file's blocks don't tile it"

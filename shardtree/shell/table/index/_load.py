@@ -1,4 +1,4 @@
-"""Loading by an index: only the bytes that are needed, straight into the targets' memory; and the cost of that."""
+"""Loads planned on an index, which read only the needed bytes, straight into the targets' memory; and their cost."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .._values import Checkpoint
 from ._columns import Index, chunks_of, stored_alike
 from ._metadata import DeferredMetadata, IndexMetadata
 
-# A box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan, which
-# would take longer than the read
+# A box that is a single run of a stored chunk, such as a few rows of a large tensor, is read without a plan, since
+# making the plan would take longer than the read.
 
 RUN_BYTES = 4 * 1024 * 1024
-"""A longer run is read by several threads."""
+"""Longer runs are read by several threads."""
 
 
 class FileRun(NamedTuple):
-    """The bytes of a stored box, consecutive in a file.
+    """A stored box that is a contiguous byte range of a file.
 
     Attributes:
-        file: number of the file.
-        byte: where they begin in it.
-        length: in bytes.
+        file: Number of the file.
+        byte: Offset in the file.
+        length: Length in bytes.
     """
 
     file: int
@@ -49,13 +49,13 @@ class FileRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorLookup:
-    """What is looked up of a tensor before a box of it is read.
+    """The index's entry of a tensor, looked up before a box of it is read.
 
     Attributes:
-        kind: its dtype and shape.
-        first: number of its first chunk.
-        last: number of the chunk after its last one.
-        chunk: its chunk, where it has one only.
+        kind: Dtype and shape.
+        first: Number of the tensor's first chunk.
+        last: One past the number of its last chunk.
+        chunk: The only chunk of the tensor; None if there are several.
     """
 
     kind: TensorKind
@@ -66,14 +66,14 @@ class TensorLookup:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk that is a whole box.
+    """A chunk that holds a whole box.
 
     Attributes:
-        offset: of the box, a number an axis.
-        shape: of the box.
-        number: of the chunk's file.
-        file: the chunk's file.
-        byte: where it begins there.
+        offset: Offset of the box along each axis.
+        shape: Shape of the box.
+        number: Number of the chunk's file.
+        file: The chunk's file.
+        byte: Offset of the chunk in the file, in bytes.
     """
 
     offset: tuple[int, ...]
@@ -84,7 +84,7 @@ class StoredChunk:
 
 
 Find = Callable[[str], TensorLookup | None]
-"""From a tensor's key to what is stored of it, None if nothing is."""
+"""Function from a tensor's key to its entry in the index, or None if it isn't stored."""
 
 _REMEMBERED = 1024
 
@@ -109,12 +109,12 @@ def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
 
 
 def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, FileRun] | None:
-    """Return where a requested box lies if it is one run of one chunk and fits what is stored, else None.
+    """Return file and byte range of a requested box if it is a single run of a fitting stored chunk, or else None.
 
     Args:
-        index: what is stored.
-        shard: what is asked for.
-        find: looks tensors up in the index.
+        index: Index of the stored tensors.
+        shard: Requested shard.
+        find: Function that looks tensors up in the index.
     """
     tensor = (find or partial(_stored_tensor, index))(shard.key)
     if tensor is None or shard.flattened_range is not None:
@@ -138,8 +138,8 @@ def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> 
 
 
 def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
-    """Return where in a chunk a box begins that lies inside with its elements adjacent, else None."""
-    # Once a box is longer than 1 along an axis, it must be whole along those that follow.
+    """Return the element offset of a box in a chunk if it is a contiguous part of the chunk, or else None."""
+    # If a box is longer than 1 along an axis, it must be whole along all later axes.
     element, is_long = 0, False
     for axis, size in enumerate(box):
         begin, whole = offset[axis] - chunk.offset[axis], chunk.shape[axis]
@@ -151,7 +151,7 @@ def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, 
 
 
 def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
-    """Return the one chunk of a tensor that has elements of a box, None if several have, or none."""
+    """Return the only chunk of a tensor that intersects a box, or None if several or no chunks do."""
     axes = index.chunk_shape.shape[1] - len(box)
     begin, end = (columns[first:last, axes:] for columns in (index.chunk_offset, index.chunk_shape))
     meets = ((begin < np.add(offset, box)) & (begin + end > offset)).all(axis=1)
@@ -160,24 +160,24 @@ def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], bo
 
 
 def run_plan(run: FileRun) -> LoadPlan:
-    """Return the plan that reads a run into the first of the targets."""
+    """Return the plan that reads a run into the first target."""
     file, byte, length = (np.array([number], dtype=np.int64) for number in run)
     zero: Column = np.zeros(1, dtype=np.int64)
     return plans.runs_plan(plans.Runs(file, byte, zero, zero, length))
 
 
-# Loading through a plan
+# Loads through a plan.
 
 
 def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous tensor on the CPU or a device with staged copies; return what was read.
+    """Fill each shard's data, a contiguous tensor on the CPU or a device with staged copies, and return a report.
 
-    This is LOAD_SHARDED of any format whose chunks are row-major bytes in files.
+    This is the LOAD_SHARDED row of every format whose chunks are row-major bytes in files.
 
     Raises:
-        KeyMismatch: the checkpoint lacks a key.
+        KeyMismatch: a key isn't stored.
         ShapeError: a tensor is stored with another global shape or dtype.
-        CorruptCheckpoint: stored bytes aren't what was saved.
+        CorruptCheckpoint: stored bytes are damaged.
     """
     options = checkpoint.options
     place = single_run(index, shards[0], _finder_of(checkpoint, index)) if len(shards) == 1 else None
@@ -186,7 +186,7 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
         if report is not None:
             options.progress(run.length)
             return report
-    # The collector would look through a large tree again and again while nothing is freed.
+    # The garbage collector would traverse a large tree again and again while nothing is freed.
     with collector_paused():
         plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
     return read_planned(checkpoint, index.file, plan, [shard.data for shard in shards])
@@ -195,13 +195,13 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
 def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
     newest = checkpoint.once(_Newest)
     if newest.find is None or newest.index is not index:
-        # Remembered: a lookup takes longer than the read of a few rows, and who reads rows reads many of one tensor.
+        # Lookups are memoised: one takes longer than reading a few rows, and such reads often share a tensor.
         newest.index, newest.find = index, lru_cache(_REMEMBERED)(partial(_stored_tensor, index))
     return newest.find
 
 
 class _Newest:
-    """The index of a checkpoint that was read by last, and what looks tensors up in it."""
+    """The index of a checkpoint that the last read used, and the function that looks tensors up in it."""
 
     __slots__ = ("find", "index")
 
@@ -216,13 +216,13 @@ def plan_shards(
     columns: ShardColumns,
     gaps: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadPlan:
-    """Return the plan that fills shards from a checkpoint, after checking that it can.
+    """Return the plan that fills shards from a checkpoint, after checking that they fit.
 
     Args:
-        index: what is stored.
-        shards: what is asked for.
-        columns: the same shards as columns.
-        gaps: Reasons that elements of a tensor have no values, by its key.
+        index: Index of the stored tensors.
+        shards: Requested shards.
+        columns: The same shards as columns.
+        gaps: Reasons why elements of a tensor have no values, by the tensor's key.
     """
     if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
         return run_plan(run[1])
@@ -230,11 +230,11 @@ def plan_shards(
     if not stored_alike(index, numbers, columns.kinds):
         check_fit(_misfits(index, shards, cast=False, refusals={})[1])
     plan = plans.plan_load(columns, chunks_of(index, numbers))
-    # Overlap inside one tensor isn't found when the index is opened: that would take a comparison of all chunks.
+    # Overlaps within a tensor are found only here, since opening the index would have to compare all chunks.
     if plan.doubled.size:
         keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
         raise IntegrityError(
-            error_text("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys)
+            error_text("load: the checkpoint contradicts itself: stored chunks overlap", offenders=keys)
         )
     partly = np.flatnonzero(plan.covered != columns.elements)
     if partly.size:
@@ -247,14 +247,14 @@ def plan_shards(
 def _misfits(
     index: Index, shards: Sequence[ShardedTensor], *, cast: bool, refusals: Mapping[str, str]
 ) -> tuple[dict[str, TensorKind], list[plans.Misfit]]:
-    """Return what is stored of shards' tensors, by key, and which aren't stored, or in another shape or dtype."""
+    """Return the stored kinds of shards' tensors, by key, and the misfits: missing keys, other shapes or dtypes."""
     keys = sorted({shard.key for shard in shards})
     numbers = {key: number for key, number in zip(keys, index.find_keys(keys), strict=True) if number >= 0}
     kinds = dict(zip(numbers, index.kinds([*numbers.values()]), strict=True))
-    rest = [key for key in keys if key not in refusals]
+    readable = [key for key in keys if key not in refusals]
     misfits: list[plans.Misfit] = [plans.Refusal(key, refusals[key]) for key in keys if key in refusals]
-    if not kinds.keys() >= {*rest}:
-        misfits += plans.find_unexpected(rest, [*index.keys()])
+    if not kinds.keys() >= {*readable}:
+        misfits += plans.find_unexpected(readable, [*index.keys()])
     stored_shards = [shard for shard in shards if shard.key in kinds]
     return kinds, [*misfits, *plans.find_mismatches(stored_shards, kinds, cast=cast)]
 
@@ -268,10 +268,10 @@ def read_planned(
         checkpoint: The open checkpoint, with the options of the load.
         file: Function from a file's number in the plan to the file, such as an index's `file`.
         plan: The bytes to read, and their destinations.
-        memories: for each requested shard its memory, a contiguous tensor, written in place.
+        memories: Contiguous tensors, one for each requested shard, filled in place.
 
     Raises:
-        CorruptCheckpoint: A file isn't there, or isn't what was saved.
+        CorruptCheckpoint: A file is missing or damaged.
     """
     files = {number: file(number) for number in plan.files}
     options = checkpoint.options
@@ -280,14 +280,14 @@ def read_planned(
         check_lengths(checkpoint, files.values())
         return read()
     try:
-        return read()  # every answer has its file's length
+        return read()  # every answer contains its file's length
     except (StorageError, CorruptCheckpoint):
-        # A file that is gone is damage, or was replaced by another save, rather than a fault of the storage.
+        # A missing file means damage, or a later save, rather than an error of the storage.
         check_lengths(checkpoint, files.values())
         raise
 
 
-# Explaining a load: problems and bytes, from the index alone
+# Explanations of a load, its problems and its cost, from the index alone.
 
 _CONTRADICTION = "its stored chunks overlap; the checkpoint contradicts itself"
 
@@ -295,13 +295,13 @@ _CONTRADICTION = "its stored chunks overlap; the checkpoint contradicts itself"
 def explain_from_index(
     checkpoint: Checkpoint, metadata: IndexMetadata | DeferredMetadata, shards: Sequence[ShardedTensor], *, cast: bool
 ) -> plans.Prospect:
-    """Return the problems and the cost of loading shards of any format with an index; reads no tensor.
+    """Return the problems and the cost of loading shards from a checkpoint with an index, without reading tensors.
 
     Args:
-        checkpoint: what would be loaded.
-        metadata: what is stored of it.
-        shards: what is asked for; their data isn't looked at.
-        cast: whether dtypes are converted.
+        checkpoint: Checkpoint that would be loaded.
+        metadata: Metadata of the checkpoint.
+        shards: Requested shards; their data is ignored.
+        cast: Whether dtypes are converted.
     """
     keys = {shard.key for shard in shards}
     base = metadata if isinstance(metadata, IndexMetadata) else metadata.stored
@@ -329,7 +329,7 @@ def planned_cost(checkpoint: Checkpoint, file: Callable[[int], StoredFile], plan
         plan: The bytes that would be read.
 
     Raises:
-        CorruptCheckpoint: a file isn't there, or is longer or shorter.
+        CorruptCheckpoint: a file is missing, or has another length.
     """
     files = {number: file(number) for number in plan.files}
     check_lengths(checkpoint, files.values())
@@ -344,7 +344,7 @@ def stored_columns(
     start: Column | None = None,
     stop: Column | None = None,
 ) -> ShardColumns:
-    """Return stored chunks as shards of no rank, each once: whole boxes, unless flat ranges are given."""
+    """Return stored chunks as the columns of shards: whole boxes, unless flat ranges are passed."""
     whole = np.full(len(key), -1, dtype=np.int64)
     return ShardColumns(
         tuple(kinds),

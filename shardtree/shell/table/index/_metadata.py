@@ -1,4 +1,4 @@
-"""What an index says is stored, as a mapping by name, whose values are made when they are asked for."""
+"""The stored tensors and objects of an index, as a mapping whose values are made on access."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Value = TypeVar("Value")
 
 
 class PairsMapping(Mapping[str, Value]):
-    """A mapping that makes many values together, which is about ten times faster than each by its key."""
+    """A mapping that makes many values at once, which is about ten times faster than one by one."""
 
     __slots__ = ()
 
     @abstractmethod
     def pairs(self) -> Iterator[tuple[str, Value]]:
-        """Yield each key with its value, in order."""
+        """Yield (key, value) pairs in order."""
 
     def items(self) -> ItemsView[str, Value]:
-        """Return all keys with their values, made a few at a time."""
+        """Return a view of all (key, value) pairs, which makes values a few at a time."""
         return PairItems(self)
 
     def values(self) -> ValuesView[Value]:
-        """Return all values, made likewise."""
+        """Return a view of all values, which makes them a few at a time."""
         return PairValues(self)
 
 
@@ -53,20 +53,20 @@ class PairValues(ValuesView[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
-    """Stored tensors by key and objects by unique key, whole and without data; made when asked for.
+    """Stored tensors by key and objects by unique key, whole and without data, made on access.
 
     Attributes:
-        index: where they lie, as loads are planned.
-        on_files: the index with files as they are named in the folder, where `index` has a virtual one; None where it
-            hasn't.
-        untaken: why something that is stored can't be loaded and isn't listed, by its key or name.
-        refused: returns that of some keys, where it depends on them.
-        uncompared: returns those of some keys, of an optimizer's states, whose masters won't be compared with weights
-            by this load, though they could be.
-        cost: returns what a load reads, of shards in their stored dtypes, and of a plan of their bytes on the index;
-            None where that is what the plan says.
-        gaps: Reasons that elements of a tensor have no values, by its key, where some aren't stored.
-        files: returns the least length of each file that must be there; None where the index has these.
+        index: Index on which loads are planned.
+        on_files: Function that returns the index with the files of the folder, if `index` has virtual files; None if
+            not.
+        untaken: Reasons why stored values can't be loaded and aren't listed, by key or name.
+        refused: Function from a load's keys to such reasons, if these depend on the keys; None if not.
+        uncompared: Function from a load's keys to the optimizer states among them that could be compared (masters with
+            weights), but won't be.
+        cost: Function from shards in their stored dtypes, and the plan of their bytes on the index, to the cost of a
+            load; None if that is the plan's own cost.
+        gaps: Reasons why elements of a tensor have no values, by the tensor's key.
+        files: Function that returns the minimum length of each file that must exist; None if the index lists the files.
     """
 
     index: Index
@@ -80,11 +80,11 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 
     @property
     def shown(self) -> Index:
-        """The index to show people: which chunk lies in which file."""
+        """The index of chunks in the folder's files, for people."""
         return self.index if self.on_files is None else self.on_files()
 
     def needed_files(self) -> Mapping[str, int]:
-        """Return the least length of each file that must be there, by name."""
+        """Return the minimum length of each file that must exist, by name."""
         if self.files is not None:
             return self.files()
         index = self.shown
@@ -108,26 +108,26 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     def __contains__(self, key: object) -> bool:
         """Return whether a tensor has that key, or an object that unique key."""
         index = self.index
-        # By bisection in the columns: making a shard to see whether it exists would take much longer.
+        # Bisection in the columns is much faster than making a shard to see whether it exists.
         return isinstance(key, str) and any(find([key])[0] >= 0 for find in (index.find_keys, index.find_objects))
 
     def __iter__(self) -> Iterator[str]:
-        """Return the tensors' keys, sorted, then the objects' unique keys, sorted."""
+        """Yield the tensors' keys, sorted, then the objects' unique keys, sorted."""
         yield from self.index.keys()
         yield from self.index.object_names()
 
     def __len__(self) -> int:
-        """Return how many tensors and objects there are."""
+        """Return the number of tensors and objects."""
         return self.index.key_axes.size + self.index.object_file.size
 
     def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
-        """Yield each name with its tensor or object, in order."""
+        """Yield (name, tensor or object) pairs in order."""
         names = self.index.object_names()
         tensors = ((shard.key, shard) for shard in whole_shards(self.index))
         return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
 
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
-        """Return the kind of each tensor, by key, of those that are stored."""
+        """Return the kinds of the stored ones among tensors, by key."""
         numbers = self.index.find_keys(keys)
         number_of = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
         return dict(zip(number_of, self.index.kinds(list(number_of.values())), strict=True))
@@ -148,34 +148,34 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """Stored tensors and objects, some of which have other names that only reading finds out; put off until needed.
+    """Stored tensors and objects whose final names need further reads, which are deferred until a name is unknown.
 
     Attributes:
-        stored: all of them, under the names in the files.
-        whole: reads, and returns them with the names that were found out in place of the stored ones.
+        stored: Tensors and objects under their names in the files.
+        whole: Function that reads the final names, and returns tensors and objects under these.
     """
 
     stored: IndexMetadata
     whole: Callable[[], IndexMetadata]
 
     def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
-        """Return the tensor of a key, or the object of a unique key, by either name."""
+        """Return the tensor of a key, or the object of a unique key, by its final or stored name."""
         return self.of([key])[key]
 
     def __contains__(self, key: object) -> bool:
-        """Return whether something has that name."""
+        """Return whether a tensor or object has that name, final or stored."""
         return key in self.stored or key in self.whole()
 
     def __iter__(self) -> Iterator[str]:
-        """Return all names that were found out, and the stored ones of the rest."""
+        """Return an iterator over the final names."""
         return iter(self.whole())
 
     def __len__(self) -> int:
-        """Return how many tensors and objects there are, each once."""
+        """Return the number of tensors and objects, each counted once."""
         return len(self.whole())
 
     def of(self, names: Iterable[str]) -> IndexMetadata:
-        """Return metadata that has some names; nothing is read if all of them are stored ones."""
+        """Return metadata that contains the given names; nothing is read if all of them are stored names."""
         return self.stored if all(name in self.stored for name in names) else self.whole()
 
 
@@ -187,7 +187,7 @@ def stored_keys(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> set[st
 
 
 def stored_kinds(metadata: Mapping[str, ShardedTensor | ShardedObject], keys: Sequence[str]) -> dict[str, TensorKind]:
-    """Return what each tensor is, by key, of those that are in a checkpoint's metadata."""
+    """Return the kinds of the tensors that a checkpoint's metadata contains, by key."""
     if isinstance(metadata, IndexMetadata):
         return metadata.kinds(keys)
     shards = {key: metadata[key] for key in keys if key in metadata}
@@ -199,14 +199,14 @@ def stored_kinds(metadata: Mapping[str, ShardedTensor | ShardedObject], keys: Se
 
 
 def untaken_of(metadata: object) -> Mapping[str, str]:
-    """Return why something that is stored isn't in a checkpoint's metadata, by its key or name."""
+    """Return the reasons why stored values are missing in a checkpoint's metadata, by key or name."""
     if isinstance(metadata, DeferredMetadata):
         metadata = metadata.stored
     return metadata.untaken if isinstance(metadata, IndexMetadata) else {}
 
 
 def reasoned(untaken: Mapping[str, str], name: str) -> str:
-    """Return a name in quotes, and why what it names isn't taken, where that is known.
+    """Return a name in quotes, followed by the reason why its value can't be loaded, if there is one.
 
     Examples:
         >>> reasoned({"text": "torch has no such dtype"}, "text"), reasoned({}, "w")
@@ -220,7 +220,7 @@ def _key_of(unique_key: str) -> str:
 
 
 def stored_fingerprints(metadata: object) -> dict[str, int]:
-    """Return the fingerprints in a checkpoint's metadata, by key; {} if the save stored none."""
+    """Return the fingerprints in a checkpoint's metadata, by key; empty if the save stored none."""
     if not isinstance(metadata, IndexMetadata) or metadata.index.x_fingerprint is None:
         return {}
     index = metadata.index

@@ -1,4 +1,4 @@
-"""The rows that follow from an index of which box lies where: loads, metadata, verify and removal; and LOAD_COMMON."""
+"""Rows of formats with an index: loads, metadata, verify and removal; and LOAD_COMMON."""
 
 from __future__ import annotations
 
@@ -27,23 +27,20 @@ from ._file import read_index
 from ._load import load_from_index, read_planned
 from ._metadata import IndexMetadata
 
-# The rows
-
-
 ReadIndex = Callable[[Checkpoint], Index]
-"""Returns the index of a checkpoint; raises CorruptCheckpoint if that can't be read."""
+"""Function from a checkpoint to its index; raises CorruptCheckpoint if the index can't be read."""
 
 
 def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the rows of a format that can say where its tensors' bytes are: LOAD_SHARDED, LOAD_METADATA, VERIFY.
+    """Return the rows of a format with an index of its tensors' bytes: LOAD_SHARDED, LOAD_METADATA, VERIFY.
 
-    Loads read only the bytes that are needed, straight into the targets' memory; each stored chunk has to be row-major
-    bytes at one place in one file. A format that stores objects too has `rows_of_objects` beside these.
+    Loads read only the needed bytes, straight into the targets' memory. Each stored chunk must be contiguous, row-major
+    bytes of one file. A format that stores objects too adds `rows_of_objects`.
 
     Args:
-        backend: the format's name.
-        version: the format's version.
-        read_index: called once for an open checkpoint.
+        backend: Name of the format.
+        version: Version of the format.
+        read_index: Function that returns the index; called once for an open checkpoint.
 
     Examples:
         >>> rows = rows_from_index("tar", 1, read_index)
@@ -52,7 +49,7 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
     """
 
     def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-        """Fill each shard's data, a contiguous tensor, in place, and return what was read."""
+        """Fill each shard's data, a contiguous tensor, in place, and return a report."""
         return load_from_index(checkpoint, checkpoint.once(read_index), shards)
 
     def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
@@ -60,7 +57,7 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
         return IndexMetadata(checkpoint.once(read_index))
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-        """Return which blocks of the indexed files aren't as they were saved, and which have no hash."""
+        """Return the damaged blocks of the indexed files, and the blocks without a hash."""
         findings: tuple[Finding, ...] = leaf("verify_index")(checkpoint, read_index)
         return findings
 
@@ -72,9 +69,9 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
 
 
 def rows_of_objects(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the LOAD_OBJECTS row of a format whose index lists sharded objects, stored as `item_buffers` yields them.
+    """Return the LOAD_OBJECTS row of a format whose index lists sharded objects, stored as bytes of `item_buffers`.
 
-    A format without that row is never handed an object: saves put these into the common state, or refuse them.
+    Saves never pass objects to a format without this row: they put objects into the common state, or refuse them.
 
     Args:
         backend: Name of the format.
@@ -94,7 +91,7 @@ def rows_of_objects(backend: str, version: int, read_index: ReadIndex) -> Strate
 
 
 def rows_in_folder(backend: str, version: int) -> Strategies:
-    """Return the rows of a format whose files are all in the save's own folder: LIST_FILES and DESCRIBE.
+    """Return LIST_FILES and DESCRIBE for a format whose files are all in the save's own folder.
 
     Examples:
         >>> sorted(action.value for action, *_ in rows_in_folder("tar", 1))
@@ -107,9 +104,9 @@ def rows_in_folder(backend: str, version: int) -> Strategies:
 
 
 def rows_of_saves(backend: str, version: int) -> Strategies:
-    """Return the rows of a format that saves by `save_with_index`: all but SAVE_SHARDED, and those of a common state.
+    """Return the rows of a format that saves by `save_with_index`, except SAVE_SHARDED and those of the common state.
 
-    They are `rows_from_index`'s with our own index, `rows_of_objects`', `rows_in_folder`'s, and REMOVE_SHARDED.
+    They are the rows of `rows_from_index` for our own index, `rows_of_objects`, `rows_in_folder`, and REMOVE_SHARDED.
 
     Examples:
         >>> rows = rows_of_saves("tar", 1)
@@ -128,9 +125,9 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     """Return the data of each sharded object, in order.
 
     Raises:
-        KeyMismatch: the checkpoint lacks some.
-        CorruptCheckpoint: stored bytes aren't what was saved.
-        UnsafeFile: one was pickled, and `allow_pickle` isn't given.
+        KeyMismatch: an object isn't stored.
+        CorruptCheckpoint: stored bytes are damaged.
+        UnsafeFile: an object was pickled, and `allow_pickle` is False.
     """
     unique_keys = [item.unique_key for item in objects]
     numbers = index.find_objects(unique_keys)
@@ -140,14 +137,14 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     order = np.lexsort((index.object_byte[rows], index.object_file[rows]))
     file, byte, length = (getattr(index, f"object_{name}")[rows[order]] for name in ("file", "byte", "length"))
     plan = runs_plan(Runs(file, byte, order, np.zeros(order.size, dtype=np.int64), length))
-    # Always whole blocks: a tensor with a flipped bit has a number that is a little wrong, an object is another one.
+    # All touched blocks are checked: a flipped bit makes a number of a tensor slightly wrong, but an object different.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
     read_planned(replace(checkpoint, options=options), index.file, plan, memories)
     return [_decoded_object(memory, key, checkpoint) for memory, key in zip(memories, unique_keys, strict=True)]
 
 
 def load_common(checkpoint: Checkpoint) -> Any:
-    """Return the stored common tree, with holes where shards were, of formats that have it in the common codec."""
+    """Return the stored common tree, with holes in place of shards, of formats that use the common codec."""
     data, _ = read_checked(checkpoint, "common")
     options = checkpoint.options
     return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
@@ -163,7 +160,7 @@ def _decoded_object(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoin
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the files of a save's folder that a save writes."""
+    """Return the names of a save's files in its folder."""
     folder = checkpoint.fields.get("save_id")
     names = checkpoint.storage.names(folder) if isinstance(folder, str) and folder else ()
     return tuple(name for name in (f"{folder}/{last}" for last in names) if is_save_file(name))

@@ -1,4 +1,4 @@
-"""Saving with an index: each rank reports what it wrote where, and rank 0 builds the index."""
+"""Saves with an index: each rank reports the places of its shards, and rank 0 builds the index."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A tensor shard or an object, and where its bytes are.
+    """A tensor shard or an object, and the place of its bytes in a file.
 
     Attributes:
         item: The shard or the object.
@@ -79,7 +79,7 @@ class RankFiles:
     totals: Hashes | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a function and arguments for pickle, with places in narrow integers, since ranks send it to rank 0."""
+        """Return function and arguments for pickle, with places as narrow integers, since ranks send it to rank 0."""
         places = narrowed(self.file), narrowed(self.byte)
         return _from_narrow, (self.files, self.lengths, self.hashes, self.columns, *places, self.objects, self.totals)
 
@@ -91,19 +91,20 @@ def _from_narrow(
     columns: ShardColumns,
     file: Any,
     byte: Any,
-    *rest: Any,
+    *fields: Any,
 ) -> RankFiles:
-    return RankFiles(files, lengths, hashes, columns, as_int64(file), as_int64(byte), *rest)
+    return RankFiles(files, lengths, hashes, columns, as_int64(file), as_int64(byte), *fields)
 
 
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
-    """Return the request of a format that keeps its shards as bytes in files: what SAVE_SHARDED returns.
+    """Return the request of a SAVE_SHARDED row for a format that stores shards as bytes in files, with our own index.
 
-    Rank 0 writes our own index once all ranks have written; a format with an index of its own calls `save_in_folder`.
+    Rank 0 writes the index after all ranks have written. Formats with another index call `save_in_folder`.
 
     Args:
-        pending: the checkpoint; all files go into the folder `pending.save_id`, named by `rank_file`.
-        write: writes this rank's files, without any collective, and returns what is where: see `rank_files`.
+        pending: Checkpoint that is being written; all files go into the folder `pending.save_id`, named by `rank_file`.
+        write: Function that writes this rank's files, without any collective, and returns the places of its items, as
+            columns from `rank_files`.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -120,10 +121,10 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
 def save_in_folder(
     pending: PendingSave, write: Callable[[], T], index: Callable[[Sequence[T]], Fields]
 ) -> AsyncRequest[T]:
-    """Return the request of a format that writes nothing outside the save's folder, with an index of its own.
+    """Return the request of a SAVE_SHARDED row for a format with its own index, with all files in the save's folder.
 
-    The files of a failed save are removed; so are, after a commit, the folders of the save that was replaced and of
-    interrupted ones. These removals know names that `rank_file` and `save_file` return.
+    The files of a failed save are removed, and after a commit the folders of the replaced save and of interrupted
+    saves. Only files with names from `rank_file` and `save_file` are removed.
 
     Args:
         pending: The checkpoint that is being written.
@@ -158,21 +159,21 @@ def _request(
 
 @dataclass(slots=True, eq=False)
 class _FolderView:
-    """The folder, or where each look at it is a request, what was listed of it right before the commit."""
+    """The save's destination, or its listing from right before the commit if each look is a request."""
 
     storage: Storage
 
 
 def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
-    """Return the name of a rank's data file, in the save's folder.
+    """Return the name of a rank's data file in the save's folder.
 
     Args:
-        pending: the checkpoint.
-        suffix: the format's, lower-case letters and digits.
-        number: counts the rank's files.
+        pending: Checkpoint that is being written.
+        suffix: The format's suffix, of lower-case letters and digits.
+        number: Number of the file among the rank's files.
 
     Raises:
-        StrategyError: the suffix or the number can't be in the name of a file that the clean-up knows.
+        StrategyError: the suffix or the number makes a name that the clean-up wouldn't remove.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -186,15 +187,15 @@ def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
 
 
 def save_file(pending: PendingSave, name: str) -> str:
-    """Return the name of a format's own file in the save's folder, such as its index: one that the clean-up knows.
+    """Return the name of a format's own file in the save's folder, such as its index, that the clean-up can remove.
 
     Args:
-        pending: The checkpoint that is being written.
-        name: Lower-case letters, digits, and of ``._-`` any after the first. A file "index.json" is taken for the
-            index, which is removed after all others.
+        pending: Checkpoint that is being written.
+        name: Lower-case letters, digits and ``._-``, beginning with a letter or digit. A file "index.json" counts as
+            the index, which is removed after all others.
 
     Raises:
-        StrategyError: The name has other characters.
+        StrategyError: the name has other characters.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -206,14 +207,14 @@ def save_file(pending: PendingSave, name: str) -> str:
 
 
 def in_save_folder(name: str, folder: str) -> str:
-    """Return the name of a format's file, if it is one that the clean-up of replaced and failed saves removes.
+    """Return the name of a format's file unchanged, after checking that the clean-up can remove it.
 
     Args:
         name: The file's name in the checkpoint.
         folder: The save's folder.
 
     Raises:
-        StrategyError: it isn't.
+        StrategyError: the clean-up of replaced and failed saves wouldn't remove a file of this name.
     """
     above, _, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
     if above != folder or FORMAT_FILE.fullmatch(last) is None:
@@ -222,15 +223,15 @@ def in_save_folder(name: str, folder: str) -> str:
             "Name data files by `rank_file(pending, suffix, number)`, and others by `save_file(pending, name)`; "
             "files with other names would stay when the save is replaced."
         )
-        raise StrategyError(error_text("save: a data file with another name", found=name, expected=expected, fix=fix))
+        raise StrategyError(error_text("save: invalid name of a file", found=name, expected=expected, fix=fix))
     return name
 
 
 def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> Iterator[Buffer]:
-    r"""Yield the bytes to store of an item: a tensor's in row-major order, or an object's data in the common codec.
+    r"""Yield the stored bytes of an item: a tensor's elements in row-major order, or an object in the common codec.
 
     Raises:
-        UnsupportedValue: the codec can't hold an object's data, and `allow_pickle` isn't given.
+        UnsupportedValue: the codec can't hold an object's data, and `allow_pickle` is False.
         ShapeError: a tensor was changed since the save began.
 
     Examples:
@@ -251,14 +252,14 @@ def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> I
 
 @contextmanager
 def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
-    """Name a sharded object in errors about its data: of an optimizer's state, its key says the parameter.
+    """Add the name of a sharded object to errors about its data; an optimizer's object thus names the parameter.
 
     Args:
-        unique_key: The object's.
-        place: The path that stands for its data in such errors.
+        unique_key: Unique key of the object.
+        place: Path of the object's data in such errors.
 
     Raises:
-        CheckpointingException: What was raised, with the object's name.
+        CheckpointingException: the block's error, with the object's name.
 
     Examples:
         >>> with naming_data_of("f/shard_0_1"):
@@ -269,7 +270,7 @@ def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
     try:
         yield
     except UnsupportedValue as error:
-        # In the text itself: of another rank's error only that arrives.
+        # The name is put into the text, since only the text of an error reaches other ranks.
         raise UnsupportedValue(f"save: ShardedObject {unique_key!r}, whose data is {place}: {error}") from error
     except CheckpointingException as error:
         error.add_note(f"save: ShardedObject {unique_key!r}, whose data is {place}")
@@ -277,13 +278,13 @@ def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
 
 
 def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
-    """Return an object's data in the common codec; an error names the object."""
+    """Return an object's data in the common codec; errors name the object."""
     with naming_data_of(item.unique_key):
         return encode_tree(item.data, allow_pickle=allow_pickle)
 
 
 def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
-    """Return the columns of a rank's files that `save_with_index` asks for.
+    """Return the description of a rank's files that `save_with_index` expects.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -294,7 +295,7 @@ def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[
         >>> rank_files(pending, [(StoredFile("a.raw", 10), [StoredItem(shard, 8, 2)])]).byte.tolist()
         [8]
     """
-    places = [(number, each.item, each.byte, each.length) for number, (_, items) in enumerate(files) for each in items]
+    places = [(number, part.item, part.byte, part.length) for number, (_, items) in enumerate(files) for part in items]
     tensors = [(item, number, byte) for number, item, byte, _ in places if isinstance(item, ShardedTensor)]
     return RankFiles(
         files=tuple(file.name for file, _ in files),
@@ -312,11 +313,11 @@ def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[
 
 
 def collect_index(parts: Sequence[RankFiles]) -> Index:
-    """Return the index of a checkpoint, given what its ranks wrote.
+    """Return the index of a checkpoint from the files of its ranks.
 
     Raises:
-        IntegrityError: ranks disagree about a tensor, two wrote the same object, a tensor is named like one, or the
-            shards that have fingerprints don't make whole tensors.
+        IntegrityError: ranks disagree about a tensor, two ranks wrote the same object, a tensor is named like an
+            object, or the shards with fingerprints don't cover whole tensors.
     """
     columns = join_columns([part.columns for part in parts])
     check_stored_shards(columns)
@@ -357,7 +358,7 @@ def _index(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) 
     if can(pending.storage).entries is None:
         _check_files(pending.storage, parts)
         return write()
-    # One listing, beside the index: it shows whether all files are there, and then what has to be removed.
+    # A single listing, made while the index is written, serves the check of the files and then the removals.
     seen.storage = Listed(pending.storage)
     with ThreadPoolExecutor(1) as thread:
         fields = thread.submit(write)
@@ -371,7 +372,7 @@ def _check_files(storage: Storage, parts: Sequence[RankFiles]) -> None:
 
 
 def _abandon(pending: PendingSave) -> None:
-    """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
+    """Remove the files of a failed save, so that a full disk has room for the next save. Never raises."""
     if pending.world.rank != 0:
         return
     with abandoning(pending.storage.where(pending.save_id)):
@@ -386,5 +387,5 @@ def _clean_up(pending: PendingSave, seen: _FolderView) -> None:
         listing, seen.storage = seen.storage, storage
         remove_orphaned(storage, listing, keep=pending.save_id, before=pending.before, stale_after=options.stale_after)
     except StorageError as error:
-        # No failure of this save, whose checkpoint counts by now; the next save tries again.
+        # This isn't an error of this save, whose checkpoint is published; the next save tries again.
         logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)

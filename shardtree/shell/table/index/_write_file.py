@@ -1,4 +1,4 @@
-"""`write_file`, by which a format of others writes a data file; our own writes several at a time."""
+"""`write_file`, with which third-party formats write data files; our own format writes several at a time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ._save import in_save_folder
 
 
 def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) -> StoredFile:
-    """Write a data file with the hashes of its blocks, as the save's options say.
+    """Write a data file under the save's options, and return its description with block hashes.
 
     Args:
-        pending: the save.
-        name: the file's, as `rank_file` or `save_file` makes it.
-        buffers: its bytes in order: bytes, bytearrays, memoryviews, arrays, or what else memoryview takes, contiguous;
-            `item_buffers` yields those of an item.
+        pending: Checkpoint that is being written.
+        name: Name of the file, from `rank_file` or `save_file`.
+        buffers: Bytes of the file in order, such as those of `item_buffers`: bytes, bytearrays, memoryviews, arrays, or
+            other contiguous objects with the buffer protocol.
 
     Raises:
-        StorageError: it can't be written, or one of them is no buffer.
-        StrategyError: the clean-up knows no such name.
+        StorageError: the file can't be written, or a value isn't a buffer.
+        StrategyError: the name is not one that the clean-up removes.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -32,7 +32,7 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) ->
     """
     options, storage = pending.options, pending.storage
     in_save_folder(name, pending.save_id)
-    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    # The folder may be missing: a request that was abandoned, and whose folder was removed, may run once more.
     make_folder(storage, pending.save_id, durable=options.durable)
     where = storage.where(name)
     views = (byte_view(buffer, where) for buffer in buffers)

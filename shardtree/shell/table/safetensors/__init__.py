@@ -1,4 +1,4 @@
-"""The native format: plain safetensors files, an index in columns, block hashes, and one file that commits."""
+"""The native format: plain safetensors files, a columnar index, block hashes, and metadata.json as the commit."""
 
 from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
@@ -6,7 +6,7 @@ from ._write import save_common, save_sharded
 
 _READ = "shell.table.safetensors._read"
 
-# What a save doesn't need is a name until a load asks for it.
+# Rows that a save doesn't need are addresses, which are imported when a load asks for them.
 ROWS: StoredRows = {
     (StrategyAction.LOAD_COMMON, "safetensors", 1): "shell.table.index._rows:load_common",
     (StrategyAction.LOAD_SHARDED, "safetensors", 1): f"{_READ}:load_sharded",

@@ -1,4 +1,4 @@
-"""The layout of one rank's data files: which entry lies where, known before a byte is written."""
+"""The layout of a rank's data files: the offset of every entry, computed before a byte is written."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ...storage import Buffer, is_in_place
 from .._checks import checked_data
 from ..index import encoded_object
 
-# A rank's shards as entries of its data files. In columns: 20,000 tensors are laid out in 28 ms, and with an object for
-# each entry it took 75.
+# A rank's shards as entries of its data files. They are columns because 20,000 tensors are then laid out in 28 ms
+# instead of the 75 ms that an object for each entry took.
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 Source: TypeAlias = ShardedTensor | bytes
@@ -29,16 +29,16 @@ Source: TypeAlias = ShardedTensor | bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """Shards as entries of files, one in each row.
+    """Shards as entries of files, one for each row.
 
     Attributes:
-        sources: of each one's bytes: a tensor shard, or an object's encoded data.
-        number: its position among the rank's shards, int64 (entries,).
-        keys: the tensors' keys and the objects' unique keys.
-        tags: safetensors' dtypes.
-        shapes: as in the files' headers.
-        item_size: of which the first byte of each should be a multiple, int64 (entries,).
-        length: in bytes, int64 (entries,).
+        sources: Sources of the entries' bytes: tensor shards, or objects' encoded data.
+        number: Position of each entry among the rank's shards, int64 (entries,).
+        keys: Keys of tensors and unique keys of objects.
+        tags: Safetensors' names of the dtypes.
+        shapes: Shapes in the files' headers.
+        item_size: Alignment of each entry's offset, in bytes, int64 (entries,).
+        length: Length of each entry in bytes, int64 (entries,).
     """
 
     sources: tuple[Source, ...]
@@ -54,11 +54,11 @@ class Entries:
 
 
 def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
-    """Return shards as entries, in the order given.
+    """Return shards as entries, in their order.
 
     Args:
-        shards: tensor shards with data, and objects.
-        allow_pickle: whether objects that the codec can't hold are pickled.
+        shards: Tensor shards with data, and objects.
+        allow_pickle: Whether objects that the codec can't hold are pickled.
 
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
@@ -70,7 +70,7 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
             storable_dtypes.add(shard.dtype)
     encode = partial(encoded_object, allow_pickle=allow_pickle)
     sources = tuple([shard if isinstance(shard, ShardedTensor) else encode(shard) for shard in shards])
-    # An object is a tensor of its bytes.
+    # An object is stored as a tensor of its bytes.
     dtypes = [torch.uint8 if isinstance(source, bytes) else source.dtype for source in sources]
     shapes = [(len(source),) if isinstance(source, bytes) else _shape(source) for source in sources]
     keys = tuple([shard.key if isinstance(shard, ShardedTensor) else shard.unique_key for shard in shards])
@@ -86,7 +86,7 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
 
 
 def select_entries(entries: Entries, rows: Column) -> Entries:
-    """Return the given rows of entries, in the order given."""
+    """Return the selected rows of entries, in the order of `rows`."""
     numbers = rows.tolist()
     return Entries(
         sources=tuple([entries.sources[row] for row in numbers]),
@@ -105,17 +105,17 @@ def _shape(shard: ShardedTensor) -> tuple[int, ...]:
 
 
 FILE_BYTES = 64 * 1024 * 1024
-"""Less isn't worth a file of its own with a thread that writes it."""
+"""Minimum size that is worth a further file, written by its own thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilePart:
-    """One data file: its header, then its entries, one after the other.
+    """A data file: its header, followed by its entries without gaps.
 
     Attributes:
-        header: the file's first bytes.
-        entries: in the order in which they lie in the file.
-        byte: where each entry begins in the file, int64 (entries,).
+        header: First bytes of the file.
+        entries: Entries in the order of the file.
+        byte: Offset of each entry in the file, int64 (entries,).
     """
 
     header: bytes
@@ -131,14 +131,14 @@ class FilePart:
 def parts(
     shards: Sequence[Shard], *, allow_pickle: bool, most_files: int = 1, header_bytes: int = limits.HEADER_BYTES
 ) -> tuple[FilePart, ...]:
-    """Return the data files that a rank writes for its shards; none if it has nothing to write.
+    """Return the data files that a rank writes for its shards; empty if it has no shards.
 
     Args:
-        shards: tensor shards with data, and objects.
-        allow_pickle: whether objects that the codec can't hold are pickled.
-        most_files: the number of files of about equal length among which shards are shared out; long headers may need
-            more.
-        header_bytes: the most that a header may take.
+        shards: Tensor shards with data, and objects.
+        allow_pickle: Whether objects that the codec can't hold are pickled.
+        most_files: Maximum number of files of about equal length among which shards are divided; long headers may
+            require more.
+        header_bytes: Maximum length of a header, in bytes.
 
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
@@ -146,11 +146,11 @@ def parts(
     entries = entries_of(shards, allow_pickle=allow_pickle)
     position = {key: number for number, key in enumerate(sorted(dict.fromkeys(entries.keys)))}
     by_key = np.array([position[key] for key in entries.keys], dtype=np.int64)
-    # Falling item sizes align every entry to its items without gaps, which the format forbids.
+    # In the order of decreasing item sizes, every entry is aligned without gaps, which the format forbids.
     order = np.lexsort((by_key, -entries.item_size))
-    # Two threads that write one file wait for each other in the kernel; two that write two take half the time.
+    # Threads that write the same file wait for each other in the kernel; with a file each, two take half the time.
     files = min(most_files, int(entries.length.sum()) // FILE_BYTES)
-    # In JSON a character takes at most six bytes; 200 leaves room for the numbers of a shape and the offsets.
+    # A character takes at most six bytes in JSON; 200 leaves room for the rest of an entry, such as its offsets.
     most = [6 * len(key) + 24 * len(shape) + 200 for key, shape in zip(entries.keys, entries.shapes, strict=True)]
     length, header_length = entries.length[order], np.array(most, dtype=np.int64)[order]
     return tuple(
@@ -161,7 +161,7 @@ def parts(
 
 
 def _shares(length: Column, files: int) -> list[Column]:
-    """Return rows, in order, in a number of groups of about equal bytes: a row belongs where its middle lies."""
+    """Return rows in order, divided into groups of about equal size; a row's middle decides its group."""
     rows = np.arange(len(length))
     if files < 2 or not len(length):
         return [rows] if len(length) else []
@@ -172,7 +172,7 @@ def _shares(length: Column, files: int) -> list[Column]:
 
 
 def _groups(rows: Column, length: Column, most: int) -> Iterator[Column]:
-    """Yield rows, in order, in groups of bounded length; a single row may be longer."""
+    """Yield rows in order, in groups of bounded length; only a single row may exceed the bound."""
     ends = np.cumsum(length)
     start = 0
     while start < len(rows):
@@ -191,8 +191,8 @@ def _part(entries: Entries) -> FilePart:
 
 
 def _names(keys: Sequence[str]) -> Sequence[str]:
-    """Return the names of a file's entries: their keys, or others if these are taken."""
-    # Names are for people and other readers: our own go by the index alone.
+    """Return unique names of a file's entries: their keys if possible."""
+    # The names serve people and other programs; our own loads use only the index.
     in_use = {"__metadata__"}
     if len(in_use.union(keys)) == len(keys) + 1:
         return keys
@@ -210,17 +210,17 @@ def _free_name(key: str, position: int, in_use: set[str]) -> str:
     return name
 
 
-# Gathering small tensors, so that a group is copied by one call, hashed and written as one buffer
+# Small tensors are gathered, so that a group is copied by one call, and hashed and written as one buffer.
 
 _SMALL_BYTES = 64 * 1024
-"""For larger tensors the copy would cost more than a buffer of their own."""
+"""Size limit of gathered tensors: copying larger ones costs more than separate buffers."""
 _GATHERED_BYTES = 256 * 1024
-"""So few that they are still in the processor's cache when they are hashed and written."""
+"""Size limit of a group, so that it is still in the processor's cache when it is hashed and written."""
 
 
 def together(entries: Entries) -> Iterator[slice]:
-    """Yield rows of entries, in order: small tensors with items of one size together, each other entry by itself."""
-    start, size, before = 0, 0, 0  # the item size of the row before, 0 where that may not be joined
+    """Yield ranges of rows in order: groups of small tensors of one item size, and every other entry by itself."""
+    start, size, before = 0, 0, 0  # `before` is the item size of the previous row, 0 if that can't be joined
     columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
     for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):
         joins = item_size if length <= _SMALL_BYTES and _is_plain(source, item_size) else 0
@@ -234,7 +234,7 @@ def together(entries: Entries) -> Iterator[slice]:
 
 
 def _is_plain(source: Source, item_size: int) -> bool:
-    """Return whether an entry is a tensor whose memory is its bytes; others need `tensor_buffers`."""
+    """Return whether an entry is a tensor whose memory is its row-major bytes; others need `tensor_buffers`."""
     if isinstance(source, bytes) or item_size not in INTEGERS:
         return False
     data = source.data
@@ -242,14 +242,14 @@ def _is_plain(source: Source, item_size: int) -> bool:
 
 
 def gathered(shards: Sequence[ShardedTensor]) -> Buffer:
-    """Return the bytes of small tensors, one after the other.
+    """Return the concatenated bytes of small tensors.
 
     Raises:
-        ShapeError: one was changed since the save began.
+        ShapeError: a tensor was changed since the save began.
     """
-    # Bits are copied as integers: a copy of floats may change the bits of a NaN.
+    # Values are copied as integers, since copying floats may change the bits of a NaN.
     integer = INTEGERS[shards[0].dtype.itemsize]
     with torch.no_grad():
         bits = [checked_data(shard).view(integer) for shard in shards]
-        # Half the calls that views and `cat` are.
+        # This takes half as many calls as views and `cat`.
         return memoryview(bit_view(_flatten_dense_tensors(bits)).numpy())  # type: ignore[no-untyped-call]

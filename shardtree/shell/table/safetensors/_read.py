@@ -1,4 +1,4 @@
-"""Reading the native format: the functions that a save doesn't need."""
+"""Rows that read the native format; a save doesn't need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving in the native format: a rank's data files, each written by a thread of its own; and checking a checkpoint."""
+"""Rows that save in the native format: a rank's data files, each written by its own thread, and the common state."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from ..index import (
 )
 from ._layout import Entries, FilePart, gathered, parts, together
 
-# Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
+# Fingerprints are added up from the bytes as they are written, which saves a second pass over memory.
 
 
 def _with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
-    """Yield a shard's buffers unchanged, and append their share of the tensor's fingerprint to a list.
+    """Yield a shard's buffers unchanged, and append the shard's share of its tensor's fingerprint to a list.
 
     Args:
-        buffers: the row-major bytes of the shard, whole elements in each.
-        shard: whose they are.
-        totals: the shard's share is appended once the last buffer was taken.
+        buffers: Row-major bytes of the shard, with whole elements in each buffer.
+        shard: The shard.
+        totals: List to which the share is appended after the last buffer.
     """
     box = (1,) * shard.prepend_axis_num + shard.local_shape
     first = 0 if shard.flattened_range is None else shard.flattened_range.start
@@ -82,27 +82,27 @@ class _File:
 def write_files(
     pending: PendingSave, layout: Sequence[FilePart], columns: ShardColumns, row: Column, threads: int
 ) -> RankFiles:
-    """Write a rank's data files, and return what the index needs to know of them.
+    """Write a rank's data files, and return their description for the index.
 
     Args:
-        pending: the checkpoint.
-        layout: the files.
-        columns: the rank's tensor shards.
-        row: the row of `columns` of each shard in the layout, -1 for an object, int64 (shards,).
-        threads: how many files are written at a time.
+        pending: Checkpoint that is being written.
+        layout: Layout of the files.
+        columns: Columns of the rank's tensor shards.
+        row: Row in `columns` of each shard in the layout, -1 for an object, int64 (shards,).
+        threads: Number of files that are written at a time.
 
     Raises:
         ShapeError: a tensor was changed since the save began.
         StorageError: a file can't be written.
     """
     names = tuple(rank_file(pending, "safetensors", part) for part in range(len(layout)))
-    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    # The folder may be missing: a request that was abandoned, and whose folder was removed, may run once more.
     make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
     files = _write_all(pending, names, layout, threads)
     if pending.options.durable and names:
         sync_folder(pending.storage, pending.save_id)
     none = np.zeros(0, dtype=np.int64)
-    # In the order in which they are written, objects among them.
+    # Rows are in the order of the files, including objects.
     rows = np.concatenate([none, *(row[part.entries.number] for part in layout)])
     file = np.concatenate([none, *(np.full(len(part.byte), number) for number, part in enumerate(layout))])
     byte = np.concatenate([none, *(part.byte for part in layout)])
@@ -138,15 +138,15 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[File
         hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
             try:
-                # In tensors' own memory, or in new memory each; what is on a device is staged.
+                # Buffers of CPU tensors stay valid; those of tensors on a device lie in reused staging memory.
                 stay = all(
-                    isinstance(one, bytes) or (isinstance(one.data, torch.Tensor) and one.data.is_cpu)
-                    for one in part.entries.sources
+                    isinstance(source, bytes) or (isinstance(source.data, torch.Tensor) and source.data.is_cpu)
+                    for source in part.entries.sources
                 )
                 content = SizedBuffers(part.length, _until_failure(stream, failure), stay=stay)
                 length = pending.storage.write(names[number], content, durable=pending.options.durable)
             except _OtherFailed:
-                # `in_threads` raises the other thread's error, which says what happened.
+                # `in_threads` raises the other thread's error, which is the cause.
                 return _File(0, None, [])
         return _File(length, None if hasher is None else hash_column(hasher), totals)
 
@@ -183,19 +183,19 @@ def _part_buffers(part: FilePart, totals: list[int] | None) -> Iterator[Buffer]:
             yield buffer
         if size != entries.length[rows.start]:
             found, expected = f"{size} bytes of data", f"{entries.length[rows.start]} bytes"
-            what = f"save: {entries.keys[rows.start]!r} changed its size"
-            raise CheckpointingException(error_text(what, found=found, expected=expected))
+            heading = f"save: {entries.keys[rows.start]!r} changed its size while it was written"
+            raise CheckpointingException(error_text(heading, found=found, expected=expected))
 
 
 def _each(entries: Entries) -> Iterator[slice]:
     return (slice(row, row + 1) for row in range(len(entries)))
 
 
-# The rows of the native format: data files by each rank, the index by rank 0, and the common state as one file
+# The rows of the native format: data files by each rank, the index and the common state by rank 0.
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree as one file, and return its fields of metadata.json."""
+    """Write the common tree as one file, and return the fields of metadata.json that describe it."""
     data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name = f"{pending.save_id}/common.safetensors"
     entry = write_checked(pending.storage, name, data, durable=pending.options.durable)
@@ -203,11 +203,11 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFiles]:
-    """Prepare the data files of a rank's shards, and return the request that writes them."""
+    """Lay out the data files of a rank's shards, and return the request that writes them."""
     with collector_paused():
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
         threads = pending.options.threads or usual_threads()
-        # Each thread would hold another copy of what is lazy, on a device, or a large view.
+        # Each thread would hold another copy of a lazy tensor, a tensor on a device, or a large view.
         threads = threads if threads == 1 or all(map(_in_memory, tensors)) else 1
         layout = parts(shards, allow_pickle=pending.options.allow_pickle, most_files=threads)
         columns = shard_columns(tensors, pending.world.rank)
@@ -217,6 +217,6 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
-    """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
+    """Return whether several threads can write such data at once, without a large copy or a device's stream in each."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= limits.COPIED_BYTES)
