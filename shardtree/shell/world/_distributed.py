@@ -1,4 +1,4 @@
-"""Ranks as processes of torch.distributed; the default world of a call."""
+"""The world whose ranks are processes of torch.distributed, and the default world of a call."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ._world import (
     unpack,
 )
 
-# Values are sent as frames: a length, then the pickle. The first bytes of a frame, its head, have a fixed size, so that
-# a small value takes one collective; the rest of a longer one follows in its exact size. Up to about 128 KiB in all, a
-# collective takes the same time whatever its size, so the fewer ranks there are, the larger their heads.
+# Values are sent as frames: a length, then the pickle. A frame's head has a fixed size, so that a small value takes one
+# collective; the remaining bytes of a longer frame follow in their exact size. Up to about 128 KiB in total, the size
+# doesn't affect a collective's duration, so fewer ranks get larger heads.
 _LENGTH = 8
 _LEAST_HEAD = 512
 _ALL_HEADS = 64 * 1024
 
-_VALUE, _BYTES = 0, 1  # tags, so that messages and exchanges aren't mixed up
+_VALUE, _BYTES = 0, 1  # tags that keep messages and exchanges apart
 
 
 class DistributedWorld(World):
-    """The members of a gloo group, and of the caller's group that it is for; ranks are ranks in both."""
+    """The members of the caller's process group, which coordinate through a gloo group with the same ranks."""
 
     __slots__ = ("_caller_ref", "_group_ref", "_head")
 
@@ -58,7 +58,7 @@ class DistributedWorld(World):
         if len(frame) > self._head:
             frame = self._frame(pack("gather", (len(data), pack("gather", brief))))
         with self._backend_errors("gather") as group:
-            heard = [_read("gather", each) for each in self._exchange_frames(group, frame)]
+            heard = [_read("gather", rank_frame) for rank_frame in self._exchange_frames(group, frame)]
         late = {rank: length for rank, (length, _) in enumerate(heard) if length and rank != root}
         with self._backend_errors("gather", late if self.rank == root else [root]) as group:
             rooms = {
@@ -72,7 +72,7 @@ class DistributedWorld(World):
             for work in works:
                 self._wait(work)
         parts = [rooms[rank].numpy().data if rank in rooms else small for rank, (_, small) in enumerate(heard)]
-        return [value if rank == self.rank else unpack("gather", each) for rank, each in enumerate(parts)]
+        return [value if rank == self.rank else unpack("gather", part) for rank, part in enumerate(parts)]
 
     def broadcast(self, value: T, root: int = 0) -> T:
         self.check_rank("broadcast", root)
@@ -89,7 +89,7 @@ class DistributedWorld(World):
         return result
 
     def barrier(self) -> None:
-        # Not the group's barrier: with several backends it may be that of the accelerator.
+        # The group's own barrier isn't used: with several backends it may be the accelerator's.
         with self._backend_errors("barrier") as group:
             wait_for_all(group, group.allreduce(torch.zeros(1, dtype=torch.int32, device="cpu")), self.timeout)
 
@@ -121,8 +121,8 @@ class DistributedWorld(World):
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         self.check_buffers(outgoing, incoming)
         with self._backend_errors("exchange", {*outgoing, *incoming}) as group:
-            # Sizes aren't checked: that would take a message more for each pair. Callers plan both sides alike; gloo
-            # ends a process that gets more bytes than its buffer has.
+            # Sizes aren't checked, which would take another message for each pair. Callers plan both sides alike, and
+            # gloo aborts a process that receives more bytes than its buffer holds.
             works = [group.recv([room], source, _BYTES) for source, room in incoming.items() if room.numel()]
             works += [group.send([data], to, _BYTES) for to, data in outgoing.items() if data.numel()]
             for work in works:
@@ -145,16 +145,16 @@ class DistributedWorld(World):
         heads = [self._empty_frame() for _ in range(self.size)]
         wait_for_all(group, group.allgather(heads, mine[: self._head]), self.timeout)
         frames = [mine if rank == self.rank else self._empty_frame(head) for rank, head in enumerate(heads)]
-        # Broadcasts in each frame's exact size: with gloo, 3 to 5 times faster than an all_gather padded to equal
-        # sizes.
-        rests = [(frame[self._head :], rank) for rank, frame in enumerate(frames) if len(frame) > self._head]
-        works = [group.broadcast(*rest) for rest in rests]
+        # With gloo, broadcasts of each frame's exact size are 3 to 5 times faster than an all_gather that is padded to
+        # equal sizes.
+        tails = [(frame[self._head :], rank) for rank, frame in enumerate(frames) if len(frame) > self._head]
+        works = [group.broadcast(*tail) for tail in tails]
         for work in works:
             wait_for_all(group, work, self.timeout)
         return frames
 
     def _exchange_pieces(self, group: Gloo, mine: list[bytes]) -> list[memoryview]:
-        """Return what each rank sent to this one, by rank."""
+        """Return the pieces that the ranks sent to this one, by rank."""
         sizes = torch.tensor([len(piece) for piece in mine], dtype=torch.int64, device="cpu")
         incoming_sizes = torch.empty_like(sizes)
         wait_for_all(group, group.alltoall_base(incoming_sizes, sizes, [], []), self.timeout)
@@ -165,14 +165,14 @@ class DistributedWorld(World):
         return [piece.numpy().data for piece in torch.split(incoming, splits)]
 
     def _frame(self, data: bytes) -> torch.Tensor:
-        """Return a value's frame, uint8, at least as long as a head."""
+        """Return a value's frame as uint8, at least as long as a head."""
         frame = bytearray(max(self._head, _LENGTH + len(data)))
         frame[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
         frame[_LENGTH : _LENGTH + len(data)] = data
         return torch.frombuffer(frame, dtype=torch.uint8)
 
     def _empty_frame(self, head: torch.Tensor | None = None) -> torch.Tensor:
-        """Return an empty head, or a frame that begins with the given head and is empty otherwise."""
+        """Return a frame to receive into: an empty head, or the given head followed by uninitialised bytes."""
         if head is None:
             return torch.zeros(self._head, dtype=torch.uint8, device="cpu")
         frame = torch.empty(max(self._head, _LENGTH + _length(head)), dtype=torch.uint8, device="cpu")
@@ -184,7 +184,7 @@ class DistributedWorld(World):
 
     @contextmanager
     def _backend_errors(self, what: str, peers: Iterable[int] | None = None) -> Iterator[Gloo]:
-        """Yield the group; the backend's exceptions become WorldErrors, with who of peers, or of all, is absent."""
+        """Yield the group, and turn the backend's exceptions into WorldErrors that name the absent peers."""
         group = self._group_ref()
         if group is None:
             raise WorldError(error_text(f"{what}: the process group of rank {self.rank} was destroyed"))
@@ -207,24 +207,25 @@ def distributed(
 ) -> World:
     """Return the world of a process group.
 
-    A gloo group with the same members and this timeout is made once, by a call on every member, and kept, whatever the
-    group's own backend and timeout are: coordination never touches an accelerator's memory. Ranks are the group's.
+    Whatever the group's own backend and timeout, the first call makes a gloo group with the same members and this
+    timeout, which is kept: coordination never touches an accelerator's memory. Every member must call this. Ranks are
+    numbered as in the group.
 
     Args:
-        group: a process group that this process is in, or None for the default one.
-        timeout: seconds after which a silent peer counts as dead, the same on every member.
-        purpose: if not None, a separate gloo group is made for each purpose, so that a thread (an asynchronous save)
-            can coordinate while others use the group.
+        group: Process group that contains this process; None for the default one.
+        timeout: Seconds after which a silent peer counts as dead, equal on every member.
+        purpose: Name of a separate gloo group, so that a thread (an asynchronous save) can coordinate while others use
+            the group; None for the common one.
 
     Raises:
-        WorldError: if torch.distributed isn't initialised, or this process isn't in the group.
+        WorldError: torch.distributed isn't initialised, or this process isn't in the group.
     """
     member = member_of(group)
     return DistributedWorld(coordination_group(member, timeout, purpose), timeout, member)
 
 
 def _backends(group: torch.distributed.ProcessGroup) -> dict[str, str]:
-    """Return the name of a group's backend for each kind of device."""
+    """Return the names of a group's backends by type of device."""
     import torch.distributed as dist
 
     pairs = (part.split(":") for part in dist.get_backend_config(group).split(","))
@@ -232,13 +233,13 @@ def _backends(group: torch.distributed.ProcessGroup) -> dict[str, str]:
 
 
 def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange:
-    """Return an `exchange` by the group's own backend: nccl sends from device to device.
+    """Return an `exchange` through the group's own backend; nccl, for one, sends from device to device.
 
-    As all that is queued on a device, it may go on after the call has returned; what is queued later waits for it.
+    Like all work on a device, it may continue after the call returns; work that is queued later waits for it.
 
     Args:
-        group: with a backend for the kind of device; every member calls what is returned.
-        kind: of device, where the buffers are.
+        group: Process group with a backend for that type of device; every member must call the returned function.
+        kind: Type of the device that holds the buffers.
     """
     import torch.distributed as dist
 
@@ -247,7 +248,7 @@ def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange
     def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         nonlocal have_met
         if not have_met:
-            # nccl connects a group in its first call, which all ranks have to make; later ones may be of two alone.
+            # nccl connects a group in its first call, which all ranks must make; later calls may be between two ranks.
             dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=kind), group=group)
             have_met = True
         sends = {peer: data for peer, data in outgoing.items() if data.numel()}
@@ -273,9 +274,9 @@ def current_world(world: World | torch.distributed.ProcessGroup | None = None, *
     """Return the world that the caller passed, or the one that this process is in.
 
     Args:
-        world: a world, which is returned unchanged; a process group of torch.distributed; or None, for the default
+        world: A world, which is returned unchanged; a process group of torch.distributed; or None, for the default
             group if it is initialised, else one process.
-        purpose: as in `distributed`; ignored if a world is passed, or it is one process.
+        purpose: Name of a separate gloo group, as in `distributed`; ignored for a passed world and for one process.
 
     Examples:
         >>> current_world(None).size

@@ -1,4 +1,4 @@
-"""The gloo groups that ranks coordinate by, and which of their ranks have given up waiting."""
+"""The gloo groups through which ranks coordinate, and the detection of ranks that have given up waiting."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 
 from ...errors import WorldError, error_text
 
-# A ProcessGroup or a ProcessGroupGloo: the same methods, but no common base class with type annotations.
+# A ProcessGroup or a ProcessGroupGloo, which have the same methods, but no annotated common base class.
 Gloo: TypeAlias = Any
 
-# A gloo group that still exists after the interpreter's end aborts the process. So these are the only references to
-# ours, and they are dropped with the caller's group, or at exit.
+# A gloo group that still exists after the interpreter's end aborts the process. So these are the only references to our
+# groups, and they are dropped with the caller's group, or at exit.
 _groups: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[tuple[str | None, float], Gloo]] = WeakKeyDictionary()
 _use_counts: Counter[str] = Counter()
 
 _stores: WeakKeyDictionary[Gloo, torch.distributed.Store] = WeakKeyDictionary()
-"""Of each group that was made here: where ranks that have given up waiting say so, for errors that name the others."""
+"""Stores by group, in which ranks that give up waiting leave a mark, so that errors can name the absent ranks."""
 
-_LOOK = 1.0  # seconds between two looks whether another rank has given up
-_GRACE = 2.0  # seconds in which those who wait give up too
+_LOOK = 1.0  # seconds between two checks whether another rank has given up
+_GRACE = 2.0  # seconds within which the other waiting ranks give up too
 
 
 def is_initialised() -> bool:
@@ -39,16 +39,16 @@ def is_initialised() -> bool:
 def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
     """Return a gloo group with the members of a group.
 
-    It is made when all members ask for it the first time, or for a longer timeout, and kept as long as the group.
+    It is made when all members first request it, or request a longer timeout, and kept as long as the group.
 
     Raises:
-        WorldError: if it can't be made.
+        WorldError: the gloo group can't be made.
     """
-    # Also beside a group that uses gloo: gloo gives up after the timeout of the group, whatever a call asks for.
+    # A group that uses gloo itself gets one too: gloo's timeout is that of the group, whatever a call asks for.
     groups = _groups.setdefault(group, {})
-    long_enough = [own for (other, seconds), own in groups.items() if other == purpose and seconds >= timeout]
+    long_enough = [gloo for (other, seconds), gloo in groups.items() if other == purpose and seconds >= timeout]
     if not long_enough:
-        # Beside one with a shorter timeout, not in place of it: worlds that were made before still use that.
+        # A group with a shorter timeout stays, since earlier worlds still use it.
         long_enough = [groups.setdefault((purpose, timeout), _make(group, timeout, purpose))]
         atexit.unregister(_groups.clear)
         atexit.register(_groups.clear)
@@ -56,7 +56,7 @@ def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, pu
 
 
 def member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:
-    """Return the group, or the default one; raises unless this process is in it."""
+    """Return the group, or the default one for None; raise if this process isn't a member."""
     import torch.distributed as dist
 
     if not is_initialised():
@@ -64,7 +64,7 @@ def member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed
         raise WorldError(error_text("torch.distributed has no default process group", fix=fix))
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise WorldError(error_text(f"rank {dist.get_rank()} is not in the process group that it was given"))
+        raise WorldError(error_text(f"rank {dist.get_rank()} is not in the process group that it passed"))
     return group
 
 
@@ -72,17 +72,17 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    # From gloo's own class: `torch.distributed.new_group` has to be called by every rank of the job, or, with
-    # `use_local_synchronization`, hangs if ranks belong to different numbers of groups.
+    # gloo's own class is used because every rank of the job must call `torch.distributed.new_group`, or, with
+    # `use_local_synchronization`, the call hangs if ranks belong to different numbers of groups.
     ranks = dist.get_process_group_ranks(group)
-    # The members make their groups in the same order, so their counters agree. The counter is part of the name since
-    # keys that an earlier group left in the store would confuse a new one.
+    # The members make their groups in the same order, so their counters agree. The name contains the counter, since
+    # keys that an earlier group left in the store would confuse a new group.
     name = f"shardtree/{purpose or ''}/{'_'.join(map(str, ranks))}"
     _use_counts[name] += 1
     store = dist.PrefixStore(f"{name}/{_use_counts[name]}", _get_default_store())
     what = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
     try:
-        # gloo of torch 2.15 ends the process where the store, as that of the backend "fake", keeps nothing.
+        # torch 2.15's gloo aborts the process if the store keeps nothing, as that of the backend "fake".
         store.set(f"seen by {group.rank()}", "yes")
         if store.get(f"seen by {group.rank()}") != b"yes":
             raise RuntimeError("the group's store doesn't return what was set")
@@ -96,19 +96,19 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
 
 
 def wait_for_all(group: Gloo, work: torch.distributed.Work, timeout: float) -> None:
-    """Wait for a collective, at most until another rank has given up.
+    """Wait for a collective, or until another rank has given up.
 
-    In a ring only the neighbours of a rank that died hear of it at once. The others would wait for theirs to end, and
-    be taken for absent.
+    In a ring, only the neighbours of a dead rank notice at once. The others would wait for the full timeout, and be
+    taken for absent.
 
     Raises:
-        RuntimeError: it failed, took longer than the timeout, or another rank gave up.
+        RuntimeError: the collective failed or timed out, or another rank gave up.
     """
     end = time.monotonic() + timeout
     while not work.is_completed():
         left = end - time.monotonic()
         try:
-            # Of a collective, a wait that has timed out leaves the work as it is; a send or recv would end by it.
+            # A wait that times out doesn't affect a collective, whereas it would end a send or recv.
             work.wait(timedelta(seconds=min(_LOOK, max(left, 0.001))))
         except RuntimeError:
             if work.is_completed():
@@ -117,17 +117,17 @@ def wait_for_all(group: Gloo, work: torch.distributed.Work, timeout: float) -> N
                 raise
             if _another_gave_up(group):
                 raise RuntimeError("another rank gave up waiting") from None
-    work.wait()  # raises what the work failed with
+    work.wait()  # raises the collective's error
 
 
 def _another_gave_up(group: Gloo) -> bool:
-    """Return whether another rank has given up once more than this one."""
+    """Return whether another rank has given up more often than this one."""
     store = _stores.get(group)
     return store is not None and store.check([f"gave up {store.add(f'gave up: {group.rank()}', 0) + 1} times"])
 
 
 def absent_ranks(group: Gloo, peers: Iterable[int], timeout: float) -> list[int]:
-    """Return the peers that don't give up waiting as this rank does; none where that can't be found out."""
+    """Mark that this rank gives up, and return the peers that don't within the grace time; empty if unknown."""
     store = _stores.get(group)
     if store is None:
         return []
@@ -136,10 +136,10 @@ def absent_ranks(group: Gloo, peers: Iterable[int], timeout: float) -> list[int]
         store.set(f"gave up {times} times", "yes")
         end, absent = time.monotonic() + min(_GRACE, timeout), sorted(peers)
         while True:
-            # Of thousands of ranks each is asked again only as long as it is absent.
+            # Only ranks that are still absent are checked again, since there may be thousands.
             absent = [rank for rank in absent if store.add(f"gave up: {rank}", 0) < times]
             if not absent or time.monotonic() > end:
                 return absent
             time.sleep(0.05)
-    except RuntimeError:  # the rank that has the store is gone
+    except RuntimeError:  # the rank that hosts the store has ended
         return []

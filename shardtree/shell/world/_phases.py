@@ -1,11 +1,11 @@
 """Phases: work that either succeeds on every rank, or raises on every rank.
 
 Everything that can fail (a file call, the caller's code, a check) runs inside a phase, so that no rank waits in a
-collective for one that has failed. A phase must not run inside another one, and its function must not call a
-collective, which a rank that fails earlier would skip.
+collective for a rank that has failed. Phases must not be nested, and a phase's function must not call a collective,
+which a rank that fails earlier would skip.
 
-Steps without effects that other ranks see can share one collective: a phase then lists them, in order, and its function
-does each inside of a `step`. A failure in a step is reported as if the step had been a phase of its own.
+Steps whose effects other ranks can't see may share a collective: the phase lists them in order, and its function runs
+each inside a `step`. A failure in a step is reported as if the step were a phase of its own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    twins: tuple[type[RemoteError], ...]  # of the exception's classes, the most specific first; pickled by name
-    text: str  # "TypeName: message", and its notes
-    step: str  # in which it occurred; empty if not in a named one
-    has_attributes: bool  # which the twins on other ranks get too
+    twins: tuple[type[RemoteError], ...]  # remote twins of the exception's classes, most specific first
+    text: str  # "TypeName: message" and notes
+    step: str  # name of the step that failed; empty outside of steps
+    has_attributes: bool  # whether the exception has public attributes, which its remote twin gets too
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a rank sends to the others at the end of a phase."""
+    """Message that a rank sends to the others at the end of a phase."""
 
     phase: str
     failure: _Failure | None = None
@@ -42,18 +42,18 @@ class _Outcome:
 
 
 Given = Mapping[str, object]
+"""Arguments that must be equal on all ranks, by name, without those that have their default. They are sent as texts."""
 _LONG = 200
-"""Arguments that must be the same on all ranks, by name. They travel as texts: what has its usual value is left out."""
 
 
 _STEP = "_shardtree_step"
 
 
 class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(...)`
-    """Mark what is done inside as a step of the enclosing phase, which reports a failure as one of this step.
+    """Make the block a step of the enclosing phase, which then reports failures in it under the step's name.
 
     Args:
-        phase: what is being done, one of the `steps` of the enclosing phase.
+        phase: Name of the step, one of the enclosing phase's `steps`.
 
     Examples:
         >>> from shardtree.errors import RemoteError
@@ -72,7 +72,7 @@ class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(..
           rank 0: ZeroDivisionError: integer division or modulo by zero
     """
 
-    # No `contextmanager`: that sets an attribute of the exception, and one that is a frozen dataclass refuses it.
+    # `contextmanager` sets an attribute of the exception, which an exception that is a frozen dataclass refuses.
     __slots__ = ("phase",)
 
     def __init__(self, phase: str) -> None:
@@ -87,9 +87,9 @@ class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(..
 
 
 def tried(fn: Callable[[], T]) -> Callable[[], T]:
-    """Call a function now, and return one to be called once: it returns the result, or raises the error.
+    """Call a function now, and return a function that returns its result, or raises its error, when called once.
 
-    For what a rank does before it meets the others: inside of the phase that follows, they learn of it if it fails.
+    It serves work before a phase: called inside the phase, the returned function reports an error to the other ranks.
 
     Examples:
         >>> from shardtree.shell.world import tried
@@ -105,28 +105,29 @@ def tried(fn: Callable[[], T]) -> Callable[[], T]:
         errors = [error]
 
         def fail() -> T:
-            raise errors.pop()  # kept here, it would keep what its frames hold alive
+            raise errors.pop()  # a reference here would keep alive everything that the error's frames hold
 
         return fail
     return lambda: result
 
 
 def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = (), given: Given | None = None) -> T:
-    """Return what fn returns on this rank, after it succeeded on every rank.
+    """Run a function on every rank, and return this rank's result after the function succeeded on all of them.
 
     Args:
-        world: the ranks that take part.
-        phase: what is being done, for the error.
-        fn: takes no arguments and runs on every rank. It must not call a collective or start a phase.
-        steps: the names of the steps in fn, in order. Where ranks fail in several, the first one is reported.
-        given: what has to be the same on every rank, compared before what fn returns counts.
+        world: Ranks that take part.
+        phase: Name of the phase, for errors.
+        fn: Function without arguments that runs on every rank. It must not call a collective or start a phase.
+        steps: Names of the steps in fn, in order. If ranks fail in several steps, the first one is reported.
+        given: Arguments that must be equal on every rank, by name; they are compared before a result is returned.
 
     Raises:
-        WorldError: on every rank, if the ranks are in other phases, or were given other values: names who has what.
-        RemoteError: on every rank, if fn failed on some or all; on a failing rank the cause is its own exception. It is
-            the twin of the most specific class of `shardtree.errors` that all failing ranks' exceptions share:
+        WorldError: on every rank, if the ranks are in different phases or have different arguments; the error names
+            each rank's.
+        RemoteError: on every rank, if fn failed on any; on a failing rank the cause is its own exception. It is the
+            twin of the most specific class of `shardtree.errors` that all failing ranks' exceptions share:
             ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. In a world of one, fn's own exception is raised.
-            What isn't an ``Exception`` (``KeyboardInterrupt``) is raised unchanged on the rank where it occurred.
+            An exception that isn't an ``Exception`` (``KeyboardInterrupt``) is raised unchanged on its own rank.
 
     Examples:
         >>> from shardtree.errors import RemoteError
@@ -155,12 +156,12 @@ def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str]
 def gather(
     world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = (), given: Given | None = None
 ) -> list[T]:
-    """Return what fn returns on each rank, by rank, after it succeeded on every rank; one all-gather in total.
+    """Run a function on every rank, and return all results, by rank, after it succeeded everywhere; one all-gather.
 
-    The list has this rank's own value itself, and copies of the others.
+    The list contains this rank's own result itself, and copies of the others.
 
     Raises:
-        RemoteError: as `agree`; a value that can't be pickled is a failure too.
+        RemoteError: see `agree`; a result that can't be pickled is a failure too.
 
     Examples:
         >>> from shardtree.shell.world import gather
@@ -180,10 +181,18 @@ def share(
     steps: Sequence[str] = (),
     given: Given | None = None,
 ) -> tuple[T, list[U]]:
-    """Return what fn returns on this rank, and what `message` returns for that on each rank, by rank; one all-gather.
+    """Return this rank's result of a function, and a message about each rank's result, by rank; one all-gather.
+
+    Args:
+        world: Ranks that take part.
+        phase: Name of the phase, for errors.
+        fn: Function as for `agree`.
+        message: Function from a result to the message that other ranks get.
+        steps: Names of the steps, as for `agree`.
+        given: Arguments that must be equal on every rank, as for `agree`.
 
     Raises:
-        RemoteError: as `gather`.
+        RemoteError: see `gather`.
 
     Examples:
         >>> from shardtree.shell.world import share
@@ -196,23 +205,24 @@ def share(
         return value, [message(value)]
     try:
         value = fn()
-        own = message(value)
-        # Packed here, so that a value that can't be pickled is a failure inside the phase, reported on every rank.
-        data = pack(phase, own)
+        own_message = message(value)
+        # It is packed here, so that a message that can't be pickled is a failure of the phase, reported on every rank.
+        data = pack(phase, own_message)
     except BaseException as error:
         _gather_outcomes(world, _Outcome(phase, _failure(error), given=_texts(given)), error, steps)
         raise
     outcomes = _gather_outcomes(world, _Outcome(phase, data=data, given=_texts(given)), None, steps)
-    return value, [own if rank == world.rank else unpack(phase, each.data) for rank, each in enumerate(outcomes)]
+    messages = (own_message if rank == world.rank else unpack(phase, end.data) for rank, end in enumerate(outcomes))
+    return value, [*messages]
 
 
 def gather_on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> list[T]:
-    """Return what fn returns on each rank, by rank, on rank 0, and nothing on the others; it runs on every rank.
+    """Run a function on every rank, and return all results, by rank, on rank 0; an empty list on other ranks.
 
-    Every rank hears of failures, but what the ranks return travels to rank 0 alone; one gather in total.
+    Every rank learns of failures, but results are sent only to rank 0; one gather in total.
 
     Raises:
-        RemoteError: as `gather`.
+        RemoteError: see `gather`.
 
     Examples:
         >>> from shardtree.shell.world import gather_on_rank_zero
@@ -223,27 +233,27 @@ def gather_on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps:
     if world.size == 1:
         return [fn()]
     try:
-        own = fn()
-        data = pack(phase, own)
+        value = fn()
+        data = pack(phase, value)
     except BaseException as error:
         _gather_outcomes(world, _Outcome(phase, _failure(error)), error, steps, root=0)
         raise
     outcomes = _gather_outcomes(world, _Outcome(phase, data=data), None, steps, root=0)
     if world.rank != 0:
         return []
-    return [own if rank == 0 else unpack(phase, each.data) for rank, each in enumerate(outcomes)]
+    return [value if rank == 0 else unpack(phase, outcome.data) for rank, outcome in enumerate(outcomes)]
 
 
 def on_rank_zero(
     world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = (), given: Given | None = None
 ) -> T:
-    """Return what fn returns on rank 0, on every rank; it runs there only.
+    """Run a function on rank 0 only, and return its result on every rank.
 
-    What is `given` is compared first, by a collective of its own.
+    If `given` isn't None, another collective compares it first.
 
     Raises:
-        WorldError: on every rank, if the ranks were given other values; as `agree`.
-        RemoteError: on every rank, if it failed or its value can't be pickled; as `agree`.
+        WorldError: on every rank, if the ranks have different arguments; as `agree`.
+        RemoteError: on every rank, if the function failed or its result can't be pickled; as `agree`.
 
     Examples:
         >>> from shardtree.shell.world import on_rank_zero
@@ -257,17 +267,17 @@ def on_rank_zero(
 
 
 def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, steps: Sequence[str] = ()) -> T:
-    """Return what fn returns on the given rank, on every rank; it runs there only.
+    """Run a function on a single rank, and return its result on every rank.
 
     Args:
-        world: the ranks that take part.
-        phase: what is being done, for the error.
-        fn: as for `agree`.
-        rank: which one runs it, the same on every rank.
-        steps: as for `agree`.
+        world: Ranks that take part.
+        phase: Name of the phase, for errors.
+        fn: Function as for `agree`.
+        rank: Rank that runs it, equal on every rank.
+        steps: Names of the steps, as for `agree`.
 
     Raises:
-        RemoteError: on every rank, if it failed or its value can't be pickled; as `agree`.
+        RemoteError: on every rank, if the function failed or its result can't be pickled; as `agree`.
 
     Examples:
         >>> from shardtree.shell.world import on_one_rank
@@ -287,7 +297,7 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, ste
 
 
 def _run_and_broadcast(world: World, phase: str, fn: Callable[[], T], steps: Sequence[str]) -> T:
-    """Return what fn returns, and broadcast it, or the failure, to every rank."""
+    """Return a function's result, and broadcast it, or its failure, to every rank."""
     try:
         value = fn()
         data = pack(phase, value)
@@ -300,20 +310,20 @@ def _run_and_broadcast(world: World, phase: str, fn: Callable[[], T], steps: Seq
 
 
 def _failures(world: World, rank: int, failure: _Failure | None) -> list[_Failure | None]:
-    """Return a list of failures by rank, for a phase in which only one rank did anything."""
-    return [failure if each == rank else None for each in range(world.size)]
+    """Return a list of failures by rank, for a phase in which a single rank ran."""
+    return [failure if other == rank else None for other in range(world.size)]
 
 
 def _gather_outcomes(
     world: World, outcome: _Outcome, error: BaseException | None, steps: Sequence[str], root: int | None = None
 ) -> list[_Outcome]:
-    """Return every rank's outcome, with what it returned, on the root alone if there is one; raises if some failed."""
+    """Return every rank's outcome, with results on the root only if there is one; raise if a rank failed."""
     if root is None:
         outcomes = world.all_gather(outcome)
     else:
         outcomes = world.gather(outcome, replace(outcome, data=b""), root)
     _check_phases(dict(enumerate(outcomes)))
-    _raise_on_failure(world, outcome.phase, [each.failure for each in outcomes], error, steps)
+    _raise_on_failure(world, outcome.phase, [other.failure for other in outcomes], error, steps)
     return outcomes
 
 
@@ -322,33 +332,33 @@ def _texts(given: Given | None) -> Mapping[str, str] | None:
 
 
 def _text(value: object) -> str:
-    """Return a value as text: all of it in a digest where that is long, and lists as the tuples that mean the same."""
+    """Return a value as text, shortened with a digest if it is long; lists look like the equivalent tuples."""
     text = repr(tuple(value) if isinstance(value, list) else value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}... ({blake2b(text.encode(), digest_size=8).hexdigest()})"
 
 
 def _check_phases(outcomes: Mapping[int, object]) -> None:
-    """Raise unless all ranks are in the same phase, with the same arguments; they would misread each other's values."""
-    texts = {rank: dict(getattr(each, "given", None) or {}) for rank, each in outcomes.items()}
-    phases = {rank: getattr(each, "phase", "no phase") for rank, each in outcomes.items()}
-    names = dict.fromkeys(name for each in texts.values() for name in each) if len(set(phases.values())) == 1 else ()
-    differing = [name for name in names if len({each.get(name) for each in texts.values()}) > 1]
+    """Raise unless all ranks are in the same phase with equal arguments; otherwise they misread each other's values."""
+    texts = {rank: dict(getattr(outcome, "given", None) or {}) for rank, outcome in outcomes.items()}
+    phases = {rank: getattr(outcome, "phase", "no phase") for rank, outcome in outcomes.items()}
+    names = dict.fromkeys(name for text in texts.values() for name in text) if len(set(phases.values())) == 1 else ()
+    differing = [name for name in names if len({text.get(name) for text in texts.values()}) > 1]
     if differing or len(set(phases.values())) > 1:
         lines = (
             ", ".join(
-                [f"rank {rank}: {phases[rank]}", *(f"{name}={each.get(name, 'the usual')}" for name in differing)]
+                [f"rank {rank}: {phases[rank]}", *(f"{name}={text.get(name, 'the usual')}" for name in differing)]
             )
-            for rank, each in texts.items()
+            for rank, text in texts.items()
         )
         fix = "Make the same calls with the same options on every rank."
-        raise WorldError(error_text("the ranks aren't doing the same thing", offenders=lines, fix=fix))
+        raise WorldError(error_text("the ranks' calls or options differ", offenders=lines, fix=fix))
 
 
 def _failure(error: BaseException) -> _Failure:
     twins = tuple(REMOTE_TWINS[kind] for kind in type(error).__mro__ if kind in REMOTE_TWINS)
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception as other:  # the other ranks are waiting for this one, even if an exception's __str__ raises
+    except Exception as other:  # other ranks are waiting, so even an exception whose __str__ raises must be reported
         text = f"{type(error).__name__}, whose text raises a {type(other).__name__}"
     lines = [text, *getattr(error, "__notes__", ())]
     return _Failure(twins, "\n".join(lines), getattr(error, _STEP, ""), bool(_public_attributes(error)))
@@ -357,11 +367,11 @@ def _failure(error: BaseException) -> _Failure:
 def _raise_on_failure(
     world: World, phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]
 ) -> None:
-    """Raise the same error on every rank if any failed, except where this rank's own isn't an ``Exception``."""
+    """Raise the same error on every rank if any failed, unless this rank's own error isn't an ``Exception``."""
     by_rank = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     where = {rank: failure.step if failure.step in steps else phase for rank, failure in by_rank.items()}
     phase = min(where.values(), key=[*steps, phase].index, default=phase)
-    # Later failures are dropped: had the step been a phase of its own, those ranks wouldn't have got there.
+    # Failures in later steps are dropped: had the step been a phase of its own, those ranks wouldn't have got there.
     by_rank = {rank: failure for rank, failure in by_rank.items() if where[rank] == phase}
     if not by_rank:
         return
@@ -370,22 +380,23 @@ def _raise_on_failure(
     twin = next(shared, RemoteError)
     remote = twin(phase, {rank: failure.text for rank, failure in by_rank.items()})
     if twin is not RemoteError and first.has_attributes:
-        # From one rank only, and only if it has any: attributes can be long, and ten thousand ranks may have failed.
-        own = _packed_attributes(error) if world.rank == lowest and error is not None else {}
-        for name, data in world.broadcast(own, lowest).items():
-            with suppress(Exception):  # such as a class that can't be imported here
+        # Only one rank sends its attributes: they can be long, and ten thousand ranks may have failed.
+        attributes = _packed_attributes(error) if world.rank == lowest and error is not None else {}
+        for name, data in world.broadcast(attributes, lowest).items():
+            with suppress(Exception):  # a class that can't be imported here, for one
                 setattr(remote, name, unpack(phase, data))
     if error is None or isinstance(error, Exception):
         raise remote from error
 
 
 def _public_attributes(error: BaseException) -> dict[str, Any]:
-    own = ("args", "phase", "failures")  # a twin sets these itself
-    return {name: value for name, value in attributes_of(error).items() if not name.startswith("_") and name not in own}
+    twins = ("args", "phase", "failures")  # a remote twin sets these itself
+    public = {name: value for name, value in attributes_of(error).items() if not name.startswith("_")}
+    return {name: value for name, value in public.items() if name not in twins}
 
 
 def _packed_attributes(error: BaseException) -> dict[str, bytes]:
-    """Return an exception's attributes, pickled; leaves out those that can't be pickled, or exceed the limit."""
+    """Return an exception's attributes, pickled, without those that can't be pickled or exceed the limit."""
     attributes: dict[str, bytes] = {}
     for name, value in _public_attributes(error).items():
         with suppress(UnsupportedValue):

@@ -15,22 +15,22 @@ from ...errors import UnsupportedValue, WorldError, error_text, plural
 T = TypeVar("T")
 
 Exchange = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], None]
-"""Sends buffers to some ranks, and fills buffers with what some ranks send, by rank: `World.exchange`."""
+"""Function that sends buffers to some ranks and fills buffers from some ranks, both by rank: `World.exchange`."""
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 
 
 class World(ABC):
-    """A group of ranks, as one of them sees it.
+    """A group of ranks, from the view of one of them.
 
     Every rank calls the same collectives in the same order. A rank gets its own value back unchanged; values of other
-    ranks are always copies, so all values must be picklable. A collective that raises ``UnsupportedValue`` hasn't sent
-    anything.
+    ranks are always copies, so all values must be picklable. A collective that raises ``UnsupportedValue`` has sent
+    nothing.
 
     Attributes:
-        rank: of this process or thread, from 0.
-        size: the number of ranks.
-        timeout: seconds after which a silent peer counts as dead.
+        rank: Rank of this process or thread, from 0.
+        size: Number of ranks.
+        timeout: Seconds after which a silent peer counts as dead.
     """
 
     __slots__ = ("rank", "size", "timeout")
@@ -48,19 +48,19 @@ class World(ABC):
         """Return every rank's value, by rank.
 
         Raises:
-            WorldError: if a peer is silent, or calls another collective and that can be detected.
-            UnsupportedValue: if the value can't be pickled.
+            WorldError: a peer is silent, or calls another collective and the world can detect it.
+            UnsupportedValue: the value can't be pickled.
         """
 
     def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
-        """Return every rank's value, by rank, on rank ``root``; the others may get what is brief in place of values.
+        """Return every rank's value, by rank, on rank ``root``; other ranks may get the brief values instead.
 
-        This default gives every rank all values. Worlds should override it if their transport can send them to one.
+        This default gives every rank all values. Worlds should override it if their transport can send to one rank.
 
         Args:
-            value: for the root.
-            brief: for every rank, where the value is long.
-            root: the rank that gets all values, the same on every rank.
+            value: Value for the root.
+            brief: Substitute for the other ranks, if the value is long.
+            root: Rank that gets all values, equal on every rank.
 
         Raises:
             WorldError, UnsupportedValue: as `all_gather`.
@@ -70,22 +70,22 @@ class World(ABC):
 
     @abstractmethod
     def broadcast(self, value: T, root: int = 0) -> T:
-        """Return the value of rank ``root``; what other ranks pass is ignored."""
+        """Return the value of rank ``root``; the arguments of other ranks are ignored."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
 
     @abstractmethod
     def all_to_all(self, values: Sequence[T]) -> list[T]:
-        """Send ``values[i]`` to rank i, and return what each rank sent to this one, by rank."""
+        """Send ``values[i]`` to rank i, and return the values that the ranks sent to this one, by rank."""
 
     @abstractmethod
     def send(self, value: Any, to: int) -> None:
-        """Send a value to another rank, which receives values in the order in which they were sent.
+        """Send a value to another rank, which receives values in the order of the sends.
 
-        It may wait until the other rank receives, so two ranks that both send before they receive are in a deadlock;
-        use `all_to_all` to exchange values.
+        It may block until the other rank receives, so two ranks that both send before they receive may deadlock; use
+        `all_to_all` to exchange values.
         """
 
     @abstractmethod
@@ -93,18 +93,18 @@ class World(ABC):
         """Return the next value that rank ``source`` sends to this one."""
 
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        """Send bytes to some ranks and fill buffers with what some ranks send; every rank calls it.
+        """Send bytes to some ranks, and fill buffers with bytes from some ranks; every rank calls it.
 
-        This default uses `all_to_all`. Worlds should override it if their transport can do without pickling and copies,
-        and without making ranks wait that exchange nothing with each other.
+        This default uses `all_to_all`. Worlds should override it if their transport needs no pickling and copies, and
+        doesn't make ranks wait that exchange nothing with each other.
 
         Args:
-            outgoing: for each peer the bytes that it gets, uint8 (bytes,), contiguous, in the CPU's memory.
-            incoming: for each peer the buffer for its bytes, likewise; of the length that the peer sends.
+            outgoing: Bytes for each peer, uint8 (bytes,), contiguous, in the CPU's memory.
+            incoming: Buffer for each peer's bytes, of the same type; its length must be the number of bytes sent.
 
         Raises:
-            WorldError: if a buffer is something else or a peer is this rank, before anything is sent; if ranks don't
-                agree about what is sent, where that can be detected; if a peer is silent.
+            WorldError: a buffer is of another type or a peer is this rank (nothing is sent then); a peer is silent; or
+                ranks disagree about the number of bytes and the world can detect it.
         """
         self.check_buffers(outgoing, incoming)
         # As arrays: a pickled array contains its own elements only, a pickled tensor the whole storage that it views.
@@ -113,18 +113,18 @@ class World(ABC):
         sizes = {rank: data.size for rank, data in pieces.items()}
         expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
         if sizes != expected:
-            what = f"exchange: rank {self.rank} gets other numbers of bytes than its buffers have, by rank"
-            raise WorldError(error_text(what, found=sizes, expected=expected))
+            heading = f"exchange: the bytes sent to rank {self.rank} don't fit its buffers (sizes by peer)"
+            raise WorldError(error_text(heading, found=sizes, expected=expected))
         for rank, data in pieces.items():
             np.copyto(incoming[rank].numpy(), data)
 
     def device_exchange(self, kind: str) -> Exchange | None:
-        """Return what `exchange` is for buffers in the memory of a kind of device; None if the world has nothing.
+        """Return the counterpart of `exchange` for buffers on devices of a type; None if the world has none.
 
-        Every rank calls the function that is returned, the same number of times, also where it has no buffers.
+        Every rank must call the returned function the same number of times, even without buffers.
 
         Args:
-            kind: of device: ``"cuda"``. For ``"cpu"`` it is `exchange`.
+            kind: Type of the device, such as ``"cuda"``; for ``"cpu"`` the result is `exchange`.
         """
         return self.exchange if kind == "cpu" else None
 
@@ -158,27 +158,28 @@ class World(ABC):
             raise WorldError(error_text(f"all_to_all: rank {self.rank}", found=found, expected=expected))
 
 
-# Values as bytes, for sending them between ranks.
+# Values are pickled for sending them between ranks.
 #
-# Unpickling runs code that the bytes contain. That is safe here, since the bytes come from ranks of the same job, which
-# run its code anyway, and never from a file: files are read by the codec.
+# Unpickling may run any code. That is safe here, since the bytes come from ranks of the same job, which run the same
+# code anyway, and never from a file: files are read by the codec.
 
 
 def pack(what: str, value: object) -> bytes:
-    """Return a value as bytes.
+    """Return a value as pickled bytes.
 
     Args:
-        what: the collective, for the error.
+        what: Name of the collective, for the error.
+        value: Value to send.
 
     Raises:
-        UnsupportedValue: if it can't be pickled.
+        UnsupportedValue: the value can't be pickled.
     """
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise UnsupportedValue(
             error_text(
-                f"{what}: a {type(value).__qualname__} can't be sent to another rank",
+                f"{what}: cannot send a {type(value).__qualname__} to another rank",
                 found=f"{type(error).__name__}: {error}",
                 expected="a picklable value",
             )
@@ -186,17 +187,17 @@ def pack(what: str, value: object) -> bytes:
 
 
 def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
-    """Return a new copy of the value that a rank packed.
+    """Return the value in pickled bytes.
 
     Raises:
-        WorldError: if its class can't be found or rebuilt here.
+        WorldError: the value's class can't be imported or rebuilt here.
     """
     try:
         return pickle.loads(data)
     except Exception as error:
         raise WorldError(
             error_text(
-                f"{what}: what another rank sent can't be rebuilt here",
+                f"{what}: cannot rebuild a value that another rank sent",
                 found=f"{type(error).__name__}: {error}",
                 fix="Import its class on every rank, and run the same code on all of them.",
             )
@@ -207,7 +208,7 @@ def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
 
 
 class OneProcess(World):
-    """A world of one rank, where every collective is the identity."""
+    """A world of a single rank, in which every collective is the identity."""
 
     __slots__ = ()
 
@@ -226,17 +227,17 @@ class OneProcess(World):
         return list(values)
 
     def send(self, value: Any, to: int) -> NoReturn:
-        raise WorldError(error_text(f"send(to={to}): a world of one has no other rank"))
+        raise WorldError(error_text(f"send(to={to}): there is no other rank in a world of one"))
 
     def recv(self, source: int) -> NoReturn:
-        raise WorldError(error_text(f"recv(source={source}): a world of one has no other rank"))
+        raise WorldError(error_text(f"recv(source={source}): there is no other rank in a world of one"))
 
 
 ALONE: Final[World] = OneProcess(0, 1, DEFAULT_TIMEOUT)
 
 
 def one_process() -> World:
-    """Return the world of one rank.
+    """Return the world of a single rank.
 
     Examples:
         >>> world = one_process()

@@ -146,7 +146,7 @@ def test_ranks_with_other_arguments_are_refused_before_anything_is_written(case:
     before = root.all_names()
 
     def on_rank(world: World) -> None:
-        with pytest.raises(WorldError, match="the ranks aren't doing the same thing") as caught:
+        with pytest.raises(WorldError, match="the ranks' calls or options differ") as caught:
             call(root, world)
         errors.append(str(caught.value))
 
