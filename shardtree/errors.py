@@ -1,8 +1,8 @@
-"""Every error that shardtree raises, and the form of their texts.
+"""Every error that shardtree raises, and the common form of error texts.
 
-An error says what was being done, on what, what was found, what was expected and what to do. A place in a tree is
-written as the Python expression that reaches it: ``tree['model']['layers'][3]``. Counts, sizes and tables are written
-here for all other texts too.
+An error names the operation and its subject, what is wrong, the found and the expected value, and a fix. A place in a
+tree is written as the Python expression that reaches it: ``tree['model']['layers'][3]``. Functions here also format
+counts, sizes and tables for other texts.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ __all__ = [
 TreePath = tuple[Any, ...]
 
 _SHOWN = 10
-_LONGEST = 4000  # characters of a line: a guard, since a name from a file may be as long as the file
+_LONGEST = 4000  # maximum length of a line in characters, since a name from a file may be as long as the file
 
 
 class CheckpointingException(Exception):
-    """The base of every error that shardtree raises on purpose."""
+    """The base class of every error that shardtree raises on purpose."""
 
 
 class MetadataError(CheckpointingException, ValueError):
-    """A leaf was described in a way that contradicts itself."""
+    """The description of a leaf contradicts itself."""
 
 
 class ShapeError(CheckpointingException, ValueError):
-    """A shape, offset or dtype doesn't fit its place."""
+    """A shape, offset or dtype doesn't fit."""
 
 
 class TreeError(CheckpointingException, ValueError):
-    """Two trees don't fit together, or a tree has something that it can't contain."""
+    """Two trees don't fit together, or a tree contains an unsupported value."""
 
 
 class KeyMismatch(CheckpointingException, KeyError):
-    """A key was requested that doesn't exist.
+    """A requested key doesn't exist.
 
     Attributes:
-        missing: all keys that are stored and requested by no rank, sorted, where a strict mode of `load` raises them.
-        unexpected: all keys that `load` was asked for and that aren't stored, sorted; unless a strict mode found them,
-            unique keys of objects.
+        missing: All stored keys that no rank requests, sorted, if a strict mode of `load` raised the error.
+        unexpected: All requested keys that aren't stored, sorted. Objects are listed by their keys if a strict mode
+            raised the error, and otherwise by their unique keys.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
-    # KeyError shows repr(args[0]), which would quote the message and put it on one line.
+    # KeyError's method shows repr(args[0]), which would quote the message and put it on one line.
     __str__ = Exception.__str__
 
 
@@ -90,17 +90,17 @@ class IntegrityError(CheckpointingException, ValueError):
 
 
 class UnsupportedValue(CheckpointingException, TypeError):
-    """A value or dtype that a format can't hold."""
+    """A format can't hold a value or dtype."""
 
 
 class TraceError(CheckpointingException, RuntimeError):
-    """Code that is traced asks for elements, or a trace can't be evaluated or inverted."""
+    """Traced code reads elements, or a trace can't be evaluated or inverted."""
 
-    # Not a TypeError: Python's operators take that for "ask the other operand", and `a == 0` would be False.
+    # It isn't a TypeError: Python's operators then try the other operand, and `a == 0` would be False.
 
 
 class UnsafeFile(CheckpointingException):
-    """A file would run code when read, and ``allow_pickle=True`` was not given."""
+    """Reading a file could run code, and ``allow_pickle=True`` was not passed."""
 
 
 class StrategyError(CheckpointingException, LookupError):
@@ -112,42 +112,42 @@ class NotACheckpoint(CheckpointingException, FileNotFoundError):
 
 
 class AlreadyACheckpoint(CheckpointingException, FileExistsError):
-    """A save would replace a checkpoint and ``overwrite=True`` was not given."""
+    """A save would replace a checkpoint, and ``overwrite=True`` was not passed."""
 
 
 class CorruptCheckpoint(CheckpointingException, ValueError):
-    """Stored bytes aren't what the checkpoint's metadata says."""
+    """Stored bytes contradict the checkpoint's metadata."""
 
 
 class CheckpointReplaced(CheckpointingException):
-    """An open checkpoint's files were replaced by a later save."""
+    """A later save replaced an open checkpoint's files."""
 
 
 class StorageError(CheckpointingException, OSError):
-    """Storage refused or aborted a read or a write."""
+    """A storage refused or aborted a read or a write."""
 
 
 class OutcomeUnknown(StorageError):
-    """No answer came to the request that commits a save, and the store may still take it: nothing was removed."""
+    """No answer came to a request that commits a save, and the store may still execute it; nothing was removed."""
 
 
 class WorldError(CheckpointingException, RuntimeError):
-    """Ranks can't reach each other, or called different collectives."""
+    """Ranks can't reach each other, or call different collectives."""
 
 
 class RemoteError(WorldError):
-    """Something failed on some rank, so that no rank goes on.
+    """An operation failed on some rank, so that it fails on all ranks.
 
-    Where all failing ranks' errors share a class of this module below `CheckpointingException`, every rank raises that
-    class's twin (`RemoteNotACheckpoint` for `NotACheckpoint`), so that one ``except`` works for one rank and for many.
-    A twin also has the attributes of the lowest failing rank's error, as far as they can be pickled.
+    If the errors of all failing ranks share a class of this module below `CheckpointingException`, every rank raises
+    that class's twin (`RemoteNotACheckpoint` for `NotACheckpoint`), so that the same ``except`` works for one rank and
+    for many. A twin also has the attributes of the lowest failing rank's error that can be pickled.
 
     Attributes:
-        phase: what the ranks were doing.
-        failures: rank -> what went wrong there.
+        phase: Name of the phase that failed.
+        failures: Error text of each failing rank, by rank.
     """
 
-    # Not KeyError's, which quotes the text, nor OSError's, which shows the errno instead.
+    # KeyError's method would quote the text, and OSError's would show the errno instead.
     __str__ = Exception.__str__
 
     def __init__(self, phase: str, failures: dict[int, str]) -> None:
@@ -157,36 +157,36 @@ class RemoteError(WorldError):
         for rank, text in sorted(failures.items()):
             ranks.setdefault(text, []).append(rank)
         # A rank's text may have several lines, which are indented.
-        lines = (f"{rank_text(own)}: {text}".replace("\n", "\n  ") for text, own in ranks.items())
+        lines = (f"{rank_text(failed)}: {text}".replace("\n", "\n  ") for text, failed in ranks.items())
         super().__init__(error_text(f"{phase}: failed on {plural(len(failures), 'rank')}", offenders=lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle by `args`, which hold the finished text here, and not this constructor's arguments.
+        # Exceptions are pickled by `args`, which here hold the finished text instead of this constructor's arguments.
         return type(self), (self.phase, self.failures), attributes_of(self)
 
 
 class RemoteMetadataError(RemoteError, MetadataError):
-    """A leaf was described in a way that contradicts itself, on some rank."""
+    """The description of a leaf contradicts itself, on some rank."""
 
 
 class RemoteShapeError(RemoteError, ShapeError):
-    """A shape, offset or dtype didn't fit its place, on some rank."""
+    """A shape, offset or dtype doesn't fit, on some rank."""
 
 
 class RemoteTreeError(RemoteError, TreeError):
-    """Two trees didn't fit together, or a tree had something that it can't contain, on some rank."""
+    """Two trees don't fit together, or a tree contains an unsupported value, on some rank."""
 
 
 class RemoteKeyMismatch(RemoteError, KeyMismatch):
-    """A key was requested that doesn't exist, on some rank."""
+    """A requested key doesn't exist, on some rank."""
 
 
 class RemoteIntegrityError(RemoteError, IntegrityError):
-    """Some rank found that the shards don't tile their global tensors."""
+    """The ranks' shards don't tile their global tensors, as some rank found."""
 
 
 class RemoteUnsupportedValue(RemoteError, UnsupportedValue):
-    """Some rank had a value or dtype that a format can't hold."""
+    """A format can't hold a value or dtype of some rank."""
 
 
 class RemoteTraceError(RemoteError, TraceError):
@@ -194,45 +194,45 @@ class RemoteTraceError(RemoteError, TraceError):
 
 
 class RemoteUnsafeFile(RemoteError, UnsafeFile):
-    """Some rank met a file that would run code when read."""
+    """Reading a file could run code, on some rank."""
 
 
 class RemoteStrategyError(RemoteError, StrategyError):
-    """Some rank found no strategy, or more than one."""
+    """No strategy, or more than one, is registered for an action, backend and version, on some rank."""
 
 
 class RemoteNotACheckpoint(RemoteError, NotACheckpoint):
-    """Some rank found no finished checkpoint."""
+    """A directory holds no finished checkpoint, on some rank."""
 
 
 class RemoteAlreadyACheckpoint(RemoteError, AlreadyACheckpoint):
-    """Some rank found a checkpoint that a save would replace."""
+    """A save would replace a checkpoint, and ``overwrite=True`` was not passed, on some rank."""
 
 
 class RemoteCorruptCheckpoint(RemoteError, CorruptCheckpoint):
-    """Some rank read bytes that aren't what the checkpoint's metadata says."""
+    """Stored bytes contradict the checkpoint's metadata, on some rank."""
 
 
 class RemoteCheckpointReplaced(RemoteError, CheckpointReplaced):
-    """Some rank found that a later save has replaced an open checkpoint's files."""
+    """A later save replaced an open checkpoint's files, as some rank found."""
 
 
 class RemoteStorageError(RemoteError, StorageError):
-    """Storage refused or aborted some rank's read or write."""
+    """A storage refused or aborted a read or a write of some rank."""
 
 
 class RemoteOutcomeUnknown(RemoteError, OutcomeUnknown):
-    """No answer came to some rank's request that commits a save: nothing was removed."""
+    """No answer came to some rank's request that commits a save; nothing was removed."""
 
 
-# Each class's twin. Collected now, since a user's later subclass of RemoteError isn't one.
+# The twins by class, collected now, since a user's later subclass of RemoteError isn't a twin.
 REMOTE_TWINS: dict[type[BaseException], type[RemoteError]] = {
     twin.__bases__[1]: twin for twin in RemoteError.__subclasses__()
 }
 
 
 def attributes_of(error: BaseException) -> dict[str, Any]:
-    """Return an exception's attributes, and those that an OSError doesn't keep in its `__dict__`.
+    """Return an exception's attributes, including those that an OSError keeps outside of its `__dict__`.
 
     Examples:
         >>> attributes_of(FileNotFoundError(2, "No such file", "a.bin"))
@@ -252,15 +252,15 @@ def error_text(
     offenders: Iterable[str] = (),
     count: int | None = None,
 ) -> str:
-    r"""Return an error's text in the common form, without characters that would control a terminal.
+    r"""Return an error's text in the common form, without characters that could control a terminal.
 
     Args:
-        what: what was being done, on which key or path, and what is wrong.
-        found: what was there.
-        expected: what should have been there.
-        fix: what the caller can do about it.
-        offenders: every place that is wrong; the first ten are shown.
-        count: number of all places that are wrong, where `offenders` has the first ones alone.
+        what: Heading: the operation, its key or path, and what is wrong with it.
+        found: Value that was found.
+        expected: Value that was expected.
+        fix: Instruction to the caller, in the imperative.
+        offenders: Descriptions of all wrong places; the first ten are shown.
+        count: Number of all wrong places, if `offenders` contains only the first ones.
 
     Examples:
         >>> error_text("no such file as a\x1b[2J")
@@ -286,7 +286,7 @@ def _bounded(line: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text with control characters escaped as in Python: it stays on one line, and can't steer a terminal.
+    r"""Return text with control characters escaped as in Python, so that it stays on one line.
 
     Examples:
         >>> printable("a.b ü"), printable("a\x1b[2J\n")
@@ -294,26 +294,26 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = None) -> list[str]:
-    """Return the first few offenders, and how many more there are: of so many in all, or as many as are given.
+    """Return the first few offenders, followed by the number of further ones; `count` is the total, if known.
 
     Examples:
         >>> shorten(["a", "b", "c", "d"], shown=2), shorten(["a", "b"], shown=2, count=2**40)
         (['a', 'b', 'and 2 more'], ['a', 'b', 'and 1099511627774 more'])
     """
-    rest = iter(offenders)
-    first = list(islice(rest, shown))
-    more = sum(1 for _ in rest) if count is None else count - len(first)
+    remaining = iter(offenders)
+    first = list(islice(remaining, shown))
+    more = sum(1 for _ in remaining) if count is None else count - len(first)
     return first + ([f"and {more} more"] if more else [])
 
 
 def missing_numbers(numbers: Container[int], present: int, count: int) -> list[int]:
-    """Return the first few numbers below a count that aren't there, as many as an error names.
+    """Return the first missing ones of the numbers below a count, as many as an error names.
 
-    The count may come from a file, which may claim any; `present` of the given numbers are below it.
+    The count may come from a file, so it may be huge; `present` is the number of given numbers below it.
 
     Examples:
         >>> missing_numbers({0, 2}, 2, 4), missing_numbers({1}, 1, 2**70)[:3]
@@ -324,7 +324,7 @@ def missing_numbers(numbers: Container[int], present: int, count: int) -> list[i
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun.
+    """Return a count followed by its noun, in the plural if needed.
 
     Examples:
         >>> plural(1, "rank"), plural(3, "rank")
@@ -334,7 +334,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes in words.
+    """Return a number of bytes as text with a unit.
 
     Examples:
         >>> size_text(999), size_text(16_777_216)
@@ -347,11 +347,11 @@ def size_text(count: int) -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], words: int = 0) -> list[str]:
-    """Return rows as lines with aligned columns; the first row is the heading.
+    """Return rows as lines with aligned columns; the first row is the header.
 
     Args:
-        rows: texts, as many in each.
-        words: how many columns, the first ones, are aligned on the left.
+        rows: Rows of texts, of equal length.
+        words: Number of leading columns that are aligned on the left.
 
     Examples:
         >>> table_lines([("rank", "sent"), ("0", "7 B")])
@@ -363,7 +363,7 @@ def table_lines(rows: Sequence[Sequence[str]], words: int = 0) -> list[str]:
 
 
 def rank_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text, consecutive ones as a range.
+    """Return ranks as text, with consecutive ranks as a range.
 
     Examples:
         >>> rank_text([0]), rank_text([0, 1, 4]), rank_text([0, 2, 3, 4, 5])

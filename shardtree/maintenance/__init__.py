@@ -1,4 +1,4 @@
-"""Maintenance of stored checkpoints: whether bytes are what was saved, and the removal of keys."""
+"""Maintenance of stored checkpoints: verification of their bytes, and removal of keys."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""Findings of checks of whole files and of spans of them: what has a checksum, and why the rest has none."""
+"""Findings about whole files and spans of them: checked bytes, and reasons why other bytes have no checksum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..shell.table import Checked, Finding, Unchecked
 
 
 def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of a file that lie in none of the given spans.
+    """Return the ranges of a file outside of the given spans.
 
     Examples:
         >>> gaps(10, [(4, 6), (1, 4)])
@@ -24,13 +24,13 @@ def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int]
 
 
 def span_findings(file: str, why: str, length: int, spans: Iterable[tuple[int, int]]) -> tuple[Finding, ...]:
-    """Return the number of checked bytes of a file as a `Checked`, and of the others as an `Unchecked`.
+    """Return a `Checked` for a file's bytes in spans, and an `Unchecked` for its other bytes.
 
     Args:
-        file: the file's name.
-        why: the reason that other bytes have no checksum.
+        file: Name of the file.
+        why: Reason why other bytes have no checksum.
         length: Length of the file, in bytes.
-        spans: ranges of bytes that were compared with a checksum.
+        spans: Byte ranges that were compared with a checksum.
 
     Examples:
         >>> span_findings("f", "no checksum", 10, [(0, 7)])
@@ -43,10 +43,10 @@ def span_findings(file: str, why: str, length: int, spans: Iterable[tuple[int, i
 
 
 def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
-    """Return the findings of values that a format's reader doesn't take.
+    """Return the findings about stored values that a format's reader can't load.
 
     Args:
-        untaken: why it isn't taken, by key or name.
+        untaken: Reasons why values can't be loaded, by key or name.
 
     Examples:
         >>> untaken_findings({"text": "torch has no such dtype"})
@@ -56,10 +56,10 @@ def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
 
 
 def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
-    """Return the finding of values that are as they were saved, and that a load with the same options refuses.
+    """Return the finding about undamaged values that a load with the same options refuses.
 
     Args:
-        refused: The error's text by the value's name.
+        refused: Error texts by the values' names.
 
     Examples:
         >>> refused_findings({"rng/shard_0_1": "it names http.HTTPStatus, which isn't known to be harmless"})[0].nbytes
@@ -73,17 +73,17 @@ def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
 
 
 def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = "load") -> None:
-    """Raise if what is asked for is stored in a way that can't be read.
+    """Raise if a requested value is stored in a way that can't be read.
 
     Args:
-        untaken: The reason by key, as in `untaken_findings`.
-        keys: Keys that are asked for.
-        doing: The action, for the message.
+        untaken: Reasons by key, as in `untaken_findings`.
+        keys: Requested keys.
+        doing: Name of the operation, for the message.
 
     Raises:
-        UnsupportedValue: it does.
+        UnsupportedValue: a requested value can't be read.
     """
     wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
     if wrong:
         fix = "Leave them out, or load them with the program that wrote them."
-        raise UnsupportedValue(error_text(f"{doing}: tensors that can't be read", offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text(f"{doing}: some tensors can't be read", offenders=wrong, fix=fix))

@@ -1,4 +1,4 @@
-"""Open files: where each read is a request, bytes come ahead of their reads, in few requests or many at once."""
+"""Readers of files behind requests, which fetch bytes ahead of their reads, in few or concurrent requests."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from ..shell.storage import Buffer, Reader, Storage, can, in_threads
 
 
 def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[Reader]:
-    """Open a file whose length is known: where each look at a file is a request, that one is saved."""
+    """Open a file of known length, without the request for its length that `Storage.open` may need."""
     if (read_range := can(storage).read_range) is not None:
         return nullcontext(RequestReader(partial(read_range, name), storage.where(name), length))
     return storage.open(name)
 
 
 _NEAR_BYTES = 16 * 1024
-"""Spans with no more than this between them come by one request."""
+"""Spans with shorter gaps between them come by one request."""
 
 _AT_ONCE = 32
 _requests = BoundedSemaphore(_AT_ONCE)
-"""Requests that a process makes ahead at a time, for all files together."""
+"""Limit on the concurrent requests with which a process fetches ahead, for all files together."""
 
 
 def fetch_ahead(reader: Reader, spans: Iterable[tuple[int, int]]) -> None:
-    """Fetch spans of an open file that will be read, all at once, where each read would be a request.
+    """Fetch spans of an open file concurrently ahead of their reads, if each read would be a request.
 
     Args:
-        reader: of the file; it holds them until it fetches others.
-        spans: first byte of each, and one past its last, all in the file.
+        reader: Reader of the file; it holds the spans until it fetches others.
+        spans: (first byte, one past the last byte) of each span, all within the file.
 
     Raises:
-        StorageError: they can't be read.
+        StorageError: the spans can't be read.
     """
     if isinstance(reader, RequestReader):
         reader.fetch(_merge_near(spans))
 
 
 def _merge_near(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans in order, those that are near each other as one.
+    """Return spans in order, with neighbours that are near each other merged.
 
     Examples:
         >>> _merge_near([(40_000, 40_001), (10, 20), (0, 5)])
@@ -61,7 +61,7 @@ _AHEAD_BYTES = 8 * 1024 * 1024
 
 
 class RequestReader:
-    """An open file whose reads are requests; bytes that are read one after the other come in large ones."""
+    """A reader whose reads are requests; sequential reads are served from large requests."""
 
     def __init__(self, read: Callable[[int, int], tuple[Buffer, int]], where: str, length: int) -> None:
         self.length, self._read, self._where = length, read, where
@@ -70,7 +70,7 @@ class RequestReader:
         self._parts: list[Buffer] = []
 
     def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Fetch spans at once, in order and apart from each other; reads inside of them make no request."""
+        """Fetch ascending, disjoint spans concurrently; later reads within them make no request."""
         self._begins = [begin for begin, _ in spans]
         self._parts = in_threads(self._fetch_in_turn, spans, _AT_ONCE)
 
@@ -92,7 +92,7 @@ class RequestReader:
             return self._parts[number][begin - self._begins[number] : end - self._begins[number]]
         at = begin - self._begin
         if not (at >= 0 and end <= self._begin + self._ahead.nbytes):
-            # Only what goes on where the last read ended is likely to go on.
+            # Only a read that continues the last one is likely to be followed by another.
             ahead = min(self.length, begin + _AHEAD_BYTES) if begin and begin == self._next else end
             self._begin, self._ahead, at = begin, self._fetch_span(begin, max(end, ahead)), 0
         self._next = end
@@ -101,6 +101,6 @@ class RequestReader:
     def _fetch_span(self, begin: int, end: int) -> Buffer:
         data, length = self._read(begin, end)
         if data.nbytes != end - begin:
-            what = f"{self._where!r} ends at byte {length}"
-            raise StorageError(error_text(what, found=f"{data.nbytes} bytes", expected=f"bytes {begin} to {end}"))
+            heading = f"{self._where!r} ends at byte {length}"
+            raise StorageError(error_text(heading, found=f"{data.nbytes} bytes", expected=f"bytes {begin} to {end}"))
         return data

@@ -1,4 +1,4 @@
-"""Removal of stored keys from a checkpoint with an index: a new index without them; files that become unused go."""
+"""Removal of stored keys from a checkpoint with an index, by a new index and the removal of unused files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
-    """Remove every stored tensor and object whose key begins with a prefix, and the data files that become unused."""
+    """Remove every stored tensor and object whose key begins with a prefix, and data files without further use."""
     before, fields = read_metadata(checkpoint.storage)
     old = read_index(replace(checkpoint, fields=fields))
     if (thinner := without_prefix(old, key_prefix)) is None:
@@ -29,31 +29,31 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     new, unused = thinner
     old_name = fields["index"]["name"]
     name = _next_name(checkpoint.storage, old_name)
-    # The new index is whole on the medium before metadata.json names it, and only then do files go: a crash in
-    # between leaves a checkpoint that is as before, or as it should be with a few files too many.
+    # The new index is on the medium before metadata.json names it, and files are removed last: a crash in between
+    # leaves either the old checkpoint, or the new one with a few unused files.
     with noted(checkpoint.storage, name.rpartition("/")[0]):
         fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     sync_folder(checkpoint.storage, name.rpartition("/")[0])
     with locked(checkpoint.storage):
         replace_metadata(checkpoint.storage, before, fields, durable=True)
-    # Guards against a crafted index that names other files: only names that a save gives are removed.
+    # A forged index may name other files: only files with names of a save are removed.
     remove_files(checkpoint.storage, [file for file in (*sorted(unused), old_name) if is_save_file(file)])
 
 
 def _next_name(storage: Storage, name: str) -> str:
-    """Return the name of the index that follows the one of this name."""
+    """Return the name of the index that follows the named one."""
     folder, slash, _ = name.rpartition("/")
     matches = (_INDEX_FILE.fullmatch(other) for other in storage.names(folder))
     number = max((int(match[1]) for match in matches if match), default=0) + 1
-    # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
+    # A late request of an earlier removal may still write the next number: it must not replace this removal's index.
     number += secrets.randbelow(10**9) if can(storage).late_requests else 0
     return f"{folder}{slash}index-{number}.safetensors"
 
 
 def without_prefix(index: Index, key_prefix: str) -> tuple[Index, set[str]] | None:
-    """Return the index without the tensors and objects of a key prefix, and the files that only they were in.
+    """Return the index without tensors and objects of a key prefix, and the files that only these were in.
 
-    None if there are no such tensors and objects.
+    Returns None if no key has the prefix.
     """
     keys = index.keys()
     objects = index.object_names()

@@ -1,4 +1,4 @@
-"""Fingerprints of stored tensors, which are read back slab by slab through their format's LOAD_SHARDED."""
+"""Fingerprints of stored tensors, read back slab by slab through their format's LOAD_SHARDED."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..shell.storage import in_threads
 _SLAB_BYTES = limits.CHECKED_BYTES // 2
 
 Load = Callable[[Sequence[ShardedTensor]], object]
-"""Fills the shards' data in place, as LOAD_SHARDED does."""
+"""Function that fills the shards' data in place, as LOAD_SHARDED does."""
 
 
 def stored_parts(
     tensors: Iterable[ShardedTensor], load: Load, *, rank: int = 0, ranks: int = 1, threads: int | None = None
 ) -> Iterator[dict[str, PartialFingerprint]]:
-    """Yield shares of stored tensors' fingerprints, a group of slabs at a time.
+    """Yield parts of stored tensors' fingerprints, one for each group of slabs.
 
     Args:
-        tensors: whole ones, without data.
-        load: reads them.
-        rank: which share of the groups to read.
-        ranks: how many shares there are.
-        threads: how many compute at a time; None for the usual number.
+        tensors: Whole tensors without data.
+        load: Function that reads slabs.
+        rank: Number of the share of groups to read.
+        ranks: Number of shares.
+        threads: Number of threads that compute; None for the usual number.
     """
     for number, group in enumerate(_groups(tensors)):
         if number % ranks == rank:
@@ -40,7 +40,7 @@ def stored_parts(
 
 def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
     """Return slabs in groups that fit in memory."""
-    # Groups, since planning a read takes longer than reading a small tensor.
+    # Slabs are read in groups, since planning a read takes longer than reading a small tensor.
     slabs = (slab for tensor in tensors for slab in _slabs(tensor))
     return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, limits.CHECKED_BYTES)
 

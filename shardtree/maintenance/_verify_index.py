@@ -1,4 +1,4 @@
-"""Checking files against the hashes of their blocks, many blocks at a time."""
+"""Verification of files by the hashes of their blocks, many blocks at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..shell.table import Checked, Checkpoint, Damage, Finding, Region, Unchecke
 from ..shell.table.index import Index, ReadIndex, item_sizes, text_at
 from ._opened import opened
 
-# The tensors, objects and elements in a byte range of a file
+# Tensors, objects and elements in a byte range of a file.
 
 _MOST_REGIONS = 10_000
-"""If more chunks lie in one range, say in a file that isn't there, only keys are named."""
+"""If more chunks lie in a range, such as that of a missing file, only keys are named."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRows:
-    """The rows of one group of an index that have bytes in one file, in the order of their bytes.
+    """The chunks or objects of an index that have bytes in a file, in the order of their bytes.
 
     Attributes:
-        row: numbers in the index, int64 (rows,).
-        begin: first byte of each, int64 (rows,).
-        end: one past its last byte, int64 (rows,).
-        furthest: one past the last byte of it and of all before, int64 (rows,).
+        row: Rows in the index, int64 (rows,).
+        begin: First byte of each row, int64 (rows,).
+        end: One past the last byte of each row, int64 (rows,).
+        furthest: Running maximum of `end`, int64 (rows,).
     """
 
     row: Column
@@ -39,8 +39,8 @@ class FileRows:
     furthest: Column
 
     def between(self, begin: int, end: int) -> Column:
-        """Return the numbers of those that have bytes in a range, int64 (rows,)."""
-        # By `furthest`, which ascends even where rows overlap in a damaged index; `end` need not.
+        """Return the rows that have bytes in a range, int64 (rows,)."""
+        # `furthest` is searched because, unlike `end`, it ascends even if rows of a damaged index overlap.
         first = np.searchsorted(self.furthest, begin, side="right")
         last = np.searchsorted(self.begin, end, side="left")
         rows: Column = self.row[first:last][self.end[first:last] > begin]
@@ -49,11 +49,11 @@ class FileRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileContents:
-    """The contents of one file of an index.
+    """The contents of a file of an index.
 
     Attributes:
-        chunks: of tensors.
-        objects: likewise.
+        chunks: Rows of tensors' chunks.
+        objects: Rows of objects.
     """
 
     chunks: FileRows
@@ -61,12 +61,12 @@ class FileContents:
 
     @property
     def begin(self) -> int | None:
-        """The first byte that is a tensor's or an object's, None if there is none."""
+        """The first byte of any tensor or object, or None if there is none."""
         return min((int(rows.begin[0]) for rows in (self.chunks, self.objects) if rows.row.size), default=None)
 
     @property
     def end(self) -> int:
-        """One past the last such byte."""
+        """One past the last byte of any tensor or object."""
         return max((int(rows.furthest[-1]) for rows in (self.chunks, self.objects) if rows.row.size), default=0)
 
 
@@ -92,13 +92,13 @@ def keys_between(index: Index, contents: FileContents, begin: int, end: int) -> 
 
 
 def regions_between(index: Index, contents: FileContents, begin: int, end: int) -> tuple[Region, ...]:
-    """Return the part of each chunk that lies in a byte range of a file; () if these are too many to name."""
+    """Return the part of each chunk in a byte range of a file; () if there are too many to name."""
     rows = contents.chunks.between(begin, end).tolist()
     return tuple(_region(index, row, begin, end) for row in rows) if len(rows) <= _MOST_REGIONS else ()
 
 
 def file_regions(index: Index, number: int) -> Callable[[int, int], tuple[Region, ...]]:
-    """Return a function from a byte range of a file to the parts of chunks in it; () if these are too many to name."""
+    """Return a function from a byte range of a file to the parts of chunks in it; () if there are too many to name."""
     return partial(regions_between, index, file_contents(index, number))
 
 
@@ -125,15 +125,15 @@ def _shift(offset: list[int], place: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def bounding_box(shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the smallest box around a range of a row-major flattened box: its first indices and one past its last.
+    """Return the smallest box around a range of a row-major flattened box, as first indices and one past the last ones.
 
-    Before the axis on which the two ends differ it is one element wide, and after that axis it is whole: a range that
-    continues in the next row has the end of one row and the beginning of the other.
+    Along axes before the first on which the range's ends differ, the result is one element wide; along later axes it is
+    whole, since a range that continues in the next row touches the end of one row and the beginning of the other.
 
     Args:
-        shape: the flattened box's.
-        first: the range's first element.
-        last: its last one.
+        shape: Shape of the flattened box.
+        first: First element of the range.
+        last: Last element of the range.
 
     Examples:
         >>> bounding_box((4, 6), 7, 9), bounding_box((4, 6), 7, 14)
@@ -150,7 +150,7 @@ def bounding_box(shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """A part of a file that one thread checks; its first block is the file's `first`."""
+    """A part of a file that one thread checks; `first` is the number of its first block."""
 
     file: StoredFile
     first: int
@@ -160,7 +160,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PieceResult:
-    """The result of a piece: the numbers of blocks with another hash, or why it can't be read."""
+    """The result for a piece: numbers of blocks with wrong hashes, or the error of reading it."""
 
     piece: _Piece
     blocks: Sequence[int] = ()
@@ -169,13 +169,13 @@ class _PieceResult:
 
 @dataclass(slots=True, eq=False)
 class _Describer:
-    """Describes damage in byte ranges of an index's files; each file's contents are looked up once."""
+    """Descriptions of damage in byte ranges of an index's files, with memoised contents of the files."""
 
     index: Index
     contents: dict[int, FileContents] = field(default_factory=dict)
 
     def damage(self, number: int, what: str, begin: int, end: int) -> Damage:
-        """Return a file's damage, with what lies there."""
+        """Return damage of a file, with the keys and regions in its byte range."""
         if number not in self.contents:
             self.contents[number] = file_contents(self.index, number)
         contents = self.contents[number]
@@ -185,7 +185,7 @@ class _Describer:
         return Damage(name, what, begin, end, keys, regions)
 
     def block_damage(self, number: int, begin: int, end: int) -> Damage:
-        """Return the damage of one block, which may contain a header or padding too."""
+        """Return damage of a block, which may also contain a header or padding."""
         damage = self.damage(number, "the hash of a block differs", begin, end)
         contents = self.contents[number]
         first = end if contents.begin is None else contents.begin
@@ -195,11 +195,12 @@ class _Describer:
 
 
 def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding, ...]:
-    """Return which blocks of the indexed files aren't as they were saved, and which have no hash.
+    """Return the damaged blocks of the indexed files, and the blocks without a hash.
 
     Args:
-        checkpoint: what is checked.
-        read_index: returns its index; its error is the only finding, since the hashes are in the index.
+        checkpoint: Checkpoint to verify.
+        read_index: Function that returns its index; if it fails, that is the only finding, since the index holds the
+            hashes.
     """
     try:
         index = checkpoint.once(read_index)
@@ -209,7 +210,7 @@ def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding
 
 
 def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]:
-    """Yield whether a file that metadata.json describes as a whole, in one of its fields, is damaged."""
+    """Yield the finding about a file that a field of metadata.json describes as a whole."""
     try:
         data, _ = read_checked(checkpoint, field)
     except CorruptCheckpoint as error:
@@ -220,13 +221,13 @@ def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]
 
 
 def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
-    """Yield the findings of an index's files: wrong lengths, blocks whose hashes differ, and which have no hashes.
+    """Yield the findings about an index's files: wrong lengths, blocks with wrong hashes, files without hashes.
 
-    Several threads read, as many as in the options, each a part of a file at a time.
+    As many threads as the options say read, each a part of a file at a time.
 
     Args:
-        checkpoint: where the files are.
-        index: describes them.
+        checkpoint: Checkpoint with the files.
+        index: Index that describes them.
     """
     describer = _Describer(index)
     pieces: list[_Piece] = []
@@ -245,7 +246,7 @@ def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
                 yield Unchecked(file.name, "it was saved without hashes, or by several ranks", length)
         else:
             yield Checked(file.name, file.length)
-            # In pieces, so that a single large file keeps all threads busy.
+            # Files are checked in pieces, so that a single large file keeps all threads busy.
             pieces += _pieces(file)
     for result in in_threads(partial(_check_piece, checkpoint), pieces, threads):
         piece, number = result.piece, numbers[result.piece.file.name]
@@ -275,9 +276,9 @@ def _check_piece(checkpoint: Checkpoint, piece: _Piece) -> _PieceResult:
 
 def _hashes(checkpoint: Checkpoint, piece: _Piece) -> dict[int, int]:
     hasher = BlockHasher(piece.file.length)
-    # One small buffer for each thread: memory stays at a few MiB, however large the file.
+    # Each thread reads into one small buffer, so memory stays at a few MiB for files of any size.
     room = memoryview(bytearray(min(limits.STEP_BYTES, piece.end - piece.begin)))
-    # As if the file ended with the piece: no request then goes beyond it.
+    # The reader is told that the file ends with the piece, so that no request goes beyond it.
     with opened(checkpoint.storage, piece.file.name, piece.end) as reader:
         for byte in range(piece.begin, piece.end, limits.STEP_BYTES):
             part = room[: min(limits.STEP_BYTES, piece.end - byte)]

@@ -1,4 +1,4 @@
-"""Verifying a checkpoint of the library's own format."""
+"""Verification of a checkpoint in the library's own format."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ._verify_index import verify_index, whole_file_findings
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage: of common state and index as wholes, data files by blocks, then tensors by fingerprints."""
+    """Return the findings about the common state, the index, blocks of data files, and tensors by fingerprints."""
     findings: list[Finding] = []
     if checkpoint.fields["common_backend"] == "safetensors":
         findings += whole_file_findings(checkpoint, "common")
     if checkpoint.fields["sharded_backend"] != "safetensors":
         return tuple(findings)
     findings += whole_file_findings(checkpoint, "index")
-    if any(isinstance(one, Damage) and one.file == checked_name(checkpoint, "index") for one in findings):
+    if any(isinstance(finding, Damage) and finding.file == checked_name(checkpoint, "index") for finding in findings):
         return tuple(findings)  # without the index, the data files' hashes aren't known
     files = verify_index(checkpoint, read_index)
     name = checked_name(checkpoint, "index")
-    damaged_keys = {key for one in files if isinstance(one, Damage) for key in one.keys}
-    if any(isinstance(one, Damage) and one.file == name for one in files):
-        return (*findings, *files)  # it can't be read
+    damaged_keys = {key for finding in files if isinstance(finding, Damage) for key in finding.keys}
+    if any(isinstance(finding, Damage) and finding.file == name for finding in files):
+        return (*findings, *files)  # the index can't be read
     return (*findings, *files, *_fingerprint_damage(checkpoint, name, damaged_keys))
 
 
 def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged_keys: Collection[str]) -> Iterator[Damage]:
-    """Yield the tensors whose fingerprints aren't the ones that were stored with them; none if none was stored.
+    """Yield damage of tensors whose fingerprints differ from the stored ones, if fingerprints were stored.
 
-    All bytes may be as they were written: this shows that they also lie where the index says.
+    Unlike hashes of bytes, fingerprints also show whether elements lie where the index says.
 
     Args:
-        checkpoint: of the native format.
-        name: the index file's.
-        damaged_keys: keys whose bytes are known to be damaged; these aren't read again.
+        checkpoint: Checkpoint in the native format.
+        name: Name of the index's file.
+        damaged_keys: Keys whose bytes are known to be damaged; they aren't read again.
     """
     index = checkpoint.once(read_index)
     metadata = IndexMetadata(index)
@@ -49,7 +49,7 @@ def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged_keys: Collect
     tensors = [
         shard for key in originals if key not in damaged_keys and isinstance(shard := metadata[key], ShardedTensor)
     ]
-    # Not verified a second time: the blocks' hashes were checked just before.
+    # Hashes aren't compared a second time: the blocks were checked just before.
     load = partial(load_from_index, replace(checkpoint, options=replace(checkpoint.options, verify=None)), index)
     try:
         fingerprints = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))

@@ -1,4 +1,4 @@
-"""Storage that isn't a local disk: object stores, whatever fsspec reaches, and this process's memory."""
+"""Storages other than local disks: object stores, fsspec's file systems, and this process's memory."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""Files behind a URL: object stores and all other file systems of fsspec."""
+"""Storages behind URLs that fsspec supports: object stores and all its other file systems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..kit import AnyBuffer, Buffer, Capabilities, LocalStorage, Storage, byte_v
 from ._object_errors import plain_url, without_secrets
 
 MARKER = ".shardtree-folder"
-"""An empty object that makes a folder where the store has none; no other method shows it."""
+"""Name of an empty object that stands for a folder in stores without folders; other methods hide it."""
 
 _RANGE_BYTES = 16 * 1024 * 1024
 
@@ -20,14 +20,14 @@ _RANGE_BYTES = 16 * 1024 * 1024
 def fsspec_storage(url: str) -> Storage:
     """Return the storage behind a URL.
 
-    Files are uploaded, and durable, once they are closed. `replace` is one upload, which is atomic on object stores; on
-    ftp and the like, a crash at that moment can leave half of metadata.json, which then can't be loaded.
+    Files are uploaded and durable once they are closed. `replace` is a single upload, which is atomic on object stores.
+    On ftp and the like, a crash during it can leave half of metadata.json, which then can't be loaded.
 
     Args:
         url: ``protocol://path``, as fsspec reads it; ``file://`` is the local file system.
 
     Raises:
-        StorageError: fsspec, or what it needs for that protocol, isn't installed, or it can't use the URL.
+        StorageError: fsspec or its package for the protocol isn't installed, or it can't use the URL.
 
     Examples:
         >>> storage = fsspec_storage("memory://runs/step_10")
@@ -37,7 +37,7 @@ def fsspec_storage(url: str) -> Storage:
         (('a.bin',), 'memory://runs/step_10/a.bin')
         >>> storage.remove("a.bin")
     """
-    # Of a chain, such as simplecache::https://…, each part may have a query.
+    # Each part of a chained URL, such as simplecache::https://…, may have a query.
     plain = plain_url(url) if "::" not in url else without_secrets(url)
     try:
         from fsspec.core import url_to_fs
@@ -47,13 +47,13 @@ def fsspec_storage(url: str) -> Storage:
         raise StorageError(error_text(f"{plain!r} needs fsspec, which isn't installed", fix=fix)) from error
     try:
         files, root = url_to_fs(url)
-    except Exception as error:  # a file system's constructor may raise anything: TypeError for what the URL lacks
+    except Exception as error:  # constructors of file systems raise many types, such as TypeError for a missing part
         fix = "Install the package that fsspec names for this protocol, or name a local path without '://'."
         if not isinstance(error, (ImportError, ValueError)):
-            fix = "Name in the URL all that this file system needs, or pass another URL or a local path."
+            fix = "Complete the URL as this file system requires, or pass another URL or a local path."
         reason = without_secrets(f"{type(error).__name__}: {error}")
         raise StorageError(error_text(f"no file system for {plain!r}", found=reason, fix=fix)) from None
-    # fsspec's local file system neither syncs nor exchanges folders.
+    # Our own local storage is used, since fsspec's neither syncs nor exchanges folders.
     if isinstance(files, LocalFileSystem):
         return LocalStorage(root)
     return FsspecStorage(files, root.rstrip("/"), plain.rstrip("/"))
@@ -64,9 +64,9 @@ class FsspecStorage:
     """A folder of one of fsspec's file systems.
 
     Args:
-        files: the file system.
-        root: the folder's path in it.
-        url: the folder, as people and error messages should see it.
+        files: The file system.
+        root: Path of the folder in it.
+        url: URL of the folder, for people and error messages.
     """
 
     files: Any = field(repr=False)
@@ -75,12 +75,12 @@ class FsspecStorage:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a file system behind a URL can do beyond `Storage`."""
+        """The abilities of a file system behind a URL."""
         folders = ("make_folder", "is_folder", "remove_folder", "folder")
         return Capabilities.of(self, "move", *folders, late_requests=True)
 
     def folder(self, name: str) -> FsspecStorage:
-        """Return a folder in this one."""
+        """Return the storage of a subfolder."""
         return FsspecStorage(self.files, f"{self.root}/{name}", f"{self.url}/{name}")
 
     def where(self, name: str = "") -> str:
@@ -93,8 +93,8 @@ class FsspecStorage:
         with self._storage_errors("write", name):
             file = self.files.open(self._path(name), "wb")
         try:
-            for each in buffers:
-                buffer = byte_view(each, self.where(name))
+            for memory in buffers:
+                buffer = byte_view(memory, self.where(name))
                 with self._storage_errors("write", name):
                     file.write(buffer)
                 length += buffer.nbytes
@@ -106,10 +106,10 @@ class FsspecStorage:
         return length
 
     def _give_up(self, file: Any, name: str) -> None:
-        """Leave nothing of a file whose writing failed: neither a part of it, nor an upload that stays open."""
+        """Remove all traces of a failed write: the partial file, and the open upload."""
         with suppress(Exception):
             file.discard()
-            file.closed = True  # else it would upload what it has when it is collected
+            file.closed = True  # otherwise the garbage collector would upload the partial file
         with suppress(StorageError):
             self.remove(name)
 
@@ -120,19 +120,19 @@ class FsspecStorage:
 
     @contextmanager
     def open(self, name: str) -> Iterator[_RangeReader]:
-        """Open a file for reading; every read is a request of its own."""
+        """Open a file for reading; every read is a request."""
         length = self.length(name)
         if length is None:
             raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no such file"))
         yield _RangeReader(self, name, length)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content in one upload."""
+        """Replace a file's content by a single upload."""
         try:
             with self._storage_errors("replace", name):
                 self.files.pipe_file(self._path(name), data)
         except StorageError as error:
-            # Only a refusal says that nothing was stored: after a cut connection the store may apply the request later.
+            # Only a refusal means that nothing was stored: after a lost connection, the store may execute the request.
             if isinstance(error.__cause__, PermissionError | FileNotFoundError | NotADirectoryError):
                 raise
             raise OutcomeUnknown(str(error)) from error.__cause__
@@ -140,36 +140,36 @@ class FsspecStorage:
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
         with self._storage_errors("read", name):
-            # Around a cache: what says which checkpoint is there may have been replaced since it was cached.
+            # The cache is bypassed: a later save may have replaced a cached metadata.json.
             cached = "cach" in type(self.files).__name__.lower()
             return bytes((self.files.fs if cached else self.files).cat_file(self._path(name)))
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of ranges (begin, end) of a file, fetched concurrently where the file system can."""
+        """Return the bytes of (begin, end) ranges of a file, fetched concurrently if the file system supports it."""
         begins, ends = ([span[side] for span in ranges] for side in (0, 1))
         paths = [self._path(name)] * len(ranges)
         with self._storage_errors("read", name):
             return list(self.files.cat_ranges(paths, begins, ends, on_error="raise"))
 
     def length(self, name: str) -> int | None:
-        """Return a file's length in bytes, None if there is no such file."""
+        """Return a file's length in bytes, or None if there is no such file."""
         info = self._info(name)
         return int(info["size"]) if info is not None and info["type"] == "file" else None
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return the names of what is directly inside a folder, sorted."""
+        """Return the sorted names of a folder's direct entries."""
         return tuple(name for name in self._everything(folder) if name != MARKER)
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder, as an object in it that every rank sees, since object stores have no folders.
+        """Make a folder by an empty object in it, which every rank sees, since object stores have no folders.
 
-        The storage's own folder begins to exist with its first file.
+        The storage's own folder exists as soon as a file is in it.
         """
         if not inside(name, self.url):
             return
         with self._storage_errors("make the folder", name):
             marker = f"{self._path(name)}/{MARKER}"
-            # Object stores need no parent folders; file systems that do report it by FileNotFoundError.
+            # Object stores need no parent folders; file systems that need them raise FileNotFoundError.
             try:
                 self.files.pipe_file(marker, b"")
             except FileNotFoundError:
@@ -177,11 +177,11 @@ class FsspecStorage:
                 self.files.pipe_file(marker, b"")
 
     def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name."""
+        """Return whether a folder of that name exists."""
         return bool(self._everything(name))
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there."""
+        """Remove a file if it exists."""
         with self._storage_errors("remove", name):
             try:
                 self.files.rm_file(self._path(name))
@@ -192,11 +192,11 @@ class FsspecStorage:
         """Remove a folder if it is empty."""
         if name and not self.names(name):
             self.remove(f"{name}/{MARKER}")
-            with suppress(Exception):  # most stores have nothing left to remove, and each says so in its own way
+            with suppress(Exception):  # most stores have nothing left to remove, and raise various errors
                 self.files.rmdir(self._path(name))
 
     def changed(self, name: str) -> float | None:
-        """Return when a file was last changed, or a folder made, in seconds since 1970 by the store's clock."""
+        """Return the time of a file's last change, or of a folder's creation, in seconds by the store's clock."""
         info = self._info(name)
         file = name if info is None or info["type"] == "file" else f"{name}/{MARKER}"
         with self._storage_errors("look at", name):
@@ -210,7 +210,7 @@ class FsspecStorage:
 
     def _info(self, name: str) -> dict[str, Any] | None:
         with self._storage_errors("look at", name):
-            # fsspec caches listings, and would miss what other ranks have written since.
+            # fsspec caches listings, and would miss files that other ranks have written since.
             self.files.invalidate_cache()
             try:
                 return dict(self.files.info(self._path(name)))
@@ -218,7 +218,7 @@ class FsspecStorage:
                 return None
 
     def _everything(self, folder: str) -> tuple[str, ...]:
-        """Return all names directly inside a folder, the marker too."""
+        """Return the names of all direct entries of a folder, including the marker."""
         path = self._path(folder)
         with self._storage_errors("list", folder):
             self.files.invalidate_cache()
@@ -232,7 +232,7 @@ class FsspecStorage:
 
     @contextmanager
     def _storage_errors(self, doing: str, name: str) -> Iterator[None]:
-        # Any exception: fsspec passes on those of the stores' client libraries, and few of them are OSErrors.
+        # All exceptions are caught: fsspec passes on those of client libraries, few of which are OSErrors.
         try:
             yield
         except CheckpointingException:
@@ -240,7 +240,7 @@ class FsspecStorage:
         except Exception as error:
             plain = f"{type(error).__name__}: {error}"
             reason = without_secrets(plain)
-            # A text with secrets must not be shown as the cause either.
+            # An exception whose text contains secrets must not be shown as the cause either.
             cause = error if reason == plain else type(error)(reason) if isinstance(error, OSError) else None
             raise StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=reason)) from cause
 
@@ -261,9 +261,9 @@ class _RangeReader:
         return memoryview(self._bytes(begin, self.length if end is None else end))
 
     def _bytes(self, begin: int, end: int) -> bytearray:
-        """Return bytes of the file, requested in ranges of at most `_RANGE_BYTES`."""
+        """Return a byte range of the file, requested in ranges of at most `_RANGE_BYTES`."""
         data = bytearray()
-        # Stores answer a range beyond the end with the bytes that there are, so that lengths are compared below.
+        # Stores answer a range beyond the end with fewer bytes, so lengths are compared below.
         if end <= self.length:
             ranges = [(at, min(at + _RANGE_BYTES, end)) for at in range(begin, end, _RANGE_BYTES)]
             data = bytearray().join(self.storage.read_ranges(self.name, ranges))

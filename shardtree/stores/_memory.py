@@ -1,4 +1,4 @@
-"""Files in this process's memory: for tests, and for passing on a checkpoint without a disk."""
+"""Files in this process's memory, for tests and for handing over a checkpoint without a disk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class MemoryStorage:
     """A folder in memory, shared by the threads that hold the same object. Its clock counts changes.
 
     Attributes:
-        lock: held while something changes.
-        beside: folders that saves have made beside this one, by the saves' names.
+        lock: Lock that is held during changes.
+        beside: Siblings that saves have made beside this folder, by the saves' names.
 
     Examples:
         >>> storage = MemoryStorage()
@@ -41,22 +41,22 @@ class MemoryStorage:
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def __repr__(self) -> str:
-        # Not the files themselves: in a traceback or a notebook they would be all of a model.
+        # The files aren't shown: in a traceback or a notebook they would be a whole model.
         return f"MemoryStorage({plural(len(self._files), 'file')})"
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a folder in memory can do beyond `Storage`."""
+        """The abilities of a folder in memory."""
         folders = ("make_folder", "is_folder", "remove_folder")
         return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings", "locked", latency=0.0)
 
     def where(self, name: str = "") -> str:
-        """Return the name, marked as being in memory."""
+        """Return a name with the prefix ``memory:``."""
         return f"memory:{_plain(name)}"
 
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
-        # Joined before the lock is taken: a save may produce its buffers slowly, and others write meanwhile.
+        # The buffers are joined before the lock is taken, since a save may produce them slowly.
         plain, where = _plain(name), self.where(name)
         data = bytearray().join(byte_view(buffer, where) for buffer in buffers)
         with self.lock:
@@ -64,7 +64,7 @@ class MemoryStorage:
         return len(data)
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
-        """Write parts of a file of `length` bytes, of which other threads may write other parts."""
+        """Write parts of a file of `length` bytes; other threads may write other parts."""
         plain = _plain(name)
         self._resize(plain, length)
         for byte, buffer in parts_in_file(parts, length, self.where(name)):
@@ -72,7 +72,7 @@ class MemoryStorage:
                 self._resize(plain, length)[byte : byte + buffer.nbytes] = buffer
 
     def move(self, old: str, new: str) -> None:
-        """Give a file another name, in one step."""
+        """Rename a file atomically."""
         with self.lock:
             data = self._data(old)
             del self._files[_plain(old)]
@@ -84,7 +84,7 @@ class MemoryStorage:
         yield BytesReader(memoryview(self._data(name)), self.where(name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content in one step."""
+        """Replace a file's content atomically."""
         self.write(name, [memoryview(data)], durable=durable)
 
     def read(self, name: str) -> bytes:
@@ -92,31 +92,31 @@ class MemoryStorage:
         return bytes(self._data(name))
 
     def length(self, name: str) -> int | None:
-        """Return a file's length in bytes, None if there is no such file."""
+        """Return a file's length in bytes, or None if there is no such file."""
         with self.lock:
             entry = self._files.get(_plain(name))
         return None if entry is None else len(entry[0])
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return the names of what is directly inside a folder, sorted."""
+        """Return the sorted names of a folder's direct entries."""
         start = f"{plain}/" if (plain := _plain(folder)) else ""
         with self.lock:
             paths = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
         return tuple(sorted({name.partition("/")[0] for name in paths} - {""}))
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder; the storage's own is always there."""
+        """Make a folder; the storage's own folder always exists."""
         with self.lock:
             if plain := _plain(name):
                 self._folders.setdefault(plain, next(self._ticks))
 
     def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name."""
+        """Return whether a folder of that name exists."""
         plain = _plain(name)
         return not plain or plain in self._folders or bool(self.names(name))
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there."""
+        """Remove a file if it exists."""
         with self.lock:
             self._files.pop(_plain(name), None)
 
@@ -133,18 +133,18 @@ class MemoryStorage:
             return self._folders.get(_plain(name)) if entry is None else entry[1]
 
     def sibling(self, name: str) -> Sibling:
-        """Return the folder beside this one that a save of that name makes."""
-        # One object for all ranks, of which only rank 0 makes the folder; if that never happens, it goes with the save.
+        """Return the sibling folder for the save of that name."""
+        # All ranks share the object, but only rank 0 makes the folder; if it never does, the object goes with the save.
         with self.lock:
             return self._siblings.setdefault(name, MemorySibling(self, name))
 
     def siblings(self) -> tuple[str, ...]:
-        """Return the names of the saves that have made a folder beside this one, sorted."""
+        """Return the sorted names of the saves that have made a sibling folder."""
         return tuple(sorted(self.beside))
 
     @contextmanager
     def locked(self, folder: str = "") -> Iterator[None]:
-        """Hold the one lock of all folders, which one thread has at a time; files can be changed without it."""
+        """Hold the lock that all folders share; one thread holds it at a time, and changes of files don't need it."""
         with self._turn:
             yield
 
@@ -155,16 +155,16 @@ class MemoryStorage:
             self._folders.clear()
 
     def empty(self) -> MemoryStorage:
-        """Return an empty folder with the same clock."""
+        """Return an empty folder with the same clock and lock."""
         return MemoryStorage(_ticks=self._ticks, lock=self.lock)
 
     def all_names(self) -> tuple[str, ...]:
-        """Return the names of all files, however deep."""
+        """Return the names of all files, including those in subfolders."""
         with self.lock:
             return tuple(sorted(self._files))
 
     def share(self, name: str, other: MemoryStorage) -> bool:
-        """Share another folder's file by the same name; return False if another file has that name here."""
+        """Share another folder's file under the same name; return False if another file has that name here."""
         with self.lock:
             entry = other._files.get(_plain(name))
             return entry is None or self._files.setdefault(_plain(name), entry)[0] is entry[0]
@@ -176,11 +176,11 @@ class MemoryStorage:
             _swap(self._folders, other._folders)
 
     def _resize(self, plain: str, length: int) -> bytearray:
-        """Give a file a length, and return its bytes."""
+        """Set the length of a file, and return its bytes."""
         with self.lock:
             data = self._files.get(plain, (bytearray(), 0.0))[0]
             if len(data) != length:
-                # A new bytearray: one that a reader has a memoryview of can't change its size.
+                # A bytearray can't be resized while a reader has a memoryview of it, so a new one is made.
                 data = bytearray(data[:length]).ljust(length, b"\0")
             self._files[plain] = (data, next(self._ticks))
         return data
@@ -210,8 +210,8 @@ class BytesReader:
     """An open file whose bytes are all in memory: a `Reader` for storages that read files as wholes.
 
     Attributes:
-        data: the bytes.
-        path: as error messages name the file.
+        data: Content of the file.
+        path: Name of the file, for messages.
 
     Examples:
         >>> part = bytearray(2)
@@ -229,13 +229,13 @@ class BytesReader:
         return self.data.nbytes
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers, one after the other, from consecutive bytes."""
+        """Fill the buffers in order from consecutive bytes."""
         for buffer in buffers:
             part = self.data[byte : byte + buffer.nbytes]
             if part.nbytes < buffer.nbytes:
                 missing = buffer.nbytes - part.nbytes
-                what = f"{self.path!r} ends at byte {self.length}"
-                raise StorageError(error_text(what, expected=f"{missing} bytes more"))
+                heading = f"{self.path!r} ends at byte {self.length}"
+                raise StorageError(error_text(heading, expected=f"{missing} bytes more"))
             buffer[:] = part
             byte += buffer.nbytes
 
@@ -246,7 +246,7 @@ class BytesReader:
         return part
 
 
-# Replacing a folder in memory as a whole.
+# A folder in memory that replaces another one as a whole.
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -254,9 +254,9 @@ class MemorySibling:
     """A folder in memory that replaces another one.
 
     Attributes:
-        target: the folder to replace.
-        name: of the save.
-        storage: the replacing folder.
+        target: Folder to replace.
+        name: Name of the save.
+        storage: Replacing folder.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -277,7 +277,7 @@ class MemorySibling:
     _exchanged: bool = False
 
     def __post_init__(self) -> None:
-        """Make a folder with the clock of the one that it replaces."""
+        """Make the replacing folder, with the clock of the one that it replaces."""
         self.storage = self.target.empty()
 
     def make(self, note: bytes, *, durable: bool) -> None:
@@ -287,15 +287,15 @@ class MemorySibling:
             self._note = note
 
     def note(self) -> bytes | None:
-        """Return the note, None if there is none."""
+        """Return the owner's note, or None if there is none."""
         return self._note
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the old files are in it."""
+        """Return whether the sibling holds the old files; None if it wasn't made or was removed."""
         return self._exchanged if self.name in self.target.beside else None
 
     def changed(self) -> float | None:
-        """Return the tick of the last change in it."""
+        """Return the tick of the last change in the sibling."""
         names = self.storage.all_names()
         return max((self.storage.changed(name) or 0.0 for name in names), default=None)
 
@@ -304,10 +304,10 @@ class MemorySibling:
         return (self.storage if self._exchanged else self.target).all_names()
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Do nothing: memory can be shared."""
+        """Do nothing, since files in memory can always be shared."""
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Share old files with the new folder; return the names that another file has there."""
+        """Share old files with the new folder, and return names that other files have there."""
         pair = (self.target, self.storage)
         new, old = pair if self._exchanged else pair[::-1]
         return tuple(name for name in names if not new.share(name, old))
@@ -319,7 +319,7 @@ class MemorySibling:
             self._exchanged = not self._exchanged
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder and its content."""
         with self.target.lock:
             self.target.beside.pop(self.name, None)
             self.storage.clear()

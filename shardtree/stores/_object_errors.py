@@ -1,4 +1,4 @@
-"""Errors of requests to a store: in its own words, without keys, tokens and signatures, and with what to do."""
+"""Errors of requests to a store: the store's message without keys, tokens and signatures, and a fix."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..errors import StorageError, error_text
 
 _SECRET_NAME = re.compile(r"key|secret|token|password|credential|sas|signature|client_id", re.IGNORECASE)
 _STORES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|AZURITE|MSI|IDENTITY)_", re.IGNORECASE)
-# Stores' answers may be long: each of these goes through a text once.
+# Answers of stores may be long: each of these patterns scans a text in linear time.
 _URL = re.compile(r"(https?://[^\s?'\"<>]*)(\?[^\s'\"<>]*)?")
 _USER = re.compile(r"(\b\w+://)[^\s/@'\"]*:[^\s/@'\"]*@")
 _SIGNATURE = re.compile(
     r"(?i)\b(authorization|credential|signature|x-amz-[\w-]*|sig|se|sv|AWSAccessKeyId|bearer|token)(\s*[=:]\s*|\s+(?=[\w.-]{16}))"
     r"[^\s,;&<>'\"]+"
 )
-_SHORTEST = 6  # characters; a shorter value would turn up in words
+_SHORTEST = 6  # characters; shorter values may occur in ordinary words
 
 
 def plain_url(url: str) -> str:
@@ -37,11 +37,11 @@ def plain_url(url: str) -> str:
 
 
 def without_secrets(text: str, settings: Mapping[str, Any] | None = None) -> str:
-    """Return a text in which queries of URLs, signatures and known secrets are replaced by an ellipsis.
+    """Return a text with queries of URLs, signatures and known secrets replaced by an ellipsis.
 
     Args:
-        text: an error's, say.
-        settings: of a store; the values of those that are secrets are replaced, as are those in the environment.
+        text: Text to show, such as an error's.
+        settings: Settings of a store. Values of secret settings are replaced, here and in the environment.
 
     Examples:
         >>> without_secrets("GET https://host/x?sig=abc failed for hunter2hunter2", {"secret_key": "hunter2hunter2"})
@@ -64,43 +64,44 @@ def _secrets(settings: Mapping[str, Any]) -> Iterator[str]:
 NO_RANGES = re.compile("non-partial response when range requested|Range request not supported")
 
 REFUSALS = re.compile("(PermissionDenied|Unauthenticated|NotSupported|InvalidPath|FileNotFound)Error")
-"""Errors that say that nothing was done."""
+"""Names of errors which guarantee that the request had no effect."""
 
 
 _ANSWER = re.compile(r"(<\?xml[^>]{0,200}\?>\s*)?<Error\b.*?(</Error>|\Z)", re.DOTALL)
 
 
 def _in_words(answer: re.Match[str]) -> str:
-    """Return what a store's XML says: its code and its message; the rest are numbers of the request."""
+    """Return code and message from a store's XML, whose other elements only identify the request."""
     parts = (re.search(f"<{name}>([^<]*)</{name}>", answer[0]) for name in ("Code", "Message"))
     return ": ".join(part[1].strip() for part in parts if part is not None) or "an answer in XML"
 
 
 def request_failure(what: str, error: Exception, secrets: Mapping[str, Any]) -> StorageError:
-    """Return the error for a request that failed, with the store's own words but for secrets."""
-    # Not as the cause: its text holds what was sent, and stores repeat signatures in what they answer.
+    """Return the error for a failed request, with the store's message without secrets."""
+    # The original isn't the cause: its text contains the request, and stores repeat signatures in their answers.
     answer = _ANSWER.sub(_in_words, str(error).partition("\n\nDebug source")[0])
     reason = f"{type(error).__name__}: {without_secrets(answer, secrets)}"
     fix = None
     if "NoSuchBucket" in answer:
-        fix = "There is no such bucket: correct its name in the URL, or the endpoint and region that are asked."
+        fix = "The bucket doesn't exist: correct its name in the URL, or the endpoint or region."
     elif "ExpiredToken" in answer or "expired" in answer.lower():
         fix = "The credentials have expired: renew them, or pass a credential_provider to object_storage."
     elif "allow_http" in answer or "URL scheme is not allowed" in answer:
-        fix = 'Plain http has to be allowed: AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}.'
+        fix = 'Allow plain http: set AWS_ALLOW_HTTP=true, or pass client_options={"allow_http": True}.'
     elif NO_RANGES.search(answer):
-        fix = "The server doesn't honour Range requests; copy the checkpoint, or serve it by another one."
+        fix = "The server doesn't support Range requests: copy the checkpoint, or use another server."
     return StorageError(error_text(what, found=reason, fix=fix))
 
 
-_first_process: list[int] = []  # that made a request, of this one and those that it was forked from
+_first_process: list[int] = []  # the first process that made a request, among this one and its ancestors by fork
 
 
 def check_process(url: str) -> None:
     """Raise in a process that was forked from one that has used an object store."""
-    # A forked child has none of the threads on which obstore waits: its requests would wait for ever.
+    # A forked child lacks the threads that obstore waits for, so its requests would hang.
     if not _first_process:
         _first_process.append(os.getpid())
     if _first_process[0] != os.getpid():
         fix = "Start processes by 'spawn' or 'forkserver', or let no process use an object store before it is forked."
-        raise StorageError(error_text(f"{url!r} can't be reached: this process was forked from one that did", fix=fix))
+        heading = f"cannot reach {url!r} in a process forked from one that used an object store"
+        raise StorageError(error_text(heading, fix=fix))

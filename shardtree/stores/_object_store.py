@@ -1,4 +1,4 @@
-"""Files in an object store or on a web server, through obstore."""
+"""The storage of an object store or web server, through obstore."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ._object_streams import abort_uploads, noting, parts_of
 T = TypeVar("T")
 
 Tag = dict[str, str]
-"""What a store calls an object's content: its ETag and its version."""
+"""A store's identifiers of an object's content: its ETag and its version."""
 
 _MOST_PARTS = 9_000  # S3 allows 10,000
-_UNKNOWN_BYTES = 2**38  # a file that doesn't say how long it will be may have a quarter of a TB
-_STAYING_IN_FLIGHT = 12  # parts sent from where they lie take no memory
+_UNKNOWN_BYTES = 2**38  # upper bound of a file whose length isn't known beforehand: a quarter of a TB
+_STAYING_IN_FLIGHT = 12  # parts that are sent without a copy take no memory
 _uploads = threading.BoundedSemaphore(2)
-"""How many files of this process are uploaded at once, each with up to `limits.UPLOAD_BYTES` copied and on the way."""
+"""Limit on a process's concurrent uploads of files, each with up to `limits.UPLOAD_BYTES` copied and in flight."""
 
 _READ_TRIES = 5
 _FIRST_PAUSE = 0.1  # seconds, doubled after each try
@@ -37,12 +37,12 @@ class ObjectStorage:
     """A folder of an object store: all objects whose names begin with its path.
 
     Attributes:
-        url: the folder, as people and error messages should see it.
-        root: its path in the store.
-        store: obstore's object, which repeats requests that fail.
-        once: the same without repeats, for the request that commits.
-        secrets: settings whose values mustn't be shown.
-        request_scale: how many times as long as usual the requests are by which long files are moved.
+        url: URL of the folder, for people and error messages.
+        root: Path of the folder in the store.
+        store: Obstore's store, which repeats failed requests.
+        once: The same store without retries, for the request that commits.
+        secrets: Settings whose values must not be shown.
+        request_scale: Factor by which requests for long files are longer than usual.
     """
 
     url: str
@@ -54,7 +54,7 @@ class ObjectStorage:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What an object store can do beyond `Storage`."""
+        """The abilities of an object store."""
         names = ("move", "folder", "replace_if", "mark", "remove_all", "abort_uploads", "entries", "content")
         facts = {"latency": _latencies.get(self._place), "request_scale": self.request_scale}
         return Capabilities.of(self, *names, "read_range", late_requests=True, **facts)
@@ -64,20 +64,20 @@ class ObjectStorage:
         return "/".join(filter(None, (self.url, inside(name, self.url))))
 
     def folder(self, name: str) -> ObjectStorage:
-        """Return a folder in this one."""
+        """Return the storage of a subfolder."""
         return replace(self, url=f"{self.url}/{name}", root=self._path(name))
 
     @property
     def _place(self) -> str:
         return "/".join(self.url.split("/")[:3])
 
-    # Reading
+    # Reads.
 
     def content(self, name: str, most: int | None = None) -> bytes | None:
-        """Return a file's bytes by one request, None if there is no such file.
+        """Return a file's bytes by a single request, or None if there is no such file.
 
         Raises:
-            CorruptCheckpoint: it has more than `most` bytes, which aren't fetched.
+            CorruptCheckpoint: the file has more than `most` bytes, which aren't fetched.
         """
         return self._with_tag(name, most)[0]
 
@@ -92,20 +92,20 @@ class ObjectStorage:
 
         def whole_file() -> tuple[bytes | None, Tag | None]:
             start = time.monotonic()
-            # From the first byte on, so that the answer tells the whole length, even if it was cut on the way.
+            # The range starts at the first byte, so that the answer contains the file's length even if it is truncated.
             answer = self._get("read", name, {"offset": 0})
             if answer is None:
                 return None, None
             size = int(answer.meta["size"])
             if most is not None and size > most:
-                what = f"open: {self.where(name)!r} is larger than any that a save writes"
-                raise CorruptCheckpoint(error_text(what, found=f"{size} bytes", expected=f"at most {most}"))
+                heading = f"open: {self.where(name)!r} is too large for a file of a save"
+                raise CorruptCheckpoint(error_text(heading, found=f"{size} bytes", expected=f"at most {most}"))
             data = bytes(answer.bytes())
             if len(data) != size:
                 raise _TooShort(len(data), size)
             if size <= _REMEMBERED_BYTES:
                 _latencies[self._place] = time.monotonic() - start
-            # Google Cloud Storage replaces by the version, the others by the ETag.
+            # Conditional writes use the version in Google Cloud Storage, and the ETag in other stores.
             return data, {kind: tag for kind in ("e_tag", "version") if (tag := answer.meta[kind]) is not None}
 
         data, tag = self._again("read", name, whole_file)
@@ -116,7 +116,7 @@ class ObjectStorage:
         return data, tag
 
     def read_range(self, name: str, begin: int, end: int) -> tuple[Buffer, int]:
-        """Return bytes `begin` to `end` of a file, as far as it has them, and the file's length."""
+        """Return bytes `begin` to `end` of a file, as far as the file reaches, and the file's length."""
         if begin >= end:
             return memoryview(b""), self._length_or_raise(name)
 
@@ -141,7 +141,7 @@ class ObjectStorage:
             except FileNotFoundError:
                 return None
             except obstore.exceptions.BaseError as error:
-                # An empty file has no range at all; a server that knows none sends all, which is right for all.
+                # Empty files have no valid range, and some servers don't support ranges; the whole file is requested.
                 if not isinstance(span, dict) or ("416" not in str(error) and not NO_RANGES.search(str(error))):
                     raise
                 return obstore.get(self.store, self._path(name))
@@ -157,11 +157,11 @@ class ObjectStorage:
         return length
 
     def length(self, name: str) -> int | None:
-        """Return a file's length in bytes, None if there is no such file."""
+        """Return a file's length in bytes, or None if there is no such file."""
         return None if (meta := self._head(name)) is None else int(meta["size"])
 
     def changed(self, name: str) -> float | None:
-        """Return when a file, or the newest one in a folder, was put, in seconds since 1970 by the store's clock."""
+        """Return the time at which a file, or the newest file of a folder, was put, in seconds by the store's clock."""
         meta = self._head(name)
         if meta is not None:
             return _seconds(meta)
@@ -178,51 +178,51 @@ class ObjectStorage:
             except FileNotFoundError:
                 return None
 
-    # Listing
+    # Listings.
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return the names of what is directly inside a folder, sorted."""
+        """Return the sorted names of a folder's direct entries."""
         return tuple(sorted(name.rstrip("/") for name in self.entries(folder, deep=False)))
 
     def entries(self, folder: str = "", *, deep: bool = True) -> dict[str, Entry]:
-        """Return the lengths and times of files in a folder by their names in it; a request for each thousand."""
+        """Return the `Entry` of each file in a folder, by relative name; one request for each thousand files."""
         import obstore
 
         if self.url.startswith("http"):
-            return {}  # web servers don't tell what they have
+            return {}  # web servers can't list files
         path = self._path(folder)
         with self._storage_errors("list", folder):
             if deep:
                 folders: Sequence[str] = ()
                 objects = [
-                    each for page in obstore.list(self.store, prefix=path or None, chunk_size=1000) for each in page
+                    item for page in obstore.list(self.store, prefix=path or None, chunk_size=1000) for item in page
                 ]
             else:
                 level = obstore.list_with_delimiter(self.store, prefix=path or None)
                 folders, objects = level["common_prefixes"], list(level["objects"])
-        return {each.removeprefix(path).strip("/") + "/": Entry(0, 0.0) for each in folders} | {
-            each["path"].removeprefix(path).lstrip("/"): Entry(int(each["size"]), _seconds(each)) for each in objects
+        return {name.removeprefix(path).strip("/") + "/": Entry(0, 0.0) for name in folders} | {
+            item["path"].removeprefix(path).lstrip("/"): Entry(int(item["size"]), _seconds(item)) for item in objects
         }
 
-    # Writing
+    # Writes.
 
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
-        """Write a new file from buffers, in order, and return its length; it is durable, and seen, afterwards.
+        """Write a new file from buffers, in order, and return its length; it is durable and visible afterwards.
 
-        A large one is uploaded in parts, which are given up if anything fails.
+        A large file is uploaded in parts, which are aborted after a failure.
         """
         import obstore
 
         part, is_whole = limits.UPLOAD_PART_BYTES * self.request_scale, isinstance(buffers, list | tuple)
-        views: Iterable[Buffer] = (byte_view(each, self.where(name)) for each in buffers)
+        views: Iterable[Buffer] = (byte_view(buffer, self.where(name)) for buffer in buffers)
         if is_whole:
             views = list(views)
-            nbytes = sum(each.nbytes for each in views)
+            nbytes = sum(view.nbytes for view in views)
         else:
             nbytes = getattr(buffers, "nbytes", _UNKNOWN_BYTES)
         if nbytes > part * _MOST_PARTS:
             part = -(-nbytes // _MOST_PARTS // 2**20) * 2**20
-        # What lies there whole, such as an index, needs no more memory than it is long.
+        # A file that is complete in memory, such as an index, needs no parts longer than itself.
         stay = nbytes >= part and getattr(buffers, "stay", False)
         parts = iter(views) if stay else parts_of(views, min(part, max(1, nbytes)) if is_whole else part)
         first = next(parts, memoryview(b""))
@@ -239,18 +239,18 @@ class ObjectStorage:
         return sum(lengths)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content in one request."""
+        """Replace a file's content by a single request."""
         self._put(name, data, "overwrite")
 
     def replace_if(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """Give a file new content if it still has the old one; see `Capabilities`."""
+        """Replace a file's content if it is unchanged; see `Capabilities`."""
         if before is None:
             return self._commits(name, data, "create")
-        # The tag that came with these bytes, if this process has read them: so a change since then is seen for sure.
+        # If this process has read these bytes, the tag that came with them reliably detects changes since then.
         content, tag = _tags.get(self.where(name), (None, None))
         if content == before and tag and self._commits(name, data, tag):
             return True
-        # Equal bytes may have got another tag since, as when a bucket was copied.
+        # Equal bytes may have a new tag by now, as after a copy of the bucket.
         again, newer = self._with_tag(name)
         if again != before or not newer or newer == tag:
             return False
@@ -268,7 +268,7 @@ class ObjectStorage:
         store = self._place
         try:
             self._put(name, data, "create")
-        except OutcomeUnknown:  # an earlier call has left one, which names another process, or no answer came
+        except OutcomeUnknown:  # an earlier call has left a file, which names another process, or no answer came
             self._put(name, data, "overwrite")
             return True
         if store not in _honours:
@@ -286,7 +286,7 @@ class ObjectStorage:
 
         check_process(self.url)
         try:
-            # Without repeats: the second of two conditional requests would be refused because of the first.
+            # Conditional requests aren't repeated: the second one would be refused because of the first.
             store = self.store if mode == "overwrite" else self.once
             obstore.put(store, self._path(name), data, mode=mode, use_multipart=False)
         except Exception as error:
@@ -294,7 +294,7 @@ class ObjectStorage:
             raise (failure if REFUSALS.fullmatch(type(error).__name__) else OutcomeUnknown(str(failure))) from None
 
     def move(self, old: str, new: str) -> None:
-        """Rename a file: it is copied by the store, and the old one removed."""
+        """Rename a file: the store copies it, and the old file is removed."""
         import obstore
 
         with self._storage_errors("move", old):
@@ -302,11 +302,11 @@ class ObjectStorage:
         self.remove(old)
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there."""
+        """Remove a file if it exists."""
         self.remove_all([name])
 
     def remove_all(self, names: Sequence[str]) -> None:
-        """Remove files, up to a thousand by one request."""
+        """Remove files, up to a thousand by each request."""
         import obstore
 
         if names:
@@ -318,10 +318,10 @@ class ObjectStorage:
                     return
 
     def abort_uploads(self, folder: str, is_left: Callable[[str, float], bool]) -> None:
-        """Give up uploads that interrupted saves have left open in a folder."""
+        """Abort uploads that interrupted saves have left open in a folder."""
         abort_uploads(self.url, self._path(folder), self.secrets, is_left)
 
-    # Errors
+    # Errors.
 
     def _path(self, name: str) -> str:
         return "/".join(filter(None, (self.root, inside(name, self.url))))
@@ -330,14 +330,14 @@ class ObjectStorage:
         return StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found="no such file"))
 
     def _again(self, doing: str, name: str, request: Callable[[], T]) -> T:
-        """Return a request's answer, having repeated it where a body came short."""
+        """Return a request's answer, after repeating the request if its body was truncated."""
         for attempt in range(1, _READ_TRIES + 1):
             try:
                 with self._storage_errors(doing, name):
                     return request()
             except _TooShort as short:
                 if attempt == _READ_TRIES:
-                    what = f"cannot {doing} {self.where(name)!r}: {attempt} answers in a row were cut short"
+                    what = f"cannot {doing} {self.where(name)!r}: {attempt} answers in a row were truncated"
                     raise StorageError(
                         error_text(what, found=f"{short.args[0]} bytes", expected=short.args[1])
                     ) from None
@@ -352,7 +352,7 @@ class ObjectStorage:
         except (CheckpointingException, _TooShort):
             raise
         except Exception as error:
-            if errors:  # by the producer of the bytes: its own error says what happened
+            if errors:  # the iterator of the buffers failed, and its own error is the cause
                 raise errors[0] from None
             raise self._failure(doing, name, error) from None
 
@@ -363,19 +363,19 @@ class ObjectStorage:
 _REMEMBERED_BYTES = 64 * 1024
 _MOST_TAGS = 256
 _tags: dict[str, tuple[bytes, Tag | None]] = {}
-"""By the URL of small files that this process has read: their bytes, and the tags that came with them."""
+"""Content and tag of small files that this process has read, by URL."""
 
 _honours: dict[str, bool] = {}
-"""Whether stores honour conditions, as far as this process has tried, by their host or bucket."""
+"""Whether stores honour conditions, by host or bucket, as far as this process has tried."""
 
 _latencies: dict[str, float] = {}
-"""How long the last small request took, in seconds, by host or bucket."""
+"""Duration of the last small request in seconds, by host or bucket."""
 
 
 def _seconds(meta: Any) -> float:
-    """Return when an object was put: whole seconds, as HTTP tells them of one; a listing may have fractions."""
+    """Return the time at which an object was put, in whole seconds as in HTTP headers; listings may have fractions."""
     return float(int(meta["last_modified"].timestamp()))
 
 
 class _TooShort(Exception):
-    """An answer has fewer bytes than it should: how many, and how many it should have."""
+    """A truncated answer; the arguments are the found and the expected number of bytes."""

@@ -1,4 +1,4 @@
-"""An object's bytes as a stream: parts of an upload, and uploads that killed processes have left open."""
+"""Streams of an object's bytes: parts of an upload, and the removal of uploads that killed processes left open."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ._object_errors import without_secrets
 
 
 def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
-    """Yield the buffers' bytes in parts of one size, the last of which may be shorter.
+    """Yield the buffers' bytes in parts of one size; the last part may be shorter.
 
-    A part keeps its bytes as long as anybody holds it, though the buffers' source may use its memory again as soon as
-    it is asked for more; then the part's memory is used again.
+    The iterator of buffers may reuse a buffer's memory for the next one, so parts are copies. A part's memory is reused
+    once nobody holds the part.
 
     Examples:
         >>> [bytes(part) for part in parts_of([memoryview(b"abc"), memoryview(b"defg")], 3)]
@@ -39,10 +39,10 @@ def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
 
 
 def _free_memory(pool: list[bytearray], size: int) -> bytearray:
-    """Return memory of the pool that nobody holds a view of, new memory if there is none."""
+    """Return memory of the pool without views, or new memory if there is none."""
     for memory in pool:
         try:
-            memory.append(memory.pop())  # Python refuses to resize what has views
+            memory.append(memory.pop())  # Python refuses to resize a bytearray that has views
         except BufferError:
             continue
         return memory
@@ -51,7 +51,7 @@ def _free_memory(pool: list[bytearray], size: int) -> bytearray:
 
 
 def noting(parts: Iterable[Buffer], lengths: list[int], errors: list[BaseException]) -> Iterator[Buffer]:
-    """Yield the same, and note the lengths, and what the source raised."""
+    """Yield parts unchanged, and record their lengths and an error of their iterator."""
     try:
         for part in parts:
             lengths.append(part.nbytes)
@@ -64,7 +64,7 @@ def noting(parts: Iterable[Buffer], lengths: list[int], errors: list[BaseExcepti
 logger = logging.getLogger("shardtree")
 
 _logged_buckets: set[str] = set()
-"""Buckets whose open uploads couldn't be listed, as this process has said."""
+"""Buckets that this process has warned of, since their open uploads couldn't be listed."""
 
 _SETTINGS = {
     "access_key_id": "aws_access_key_id",
@@ -75,25 +75,25 @@ _SETTINGS = {
     "endpoint": "endpoint_url",
     "endpoint_url": "endpoint_url",
 }
-"""obstore's names of settings, without ``aws_``, and botocore's."""
+"""botocore's names of settings by obstore's, without ``aws_``."""
 
 
 def abort_uploads(url: str, folder: str, config: Mapping[str, Any], is_left: Callable[[str, float], bool]) -> int:
-    """Give up open uploads of objects in a folder, and return how many there were.
+    """Abort open uploads of objects in a folder, and return their number.
 
-    Only S3 keeps them for ever, and obstore can't list them, so that botocore does; without it, the log says so once
-    for each bucket.
+    Only S3 keeps open uploads for ever. They are listed by botocore, since obstore can't; without botocore, a warning
+    is logged once for each bucket.
 
     Args:
-        url: of the bucket, or of anything in it.
-        folder: path of the folder in the bucket.
-        config: the store's settings, as obstore names them.
-        is_left: whether an upload may be given up, by the object's name in the folder and the seconds since it began.
+        url: URL of the bucket, or of a folder or object in it.
+        folder: Path of the folder in the bucket.
+        config: Settings of the store, by obstore's names.
+        is_left: Predicate of an object's name in the folder and its upload's age in seconds: whether to abort it.
     """
-    scheme, _, rest = url.partition("://")
+    scheme, _, path = url.partition("://")
     if scheme not in ("s3", "s3a"):
         return 0
-    bucket = rest.partition("/")[0]
+    bucket = path.partition("/")[0]
     try:
         from botocore.session import get_session
     except ImportError:
@@ -120,7 +120,7 @@ def abort_uploads(url: str, folder: str, config: Mapping[str, Any], is_left: Cal
         for upload in uploads:
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
     except Exception as error:
-        # Not a failure of what is being done: the next save looks again.
+        # This isn't an error of the running save: the next save tries again.
         reason = without_secrets(f"{type(error).__name__}: {error}", config)
         logger.warning("save: uploads of interrupted saves to %s stay open: %s", url, reason)
         return 0

@@ -1,4 +1,4 @@
-"""The object store behind a URL, with the settings of the environment: S3, Google Cloud Storage, Azure, HTTP."""
+"""Object stores by URL, with settings from the environment: S3, Google Cloud Storage, Azure, HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._object_errors import plain_url, without_secrets
 from ._object_store import ObjectStorage
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "abfs", "abfss", "azure", "http", "https"})
-"""Of the URLs that go to obstore where it is installed; fsspec takes all others."""
+"""Schemes of URLs that obstore opens if it is installed; fsspec opens all others."""
 
 
 def object_storage(
@@ -29,19 +29,19 @@ def object_storage(
 ) -> Storage:
     """Return the storage behind a URL of an object store or web server.
 
-    What isn't given is taken from the environment, by the stores' usual names: ``AWS_ENDPOINT_URL``,
-    ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on; for S3
-    from boto3's profiles, where neither is there and boto3 is installed.
+    Settings that aren't passed come from the environment, by the stores' usual names: ``AWS_ENDPOINT_URL``,
+    ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. If
+    these have no S3 credentials and boto3 is installed, its profiles are used.
 
     Args:
         url: ``s3://bucket/path``, ``gs://…``, ``az://…``, ``abfss://…``, ``https://…``.
-        config: of the store, as obstore names its settings: ``{"endpoint": …, "region": …}``.
-        client_options: of its HTTP client: ``{"timeout": "60s", "allow_http": True}``.
-        retry_config: when requests are repeated: ``{"max_retries": 10, "retry_timeout": timedelta(minutes=3)}``.
-        credential_provider: a function that returns credentials which expire, as obstore describes it.
+        config: Settings of the store, by obstore's names: ``{"endpoint": …, "region": …}``.
+        client_options: Options of the HTTP client: ``{"timeout": "60s", "allow_http": True}``.
+        retry_config: Policy of retries: ``{"max_retries": 10, "retry_timeout": timedelta(minutes=3)}``.
+        credential_provider: Function that returns expiring credentials, as obstore describes it.
 
     Raises:
-        StorageError: obstore isn't installed, or the URL or a setting isn't one that it knows.
+        StorageError: obstore isn't installed, or doesn't support the URL or a setting.
 
     Examples:
         >>> object_storage("s3://runs/step_10", config={"region": "eu-central-1", "skip_signature": True})
@@ -50,7 +50,7 @@ def object_storage(
     parts = urlsplit(url)
     web = parts.scheme in ("http", "https")
     if parts.scheme not in SCHEMES or not parts.netloc or (web and parts.query):
-        what = f"{plain_url(url)!r} isn't a URL that obstore can take"
+        what = f"{plain_url(url)!r} is not a URL that obstore supports"
         raise StorageError(error_text(what, expected="s3://bucket/path, gs://, az://, or https:// without a query"))
     settings = {"config": config, "client_options": client_options, "retry_config": retry_config}
     if credential_provider is None and parts.scheme in ("s3", "s3a") and config is None:
@@ -61,7 +61,7 @@ def object_storage(
         fix = "pip install 'shardtree[remote]'"
         raise StorageError(error_text(f"{plain_url(url)!r} needs obstore, which isn't installed", fix=fix)) from error
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # what Rust raises
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         reason = without_secrets(str(error), config)
         raise StorageError(error_text(f"no object store for {plain_url(url)!r}", found=reason)) from None
@@ -69,15 +69,15 @@ def object_storage(
 
 
 Stores = tuple[Any, Any]
-"""obstore's object for a bucket, and one that repeats no request."""
+"""obstore's store of a bucket, and another one without retries."""
 
 _cache: dict[Any, Stores] = {}
 _MOST_CACHED = 64
 
 
 def _shared_stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credential_provider: Any) -> Stores:
-    """Return the stores of a bucket, the same ones as before where nothing has changed: they keep connections open."""
-    # A forked child has none of the threads that obstore's connections need: it makes its own.
+    """Return the stores of a bucket, memoised by their settings, since they keep connections open."""
+    # A forked child lacks the threads that obstore's connections need, so it makes its own stores.
     relevant = sorted((name, value) for name, value in environ.items() if name.startswith(_PREFIXES))
     key = (os.getpid(), base, repr(settings), tuple(relevant))
     if credential_provider is not None:
@@ -105,8 +105,8 @@ def _stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credent
     retries = {"max_retries": 10, "retry_timeout": timedelta(minutes=3), **(settings["retry_config"] or {})}
     make: Any = HTTPStore.from_url if web else from_url
     pair = (
-        make(base, client_options=client, retry_config=each, **options)
-        for each in (retries, {**retries, "max_retries": 0})
+        make(base, client_options=client, retry_config=policy, **options)
+        for policy in (retries, {**retries, "max_retries": 0})
     )
     return next(pair), next(pair)
 
@@ -115,7 +115,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_
 
 
 def _names_plain_http(config: Mapping[str, Any]) -> bool:
-    """Return whether the settings or the environment name an endpoint with http://, which is then used as it stands."""
+    """Return whether the settings or the environment name an http:// endpoint, which implies `allow_http`."""
     endpoints = (
         value for name, value in config.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url"))
     )
@@ -124,7 +124,7 @@ def _names_plain_http(config: Mapping[str, Any]) -> bool:
 
 
 def _profile_credentials() -> Any:
-    """Return a provider of the credentials in boto3's profiles, None where the environment has its own."""
+    """Return a provider of boto3's profile credentials, or None if there are none or the environment has others."""
     if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"} & environ.keys():
         return None
     try:
@@ -137,5 +137,5 @@ def _profile_credentials() -> Any:
 
 
 def in_larger_requests(storage: Storage) -> Storage:
-    """Return a storage that moves long files by half as many requests, for a caller that has the memory for them."""
+    """Return a storage that uses half as many requests for long files, for callers with memory for larger requests."""
     return replace(storage, request_scale=2) if isinstance(storage, ObjectStorage) else storage

@@ -1,4 +1,4 @@
-"""The storage behind a URL: an object store's where obstore takes it, else a file system of fsspec."""
+"""The storage behind a URL: obstore's if it supports the URL, else a file system of fsspec."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def storage_behind(url: str) -> Storage:
     """Return the storage behind a URL.
 
     Args:
-        url: ``scheme://path``; the scheme decides who opens it.
+        url: ``scheme://path``; the scheme decides which library opens it.
 
     Raises:
-        StorageError: it isn't a URL, or what its scheme needs isn't installed or can't use it.
+        StorageError: the URL is invalid, or the library for its scheme isn't installed or can't use it.
 
     Examples:
         >>> storage_behind("memory://runs/step_10").where()
@@ -29,7 +29,7 @@ def storage_behind(url: str) -> Storage:
         parts = urlsplit(url)
     except ValueError as error:
         raise StorageError(error_text(f"not a URL: {without_secrets(url)!r}", found=str(error))) from None
-    # A signed URL's query goes with every request, which obstore can't do.
+    # obstore can't send a signed URL's query with every request, so such URLs go to fsspec.
     if parts.scheme in SCHEMES and not parts.query and find_spec("obstore") is not None:
         return object_storage(url)
     return fsspec_storage(url)

@@ -227,7 +227,7 @@ def test_a_byte_that_flips_on_the_way_is_read_again(server: Server) -> None:
 def test_answers_that_stay_short_are_an_error(server: Server) -> None:
     st.save(tree(), at())
     server.fault = lambda request: "truncate" if request.action == "GetObject" else None
-    with pytest.raises(StorageError, match="5 answers in a row were cut short"):
+    with pytest.raises(StorageError, match="5 answers in a row were truncated"):
         loaded(at())
 
 
@@ -235,7 +235,7 @@ def test_a_server_without_ranges_is_named(server: Server) -> None:
     st.save(tree(rows=4096), at())
     server.ranges = False
     for place in (at(), f"{server.url}/bucket/runs"):
-        with pytest.raises(StorageError, match="doesn't honour Range"):
+        with pytest.raises(StorageError, match="doesn't support Range"):
             loaded(place, rows=4096)
 
 

@@ -1,4 +1,4 @@
-"""Opening, saving and loading a checkpoint, at once or in the background. Each function reads as the data flows."""
+"""Opening, saving and loading a checkpoint, synchronously or in the background."""
 
 import typing
 

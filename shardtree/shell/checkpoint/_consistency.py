@@ -1,4 +1,4 @@
-"""What ranks exchange before a save or load, whether it fits together, and which dicts of common states are unions."""
+"""Descriptions of shards that ranks exchange before a save or load, their checks, and united common states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.ma  # np.unique does at its first call: a signal handler that saves could come in between
+import numpy.ma  # np.unique imports it at its first call, which a signal handler that saves could interrupt
 
 from ...core import layouts
 from ...core.geometry import Column, slices
@@ -21,19 +21,19 @@ from ..storage import digest
 from ..world import World
 from ._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 
-# Layouts of all ranks that the caller passed: only their hash is exchanged
+# Layouts of all ranks that the caller passed; only their hash is exchanged.
 
 _Row: TypeAlias = tuple[str, TensorKind, tuple[int, ...], tuple[int, ...], int, int, bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownLayout:
-    """All ranks' shards, as passed to this rank, once its own ones are known to be among them.
+    """All ranks' shards as passed to this rank, checked to contain this rank's shards.
 
     Attributes:
-        columns: all ranks' shards: by rank, of one rank by key and place.
-        order: for each of this rank's rows, which of its tree's shards it is, int64 (own shards,).
-        digest: the hash of the columns, the same for the same shards in any order.
+        columns: Columns of all ranks' shards, sorted by rank, key and place.
+        order: Position of each of this rank's rows among its tree's shards, int64 (own shards,).
+        digest: Hash of the columns, which doesn't depend on their original order.
     """
 
     columns: ShardColumns
@@ -42,28 +42,28 @@ class KnownLayout:
 
 
 def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], rank: int, ranks: int) -> KnownLayout:
-    """Return a layout that a caller gave, matched with a rank's own shards.
+    """Return a layout that the caller passed, matched with a rank's own shards.
 
     Args:
         doing: "save" or "load".
-        layout: the columns of all ranks, rows in any order.
-        shards: what this rank's tree holds.
-        rank: this one.
-        ranks: how many there are.
+        layout: Columns of all ranks, in any order of rows.
+        shards: Shards of this rank's tree.
+        rank: This rank.
+        ranks: Number of ranks.
 
     Raises:
-        MetadataError: it isn't a layout.
-        IntegrityError: it names ranks that aren't there, or this rank's rows aren't its shards.
+        MetadataError: the argument isn't a layout.
+        IntegrityError: the layout has ranks outside of the world, or this rank's rows differ from its shards.
     """
     if not isinstance(layout, ShardColumns):
-        expected, fix = "ShardColumns", "Pass what layout_of, dtensor_layout, mesh_columns or tree_columns returns."
+        expected, fix = "ShardColumns", "Pass a result of layout_of, dtensor_layout, mesh_columns or tree_columns."
         raise MetadataError(
-            error_text(f"{doing}: not a layout", found=type(layout).__name__, expected=expected, fix=fix)
+            error_text(f"{doing}: invalid layout", found=type(layout).__name__, expected=expected, fix=fix)
         )
     beyond = sorted(set(layout.rank[(layout.rank < 0) | (layout.rank >= ranks)].tolist()))
     if beyond:
-        expected, fix = f"ranks 0 to {ranks - 1}", "Pass the rows of the ranks that take part, numbered as they are."
-        what = f"{doing}: the layout has shards of ranks that aren't there"
+        expected, fix = f"ranks 0 to {ranks - 1}", "Pass the rows of the ranks that take part, by the world's numbers."
+        what = f"{doing}: the layout has shards of ranks outside of the world"
         raise IntegrityError(error_text(what, found=rank_text(beyond), expected=expected, fix=fix))
     columns = _with_used_keys(layouts.join_columns([layout]))
     columns = layouts.select_rows(columns, _place_order(columns))
@@ -73,13 +73,13 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
     tree_rows = _rows(layouts.select_rows(own, order))
     if layout_rows != tree_rows:
         fix = "Compute the layout for this tree, on this number of ranks, and number the ranks as the world does."
-        what = f"{doing}: the layout isn't that of the tree on rank {rank}"
+        what = f"{doing}: the layout differs from the tree on rank {rank}"
         raise IntegrityError(error_text(what, offenders=_differences(layout_rows, tree_rows), fix=fix))
     return KnownLayout(columns, order, _digest(columns))
 
 
 def _with_used_keys(columns: ShardColumns) -> ShardColumns:
-    """Return columns without the keys that no row is of, as `select_rows` leaves them."""
+    """Return columns without unused keys, which `select_rows` keeps."""
     is_used = np.bincount(columns.key, minlength=len(columns.keys)) > 0
     return replace(
         columns,
@@ -90,15 +90,15 @@ def _with_used_keys(columns: ShardColumns) -> ShardColumns:
 
 
 def _place_order(columns: ShardColumns) -> Column:
-    """Return the rows by rank, then by key and place."""
+    """Return the order of rows by rank, key and place."""
     places = (*columns.shape.T[::-1], *columns.offset.T[::-1])
     return np.lexsort((columns.main, columns.stop, columns.start, *places, columns.key, columns.rank))
 
 
 def _rows(columns: ShardColumns) -> list[_Row]:
-    """Return rows as values that can be compared, whatever other rows there are."""
+    """Return rows as comparable values that don't depend on other rows."""
     lists = (columns.key, columns.offset, columns.shape, columns.start, columns.stop, columns.main)
-    rows = zip(*(each.tolist() for each in lists), strict=True)
+    rows = zip(*(column.tolist() for column in lists), strict=True)
     return [_row(columns, *row) for row in rows]
 
 
@@ -120,23 +120,23 @@ def _differences(layout_rows: list[_Row], tree_rows: list[_Row]) -> Iterator[str
 
 def _digest(columns: ShardColumns) -> str:
     width = max((len(kind.global_shape) for kind in columns.kinds), default=0)
-    # Without the leading axes that only pad: layouts of the same shards may come with wider matrices.
+    # Leading axes of padding are dropped, since layouts of the same shards may have wider matrices.
     first = columns.offset.shape[1] - width
     boxes = columns.offset[:, first:], columns.shape[:, first:]
     names = repr([(key, str(kind)) for key, kind in zip(columns.keys, columns.kinds, strict=True)])
     others = columns.key, columns.start, columns.stop, columns.rank, columns.main
-    return digest(b"".join([names.encode(), *(np.ascontiguousarray(each).tobytes() for each in (*others, *boxes))]))
+    return digest(b"".join([names.encode(), *(np.ascontiguousarray(part).tobytes() for part in (*others, *boxes))]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutDescription:
-    """One rank's part of a layout, without data.
+    """A rank's part of a layout, without data.
 
     Attributes:
-        columns: its tensor shards, packed if there are other ranks; nothing where all ranks know them already.
-        objects: its sharded objects.
-        common: the hash of its common tree, None where that doesn't matter.
-        layout: the hash of all ranks' tensor shards, None where they aren't known.
+        columns: Columns of its tensor shards, packed if there are other ranks; empty if all ranks know them already.
+        objects: Columns of its sharded objects.
+        common: Hash of its common tree; None if it isn't compared.
+        layout: Hash of all ranks' tensor shards; None if the caller passed no layout.
     """
 
     columns: PackedColumns | ShardColumns
@@ -154,16 +154,16 @@ def describe(
     *,
     ranks: int,
 ) -> LayoutDescription:
-    """Return what a rank, of that many, sends the others about its shards, without what they know."""
-    # All ranks have a known layout already: only its hash travels.
-    own = layouts.shard_columns(tensors if layout is None else (), rank)
-    columns = pack_columns(own, rank) if ranks > 1 else own
+    """Return the description of a rank's shards for the other ranks, without tensors of a known layout."""
+    # All ranks already have a known layout, so that only its hash is sent.
+    plain = layouts.shard_columns(tensors if layout is None else (), rank)
+    columns = pack_columns(plain, rank) if ranks > 1 else plain
     digest_of_all = None if layout is None else layout.digest
     return LayoutDescription(columns, layouts.object_columns(objects, rank), common, digest_of_all)
 
 
 def brief(description: LayoutDescription | None, ranks: int) -> LayoutDescription | None:
-    """Return what a rank says at first of that many: `complete` sends the rest."""
+    """Return a description without a long table of keys, which `complete` sends later."""
     if description is None or isinstance(description.columns, ShardColumns):
         return description
     return replace(description, columns=without_long_table(description.columns, ranks))
@@ -172,19 +172,19 @@ def brief(description: LayoutDescription | None, ranks: int) -> LayoutDescriptio
 def complete(
     world: World, own: LayoutDescription | None, descriptions: Sequence[LayoutDescription | None]
 ) -> list[LayoutDescription | None]:
-    """Return all ranks' descriptions with what was left out of them; one all-gather if something was, else none.
+    """Return all ranks' descriptions with their omitted tables; one all-gather if any was omitted, else none.
 
     Args:
-        world: the ranks.
-        own: this rank's, with all.
-        descriptions: by rank, as they were sent; None from a rank that sent none.
+        world: Ranks that take part.
+        own: This rank's complete description.
+        descriptions: Descriptions as they were sent, by rank; None for a rank that sent none.
     """
-    parts = [each for each in descriptions if each is not None]
-    messages = [each.columns for each in parts if not isinstance(each.columns, ShardColumns)]
+    parts = [description for description in descriptions if description is not None]
+    messages = [part.columns for part in parts if not isinstance(part.columns, ShardColumns)]
     if own is None or isinstance(own.columns, ShardColumns) or len(messages) < len(descriptions):
         return list(descriptions)
     messages = send_tables(world, own.columns, messages)
-    return [replace(each, columns=message) for each, message in zip(parts, messages, strict=True)]
+    return [replace(part, columns=message) for part, message in zip(parts, messages, strict=True)]
 
 
 def check_together(
@@ -194,25 +194,25 @@ def check_together(
 
     Args:
         doing: "save" or "load".
-        descriptions: by rank.
-        layout: the one of all ranks that this rank was given.
-        tiling: whether each element and object must have one main replica; else only given layouts are compared.
+        descriptions: Descriptions by rank.
+        layout: Layout of all ranks that was passed to this rank.
+        tiling: Whether each element and object must have exactly one main replica; else only layouts are compared.
 
     Raises:
-        IntegrityError: ranks disagree about a tensor, an element or an object has no main replica, or more than one;
-            or the ranks were given different layouts.
+        IntegrityError: ranks disagree about a tensor, an element or object doesn't have exactly one main replica, or
+            different layouts were passed to the ranks.
     """
-    # Known layouts need no exchange, but their hash stays: a rank with another mesh in its configuration would write
-    # other replicas than the rest expect, and the checkpoint would lack them.
+    # Known layouts aren't exchanged, but their hashes are: a rank with another mesh in its configuration would write
+    # other replicas than the ranks expect, and the checkpoint would have gaps.
     if len({part.layout for part in descriptions}) > 1:
         raise _different_layouts(doing, [part.layout for part in descriptions])
     columns = [part.columns for part in descriptions]
     if layout is not None:
         parts = [layout.columns]
-    elif messages := [each for each in columns if not isinstance(each, ShardColumns)]:
+    elif messages := [part for part in columns if not isinstance(part, ShardColumns)]:
         parts = unpack_columns(messages)
     else:
-        parts = [each for each in columns if isinstance(each, ShardColumns)]
+        parts = [part for part in columns if isinstance(part, ShardColumns)]
     if tiling:
         return layouts.join_checked(parts, [part.objects for part in descriptions])
     return layouts.join_agreed(parts)
@@ -220,43 +220,43 @@ def check_together(
 
 def _different_layouts(doing: str, digests: Sequence[str | None]) -> IntegrityError:
     ranks: dict[str | None, list[int]] = defaultdict(list)
-    for rank, each in enumerate(digests):
-        ranks[each].append(rank)
-    lines = [f"{rank_text(own)}: {'none' if each is None else f'layout {each[:12]}'}" for each, own in ranks.items()]
+    for rank, layout in enumerate(digests):
+        ranks[layout].append(rank)
+    lines = [f"{rank_text(alike)}: {'none' if key is None else f'layout {key[:12]}'}" for key, alike in ranks.items()]
     fix = "Compute it from the same mesh and specs, or from the same DTensors, on every rank."
-    return IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=lines, fix=fix))
+    return IntegrityError(error_text(f"{doing}: the ranks' layouts differ", offenders=lines, fix=fix))
 
 
 def check_common(commons: Sequence[Any]) -> None:
-    """Raise unless all ranks have the same common tree; holes in dicts don't count.
+    """Raise unless all ranks have equal common trees, apart from holes in dicts.
 
     Args:
-        commons: each rank's common tree, by rank.
+        commons: Common trees by rank.
 
     Raises:
-        IntegrityError: names every path, the ranks and all values.
+        IntegrityError: common trees differ; the error names every path, the ranks and all values.
     """
-    # An error, where Megatron-Core logs a warning on the rank that differs and stores rank 0's state.
+    # Megatron-Core logs a warning on the rank that differs and stores rank 0's state; here it is an error.
     problems = layouts.common_problems(commons)
     if problems:
         fix = (
-            "Wrap what belongs to a rank in a ShardedObject, or in a LocalNonpersistentObject if it needn't be stored. "
-            "Where ranks have keys of their own, as pipeline stages do, SaveOptions(common='union') stores all. "
-            "preprocess_common_before_consistancy_check leaves values out of the comparison only: of these rank 0's "
+            "Wrap a rank's own values in a ShardedObject, or in a LocalNonpersistentObject if they needn't be stored. "
+            "If ranks have different keys, as pipeline stages do, SaveOptions(common='union') stores all. "
+            "preprocess_common_before_consistancy_check only excludes values from the comparison: rank 0's "
             "are stored, and the other ranks' are lost."
         )
         lines = map(str, problems)
         raise IntegrityError(error_text("save: the ranks' common states differ", offenders=lines, fix=fix))
 
 
-# Where a common state is the union of ranks' dicts, as metadata.json says it in the formats of our own
+# The field of metadata.json, in our own formats, for a common state that is the union of ranks' dicts.
 
 _UNIONS = "united"
-_MOST_ENTRIES = 10_000  # entries, so that metadata.json stays small; beyond, a load returns the whole union
+_MOST_ENTRIES = 10_000  # keeps metadata.json small; without the field, a load returns the whole union
 
 
 def unions_field(unions: United) -> dict[str, Any]:
-    """Return the field of metadata.json; nothing where no dict was united, or entries can't be said in JSON.
+    """Return the field of metadata.json; empty if no dict was united, or if entries have no JSON form.
 
     Examples:
         >>> unions_field({("optim", "lr"): {"type"}}), unions_field({("optim",): {(1, 2)}}), unions_field({})
@@ -269,10 +269,10 @@ def unions_field(unions: United) -> dict[str, Any]:
 
 
 def unions_of(fields: Mapping[str, Any]) -> United:
-    """Return of which dicts of a checkpoint's common state ranks had keys of their own, as far as it says so.
+    """Return the dicts of a checkpoint's common state in which ranks had different keys, as far as it is recorded.
 
     Raises:
-        CorruptCheckpoint: the field isn't one that a save writes.
+        CorruptCheckpoint: the field is invalid.
 
     Examples:
         >>> unions_of({"united": [[["optim", "lr"], ["type"]]]})
@@ -282,7 +282,7 @@ def unions_of(fields: Mapping[str, Any]) -> United:
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(map(_are_entries, pair)) for pair in pairs
     ):
-        raise CorruptCheckpoint(error_text(f"open: {_UNIONS!r} in metadata.json is not sound", found=repr(pairs)[:200]))
+        raise CorruptCheckpoint(error_text(f"open: {_UNIONS!r} in metadata.json is invalid", found=repr(pairs)[:200]))
     return {tuple(path): frozenset(keys) for path, keys in pairs}
 
 

@@ -1,4 +1,4 @@
-"""From what a caller passes as a strategy to the function that runs."""
+"""Resolution of a caller's strategies to functions, and checks of options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..table import (
 
 Options = TypeVar("Options")
 Choice = str | tuple[str, int] | Strategy | None
-"""A backend, whose latest version it means; a (backend, version) pair; a function; or None for the default."""
+"""A backend's name, for its latest version; a (backend, version) pair; a function; or None for the default."""
 
 Backend = tuple[str, int]
 """A format's name and version."""
@@ -32,12 +32,13 @@ DEFAULT_BACKEND = ("safetensors", 1)
 
 
 def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
-    """Return the (backend, version) that a choice names; a function stands in for the default's.
+    """Return the (backend, version) of a choice; a function replaces one of the default's rows.
 
     Args:
-        choice: a name alone means the default, if that is of this name, else the latest version that can save.
-        default: the pair for None.
-        strategies: the table; None for the process's.
+        choice: Choice to resolve. A name means the default if that has the same name, or else its latest version that
+            can save.
+        default: Pair for None and for functions.
+        strategies: Dispatch table; None for the process's.
 
     Raises:
         StrategyError: the choice is neither None, nor a name, a pair or a function.
@@ -56,7 +57,7 @@ def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies 
             return choice[0], version
     raise StrategyError(
         error_text(
-            "not a strategy",
+            "invalid strategy",
             found=repr(choice)[:200],
             expected="a backend's name, a (backend, version) pair, a function, or None",
         )
@@ -66,7 +67,7 @@ def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies 
 def _latest(backend: str, strategies: Strategies | None) -> int:
     save = StrategyAction.SAVE_SHARDED
     versions = [row[2] for row in table_of(strategies) if row[:2] == (save, backend)]
-    # Packages are imported only for what the table lacks. If they lack it too, the save's error lists the backends.
+    # Packages are loaded only if the table lacks the backend. If they lack it too, the save's error lists all backends.
     formats = () if versions else formats_with(save, strategies=strategies)
     return max(versions or [version for name, version in formats if name == backend], default=1)
 
@@ -74,7 +75,7 @@ def _latest(backend: str, strategies: Strategies | None) -> int:
 def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
     """Return the backends of a save's choices.
 
-    Where no backend is named for the common state, it is that of the shards if this one can save it.
+    Unless chosen, the common state's backend is that of the shards if that can save it.
 
     Raises:
         StrategyError: a choice is neither None, nor a name, a pair or a function.
@@ -84,16 +85,16 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
         (('punch cards', 1), ('safetensors', 1))
     """
     sharded_backend = backend_of(sharded, DEFAULT_BACKEND, strategies)
-    # A save as `torch_dist` is expected to hold a common.pt that Megatron-Core reads, not a native file.
+    # A `torch_dist` checkpoint must hold a common.pt, which Megatron-Core reads, instead of a native file.
     saves_common = find_strategy(StrategyAction.SAVE_COMMON, *sharded_backend, strategies=strategies) is not None
     return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND, strategies)
 
 
 def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | None) -> Backend | None:
-    """Return the backend that a save's objects go to: that of the shards, or of the common state; None if neither.
+    """Return the backend of a save's objects: that of the shards or of the common state, or None if neither can.
 
-    A format without a row for loading objects holds tensors alone. Beside it, objects are another format's only
-    shards; that takes one whose files count once metadata.json is there, since the shards' format is what publishes.
+    A format without a LOAD_OBJECTS row holds only tensors. The common state's format then holds the objects, if it has
+    no PUBLISH row: the shards' format publishes.
 
     Examples:
         >>> objects_backend(("huggingface", 1), ("safetensors", 1), None)
@@ -112,7 +113,7 @@ def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | 
 
 
 def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies | None) -> bool:
-    """Return whether a checkpoint's objects are with its common state, in another format than its shards.
+    """Return whether a checkpoint stores its objects in the format of the common state instead of that of the shards.
 
     Examples:
         >>> are_objects_beside(("huggingface", 1), ("safetensors", 1), None)
@@ -124,7 +125,7 @@ def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies
 def strategy_of(
     action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies | None
 ) -> Strategy:
-    """Return the function that a choice names.
+    """Return the function of a choice.
 
     Raises:
         StrategyError: the table has no such row.
@@ -135,20 +136,20 @@ def strategy_of(
 
 
 def sharded_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the backend and version that a checkpoint's tensors are in."""
+    """Return backend and version of a checkpoint's tensors."""
     return fields["sharded_backend"], fields["sharded_backend_version"]
 
 
 def common_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the backend and version that a checkpoint's common state is in."""
+    """Return backend and version of a checkpoint's common state."""
     return fields["common_backend"], fields["common_backend_version"]
 
 
 def check_options(doing: str, options: object, kind: type) -> None:
-    """Raise unless options are None, for the usual ones, or of their class, with functions where it has functions.
+    """Raise unless options are None or an instance of their class, with callable `progress` and `report`.
 
     Raises:
-        MetadataError: they aren't.
+        MetadataError: the options are of another class, or a field isn't a function.
     """
     if options is None:
         return
@@ -156,17 +157,17 @@ def check_options(doing: str, options: object, kind: type) -> None:
     for name in ("progress", "report"):
         call = getattr(options, name)
         if not (callable(call) or (call is None and name == "report")):
-            what, fix = f"{doing}: options.{name} doesn't fit", "Pass a function, or leave it out."
+            what, fix = f"{doing}: invalid options.{name}", "Pass a function, or leave it out."
             raise MetadataError(error_text(what, found=repr(call), expected="a function", fix=fix))
 
 
 def given_options(doing: str, options: Options | None, kind: type[Options]) -> Options:
-    """Return the options, for None the usual ones; it raises as `check_options`."""
+    """Return the options, or the defaults for None; raises as `check_options`."""
     check_options(doing, options, kind)
     return kind() if options is None else options
 
 
-# What ranks need alike: where it isn't the usual, for phases to compare
+# Options and strategies that must be equal on all ranks; phases compare those that differ from the defaults.
 
 _ALIKE = {
     SaveOptions: ("durable", "allow_pickle", "fingerprint", "checksums", "check_replicas", "common"),
@@ -175,11 +176,11 @@ _ALIKE = {
 
 
 def alike(options: object, doing: str = "") -> dict[str, object]:
-    """Return the options that have to be the same on all ranks, where they aren't the usual ones.
+    """Return the options that must be equal on all ranks and differ from the defaults.
 
     Args:
-        options: of a save or a load; of any other class, which is refused elsewhere, there are none.
-        doing: put before their names.
+        options: Options of a save or a load. The result is empty for other classes, which are refused elsewhere.
+        doing: Prefix of the names in the result.
 
     Examples:
         >>> alike(SaveOptions(durable=False, threads=3), "save_options.")
@@ -189,16 +190,16 @@ def alike(options: object, doing: str = "") -> dict[str, object]:
     usual = type(options)() if names else None
     for name in names:
         value = getattr(options, name)
-        if isinstance(value, (list, tuple)) and all(isinstance(each, type) for each in value):
-            value = tuple(sorted(value, key=repr))  # by the order of classes nothing is said
+        if isinstance(value, (list, tuple)) and all(isinstance(item, type) for item in value):
+            value = tuple(sorted(value, key=repr))  # the order of classes has no meaning
         if value != getattr(usual, name):
             unusual[f"{doing}{name}"] = value
     return unusual
 
 
 def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:
-    """Return what is chosen as strategies, which has to be the same on all ranks, where it isn't the usual."""
+    """Return the chosen strategies that differ from the defaults; they must be equal on all ranks."""
     usual = (DEFAULT_BACKEND, DEFAULT_BACKEND[0])
     choices = {"sharded_strategy": None if sharded in usual else sharded, "common_strategy": common}
     # A function has another repr in each process.
-    return {name: "a function" if callable(one) else one for name, one in choices.items() if one is not None}
+    return {name: "a function" if callable(value) else value for name, value in choices.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: which formats it is in, what is in it, and reading parts of it when asked."""
+"""Opening of a checkpoint: recognition of its formats, its metadata, and its common state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ._dispatch import (
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
 Opening = tuple[Fields, Stamp]
-"""What rank 0 tells the others of a checkpoint that it has opened."""
+"""Fields and stamp of a checkpoint, which rank 0 sends to the others after it has opened it."""
 
 Read = TypeVar("Read")
 
@@ -54,24 +54,24 @@ CONTENT_METADATA = "content_metadata"
 
 
 def open_at(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
-    """Return a finished checkpoint, its formats read; not collective.
+    """Open a finished checkpoint and return it; not collective.
 
     Raises:
-        NotACheckpoint: there is none.
-        CorruptCheckpoint: metadata.json isn't what was written.
-        StrategyError: there is no such way to verify.
+        NotACheckpoint: the directory holds no finished checkpoint.
+        CorruptCheckpoint: metadata.json is damaged.
+        StrategyError: `options.verify` has an unknown value.
     """
     storage = find(directory, options)
-    # The stamp comes before the fields: a checkpoint that replaces this one in between is then noticed on a read.
+    # The stamp is taken before the fields, so that reads notice a checkpoint that replaces this one in between.
     decided_by = deciding_files(strategies)
-    own_stamp = stamp(storage, decided_by)
+    first_stamp = stamp(storage, decided_by)
     fields = read_fields(storage, strategies)
     traits = traits_together(fields, decided_by, strategies)
-    return Checkpoint(storage, fields, world, options, stamp=own_stamp, traits=traits)
+    return Checkpoint(storage, fields, world, options, stamp=first_stamp, traits=traits)
 
 
 def with_opening(checkpoint: Checkpoint, opening: Opening, strategies: Strategies | None) -> Checkpoint:
-    """Return a checkpoint as rank 0 has opened it."""
+    """Return the checkpoint with rank 0's fields and stamp."""
     if checkpoint.world.rank == 0:
         return checkpoint
     fields, shared_stamp = opening
@@ -80,12 +80,12 @@ def with_opening(checkpoint: Checkpoint, opening: Opening, strategies: Strategie
 
 
 def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Strategies | None) -> FormatTraits:
-    """Return what holds of a checkpoint's two formats, that of its shards and that of its common state.
+    """Return the combined traits of a checkpoint's two formats, that of its shards and that of its common state.
 
     Args:
-        fields: of metadata.json.
-        decided_by: the `deciding_files` of all formats.
-        strategies: the dispatch table; None for the process's.
+        fields: Fields of metadata.json.
+        decided_by: The `deciding_files` of all formats.
+        strategies: Dispatch table; None for the process's.
     """
     sharded = traits_of(*sharded_backend(fields), strategies)
     common = traits_of(*common_backend(fields), strategies)
@@ -99,24 +99,24 @@ def find(directory: Directory, options: LoadOptions) -> Storage:
     check_options("open", options, LoadOptions)
     if options.verify not in ("whole", "all", None):
         expected = "'whole', 'all' or None"
-        raise StrategyError(error_text("open: no such verify", found=repr(options.verify)[:200], expected=expected))
+        raise StrategyError(error_text("open: invalid verify", found=repr(options.verify)[:200], expected=expected))
     return storage_at(directory)
 
 
 def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
-    """Return the fields of metadata.json, or those that a recognised format without one would have there.
+    """Return the fields of metadata.json, or equivalent fields from a recognised format without one.
 
-    A metadata.json without any field of ours is another program's: it counts as none where a format is recognised.
+    A metadata.json without any of our fields belongs to another program, and is ignored if a format is recognised.
 
     Raises:
-        NotACheckpoint: there is neither.
-        CorruptCheckpoint: metadata.json isn't what was written.
+        NotACheckpoint: there is no metadata.json, and no format is recognised.
+        CorruptCheckpoint: metadata.json is damaged.
     """
     fields = _fields_at(storage, strategies)
     if fields is not None:
         return fields
     if (data := metadata_bytes(storage)) is not None:
-        return decode_metadata(data, storage.where(METADATA_FILE))  # raises: it is another program's
+        return decode_metadata(data, storage.where(METADATA_FILE))  # raises, since it belongs to another program
     raise leaf("not_a_checkpoint")(storage, partial(_fields_at, strategies=strategies))
 
 
@@ -131,28 +131,28 @@ def _fields_at(storage: Storage, strategies: Strategies | None) -> Fields | None
 
 
 def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
-    """Return the fields from the first format that recognises a place without metadata.json, None if none does.
+    """Return the fields from the first format that recognises a storage without metadata.json, or None.
 
-    Formats with an index of their own come first: a single safetensors file beside one is an export, say.
+    Formats with an index of their own are tried first: a single safetensors file beside one may be an export.
     """
-    # A plain DCP folder or a Hugging Face model has no metadata.json and may not get one: formats recognise their own.
+    # Formats recognise their own folders, since a plain DCP folder or a Hugging Face model may not get a metadata.json.
     table = table_of(strategies)
     rows = [(traits_of(*row[1:], strategies), row) for row in table if row[0] is StrategyAction.RECOGNIZE]
     with listed(storage, deep=False) as listing:
-        names = cache(listing.names)  # listed once, and only if no plain name decides
-        ordered = sorted(rows, key=lambda each: each[0].is_guess)
-        # Only formats whose files may be there: asking one imports it.
+        names = cache(listing.names)  # called once, and only if no plain name decides
+        ordered = sorted(rows, key=lambda pair: pair[0].is_guess)
+        # Only formats whose deciding files may exist are tried, since a call imports the format.
         asked = (row for traits, row in ordered if _may_be_in(listing, names, traits))
         answers = (table[row](listing) for row in asked)
         return next((fields for fields in answers if fields is not None), None)
 
 
 def _may_be_in(storage: Storage, names: Callable[[], Sequence[str]], traits: FormatTraits) -> bool:
-    """Return whether a folder has a file that decides for a format, as far as the format says which these are."""
+    """Return whether a folder may have a deciding file of a format."""
     patterns = [pattern for pattern in traits.decided_by if set(pattern) & set("*?[")]
     plain = [name for name in traits.decided_by if name not in patterns]
     if traits.decided_by in ((), (METADATA_FILE,)) or any("/" in pattern for pattern in traits.decided_by):
-        return True  # it doesn't say which, or they lie further down
+        return True  # the format doesn't name its files, or they lie in subfolders
     if any(storage.length(name) is not None for name in plain) or storage.length("") is not None:
         return True
     return bool(patterns) and any(is_deciding(name, patterns) for name in names())
@@ -162,9 +162,9 @@ def is_checkpoint(checkpoint_dir: Directory, *, world: Any = None, strategies: S
     """Return whether a folder, or a single file, holds a finished checkpoint.
 
     Args:
-        checkpoint_dir: where it may be.
-        world: the ranks that get one answer, which rank 0 finds: then it is collective. None: this process alone.
-        strategies: the dispatch table; None for the process's.
+        checkpoint_dir: Path, URL or storage to look at.
+        world: Ranks that all get rank 0's answer, which makes the call collective; None for this process alone.
+        strategies: Dispatch table; None for the process's.
 
     Examples:
         >>> import tempfile
@@ -182,24 +182,24 @@ def is_checkpoint(checkpoint_dir: Directory, *, world: Any = None, strategies: S
 def by_rank_zero(world: Any, read: Callable[[], Read]) -> Read:
     """Return rank 0's result on every rank of a world; without a world, this process's own result.
 
-    On network storage, ranks may see the latest change at different times: where all act on it, one has to look.
+    On network storage, ranks may see a change at different times, so if all act on it, only one may look.
     """
     return read() if world is None else on_rank_zero(current_world(world), "read of a checkpoint", read)
 
 
 def _own_metadata(storage: Storage) -> bytes | None:
-    """Return the bytes of a metadata.json of ours, None if there is none."""
+    """Return the content of a metadata.json of ours, or None if there is none."""
     try:
         data = metadata_bytes(storage)
     except CorruptCheckpoint:
-        return None  # too large for one of ours
+        return None  # it is too large for a metadata.json of ours
     return None if data is None or is_of_others(data) else data
 
 
 def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Any:
-    """Return a checkpoint's common tree, with holes where shards were."""
+    """Return a checkpoint's common tree, with holes in place of shards."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
-    # Without this, a read that spans an overwrite could mix two checkpoints.
+    # Without the check, a read during an overwrite could mix two checkpoints.
     return unreplaced(checkpoint, strategy)
 
 
@@ -212,7 +212,7 @@ def tensors_of(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | 
 def sharded_metadata(
     checkpoint: Checkpoint, sharded: Choice, common: Choice, strategies: Strategies | None
 ) -> Metadata:
-    """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
+    """Return a checkpoint's tensors and objects; objects may come from the common state's backend."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies))
     beside = common_backend(checkpoint.fields)
@@ -230,12 +230,18 @@ def remove_sharded_tensors(
     world: Any = None,
     strategies: Strategies | None = None,
 ) -> None:
-    """Remove every stored tensor and object whose key begins with a prefix; collective, done by rank 0.
+    """Remove every stored tensor and object whose key begins with a prefix; collective, executed by rank 0.
 
-    The checkpoint stays loadable at every moment: a new index takes the old one's place first.
+    The checkpoint stays loadable at every moment, since a new index replaces the old one first.
+
+    Args:
+        checkpoint_dir: Path, URL or storage of the checkpoint.
+        key_prefix: Prefix of the keys to remove.
+        world: Ranks that take part; torch.distributed's default group, or else this process alone.
+        strategies: Dispatch table; None for the process's.
 
     Raises:
-        StrategyError: the checkpoint's format can't do that.
+        StrategyError: the checkpoint's format doesn't support removals.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -253,7 +259,7 @@ def remove_sharded_tensors(
 
 def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies | None) -> None:
     if not isinstance(key_prefix, str):
-        what = "remove: not the beginning of a key"
+        what = "remove: invalid key_prefix"
         raise KeyMismatch(error_text(what, found=type(key_prefix).__name__, expected="a string"))
     checkpoint = open_at(directory, world, LoadOptions(), strategies)
     strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(
@@ -261,7 +267,7 @@ def _remove(directory: Directory, key_prefix: str, world: World, strategies: Str
     )
 
 
-# Opening on several ranks, so that all of them read the same checkpoint
+# Collective opening, so that all ranks read the same checkpoint.
 
 OPEN_STEPS = ("load: find the folder", "load: open")
 
@@ -269,30 +275,30 @@ OPEN_STEPS = ("load: find the folder", "load: open")
 def open_together(
     directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None
 ) -> Checkpoint:
-    """Return a finished checkpoint, the same on all ranks even while a save replaces it: rank 0 reads metadata.json.
+    """Open a finished checkpoint and return it, the same on all ranks even while a save replaces it; collective.
 
-    Options that ranks need alike are compared.
+    Only rank 0 reads metadata.json. Options that must be equal on all ranks are compared.
 
     Raises:
-        NotACheckpoint: there is none.
-        CorruptCheckpoint: metadata.json isn't what was written.
+        NotACheckpoint: the directory holds no finished checkpoint.
+        CorruptCheckpoint: metadata.json is damaged.
     """
     alone = partial(open_alone, directory, world, options, strategies)
-    own, openings = share(
-        world, "load: open", alone, lambda own: (own.fields, own.stamp), steps=OPEN_STEPS, given=alike(options)
+    local, openings = share(
+        world, "load: open", alone, lambda local: (local.fields, local.stamp), steps=OPEN_STEPS, given=alike(options)
     )
-    return parse_together(with_opening(own, openings[0], strategies), None, strategies)
+    return parse_together(with_opening(local, openings[0], strategies), None, strategies)
 
 
 def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Checkpoint:
-    """Return the checkpoint with its metadata parsed by rank 0 for all; collective, and only for formats with that row.
+    """Return the checkpoint with its metadata parsed by rank 0 for all; collective only for formats with a PARSE row.
 
     Args:
-        checkpoint: as this rank opened it, its fields rank 0's.
-        choice: the caller's for the shards: with a function of its own, nothing may need the metadata.
-        strategies: the dispatch table; None for the process's.
+        checkpoint: Checkpoint that this rank has opened, with rank 0's fields.
+        choice: The caller's strategy for the shards; with a function, the metadata may not be needed.
+        strategies: Dispatch table; None for the process's.
     """
-    # By rank 0's fields alone, so that all ranks take the same way here.
+    # Only rank 0's fields decide, so that all ranks take the same branch.
     backend = sharded_backend(checkpoint.fields)
     parse = find_strategy(StrategyAction.PARSE, *backend, strategies=strategies)
     if parse is None or checkpoint.world.size == 1:
@@ -311,15 +317,15 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
 def open_alone(
     directory: Directory | Checkpoint, world: World, options: LoadOptions, strategies: Strategies | None
 ) -> Checkpoint:
-    """Return a checkpoint as this rank sees it before ranks exchange anything; its steps are `OPEN_STEPS`.
+    """Return the checkpoint from the view of this rank, before ranks communicate; its steps are `OPEN_STEPS`.
 
-    Only rank 0 reads the fields, for all ranks: on network storage, others may see the latest change later. A
-    checkpoint that is open with the same options isn't opened again: what formats have parsed of it is kept.
+    Only rank 0 reads the fields, since other ranks may see a change on network storage later. A checkpoint that is open
+    with the same options isn't opened again, and keeps its parsed metadata.
 
     Raises:
-        NotACheckpoint: there is none.
-        CorruptCheckpoint: metadata.json isn't what was written.
-        StrategyError: there is no such way to verify.
+        NotACheckpoint: the directory holds no finished checkpoint.
+        CorruptCheckpoint: metadata.json is damaged.
+        StrategyError: `options.verify` has an unknown value.
     """
     if isinstance(directory, Checkpoint) and directory.options == options:
         return replace(directory, world=world)

@@ -1,9 +1,9 @@
-"""One rank's columns as a message, and the part of it that ranks of a mesh have in common, which is sent once.
+"""A rank's columns as a compact message, whose part that ranks of a mesh have in common is sent only once.
 
-Such ranks hold parts of the same tensors, cut in the same ways, at other coordinates. So columns are a table (keys,
-kinds, and for each shard the number of its place) and places, of which a regular layout has no more than shapes and
-specs. Tables of ranks that are alike are the same bytes: one of these ranks sends them. Nothing is assumed: flat
-ranges, of which each shard has its own, are as many places as shards.
+Ranks of a mesh hold equally cut parts of the same tensors at different coordinates. So columns are split into a table
+(keys, kinds, and the number of each shard's place) and the distinct places, of which a regular layout has as many as it
+has pairs of shape and spec. Tables of alike ranks are equal bytes, which one of these ranks sends. No regularity is
+required: if every shard has its own flat range, there are as many places as shards.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ..storage import digest
 from ..world import World, gather
 
 _TOGETHER = 2**20
-"""Bytes of tables that a rank hears at most before equal ones are sent once: less than the wait of one more round."""
+"""Size in bytes up to which a rank receives all tables at once; sending them takes less time than another round."""
 _LEVEL = 1
-"""Of zlib: names that differ by numbers shrink to a tenth at any level, and this is the fastest."""
+"""zlib's level: names that differ in numbers shrink to a tenth at any level, and this one is the fastest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedColumns:
-    """One rank's columns as bytes.
+    """A rank's columns as bytes.
 
     Attributes:
-        rank: whose they are.
-        digest: the hash of the table.
-        table: the keys, their kinds, and the key and the number of the place of each shard; None until it is sent.
-        places: the different boxes and flat ranges, in the order in which they occur.
+        rank: The rank.
+        digest: Hash of the table.
+        table: Keys, their kinds, and each shard's key and place number; None until it is sent.
+        places: Distinct boxes and flat ranges, in the order of their first occurrence.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class PackedColumns:
 
 
 def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
-    """Return the columns of one rank, packed with their table.
+    """Return the packed columns of a rank, with their table.
 
     Examples:
         >>> import torch, shardtree as st
@@ -68,23 +68,23 @@ def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
     places = (columns.offset, columns.shape, columns.start, columns.stop, columns.main)
     kind, dtypes, axes, prepend_axes, boxes = packed_kinds(columns.kinds)
     table = _to_bytes((columns.keys, dtypes), (kind, axes, prepend_axes, boxes, columns.key, number))
-    return PackedColumns(rank, digest(table), table, _to_bytes((), [each[first] for each in places]))
+    return PackedColumns(rank, digest(table), table, _to_bytes((), [column[first] for column in places]))
 
 
 def _places(columns: ShardColumns) -> tuple[Column, Column]:
-    """Return the number of each shard's place, and for each place the first shard that is there."""
+    """Return the number of each shard's place, and the first shard of each place."""
     boxes = (*columns.offset.T, *columns.shape.T)
     number, _ = row_numbers((*boxes, columns.start, columns.stop, columns.main.astype(np.int64)))
     order = np.argsort(number, kind="stable")
     first = order[begins(number[order])]
-    # In the order of their first shards, not by value: that would number the places of each rank in another way.
+    # Places are numbered by their first shards: numbers by value would differ between alike ranks.
     place_of = np.empty_like(first)
     place_of[np.argsort(first)] = np.arange(first.size)
     return place_of[number], np.sort(first)
 
 
 def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
-    """Return columns that were packed, once their tables are there; those of equal tables share keys and kinds.
+    """Return unpacked columns, whose tables must be complete; columns of equal tables share keys and kinds.
 
     Examples:
         >>> import torch, shardtree as st
@@ -104,11 +104,11 @@ def _unpack_each(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
 
 @dataclass(slots=True, eq=False)
 class AlikeColumns:
-    """The columns of many ranks in little memory: packed, and those of ranks that are alike once.
+    """Packed columns of many ranks, with equal columns of several ranks stored once.
 
     Attributes:
-        ranks: those that have the same columns, ascending, by these.
-        tables: those of the columns, by hash: each is kept once.
+        ranks: Ascending ranks with equal columns, by their packed columns.
+        tables: Distinct tables of the columns, by hash.
     """
 
     ranks: dict[PackedColumns, list[int]] = field(default_factory=dict)
@@ -131,17 +131,17 @@ class AlikeColumns:
         self.ranks.setdefault(part, []).append(rank)
 
     def __iter__(self) -> Iterator[tuple[ShardColumns, list[int]]]:
-        """Yield columns, unpacked one at a time, and the ranks that have them; they are numbered instead of by rank."""
+        """Yield (columns, ranks) of distinct columns, unpacked one at a time, with a running number as their rank."""
         parts = [replace(part, rank=number) for number, part in enumerate(self.ranks)]
         return zip(_unpack_each(parts), self.ranks.values(), strict=True)
 
     @property
     def alike(self) -> list[Column]:
-        """The ranks of each, as plans take them."""
+        """The ranks of each distinct columns, in the form that plans take."""
         return [np.array(ranks, dtype=np.int64) for ranks in self.ranks.values()]
 
     def join(self) -> ShardColumns:
-        """Return all columns that differ as one; their rank is a number, as when they are iterated over.
+        """Return all distinct columns joined, with running numbers as their ranks.
 
         Raises:
             IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
@@ -152,7 +152,7 @@ class AlikeColumns:
         return join_agreed(parts)
 
     def select(self, rows: Callable[[ShardColumns], Column]) -> list[ShardColumns]:
-        """Return the chosen rows of every rank's columns, by rank."""
+        """Return the selected rows of every rank's columns, by rank."""
         by_rank: dict[int, ShardColumns] = {}
         for columns, ranks in self:
             part = select_rows(columns, rows(columns))
@@ -171,14 +171,14 @@ def _table(content: bytes) -> _Table:
 def _columns(table: _Table, part: PackedColumns) -> ShardColumns:
     keys, kinds, key, number = table
     _, places = _from_bytes(part.places)
-    offset, shape, start, stop, main = (each.take(number, axis=0) for each in places)
+    offset, shape, start, stop, main = (column.take(number, axis=0) for column in places)
     return ShardColumns(keys, kinds, key, offset, shape, start, stop, np.full_like(key, part.rank), main)
 
 
 def _to_bytes(names: Any, arrays: Sequence[Any]) -> bytes:
-    # As bytes, since pickled arrays share objects with each other, and equal ones needn't be equal bytes. As narrow
-    # integers, since coordinates are small, and compressing takes as long as there are bytes.
-    plain = [(each.dtype.char, each.shape, each.tobytes()) for each in map(narrowed, arrays)]
+    # Arrays are pickled as bytes, since pickled arrays may share objects, so that equal arrays aren't equal bytes. They
+    # are narrowed, since coordinates are small, and the time of the compression grows with the number of bytes.
+    plain = [(array.dtype.char, array.shape, array.tobytes()) for array in map(narrowed, arrays)]
     return zlib.compress(pickle.dumps((names, plain), protocol=pickle.HIGHEST_PROTOCOL), _LEVEL)
 
 
@@ -188,11 +188,11 @@ def _from_bytes(content: bytes) -> tuple[Any, list[Any]]:
     return names, [*map(as_int64, columns)]
 
 
-# Tables that are long are sent by one of the ranks that have them
+# Long tables are sent later, each by one of its ranks.
 
 
 def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
-    """Return what a rank says at first: without its table, where the tables of that many ranks would be long together.
+    """Return a rank's first message: without its table if the tables of all ranks may be long together.
 
     Examples:
         >>> import torch, shardtree as st
@@ -204,18 +204,18 @@ def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
 
 
 def send_tables(world: World, own: PackedColumns, parts: Sequence[PackedColumns]) -> list[PackedColumns]:
-    """Return what all ranks said with the tables that they left out; one all-gather if some did, else none.
+    """Return all ranks' messages with their omitted tables; one all-gather if any was omitted, else none.
 
     Args:
-        world: the ranks.
-        own: this rank's, with its table.
-        parts: by rank, as all ranks heard them.
+        world: Ranks that take part.
+        own: This rank's message, with its table.
+        parts: First messages by rank.
     """
-    there = {part.digest: part.table for part in parts if part.table is not None}
-    # The lowest rank of those that have a table speaks for them all. Every rank finds the same one.
-    speaker = {part.digest: part.rank for part in reversed(parts) if part.digest not in there}
-    if not speaker:
+    sent = {part.digest: part.table for part in parts if part.table is not None}
+    # Among the ranks of a table, the lowest sends it; every rank computes the same senders.
+    sender = {part.digest: part.rank for part in reversed(parts) if part.digest not in sent}
+    if not sender:
         return list(parts)
-    by_rank = gather(world, "send tables", lambda: own.table if speaker.get(own.digest) == own.rank else None)
-    tables = there | {name: by_rank[rank] for name, rank in speaker.items()}
+    by_rank = gather(world, "send tables", lambda: own.table if sender.get(own.digest) == own.rank else None)
+    tables = sent | {name: by_rank[rank] for name, rank in sender.items()}
     return [replace(part, table=tables[part.digest]) for part in parts]

@@ -205,15 +205,14 @@ def share(
         return value, [message(value)]
     try:
         value = fn()
-        own_message = message(value)
+        sent = message(value)
         # It is packed here, so that a message that can't be pickled is a failure of the phase, reported on every rank.
-        data = pack(phase, own_message)
+        data = pack(phase, sent)
     except BaseException as error:
         _gather_outcomes(world, _Outcome(phase, _failure(error), given=_texts(given)), error, steps)
         raise
     outcomes = _gather_outcomes(world, _Outcome(phase, data=data, given=_texts(given)), None, steps)
-    messages = (own_message if rank == world.rank else unpack(phase, end.data) for rank, end in enumerate(outcomes))
-    return value, [*messages]
+    return value, [sent if rank == world.rank else unpack(phase, end.data) for rank, end in enumerate(outcomes)]
 
 
 def gather_on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> list[T]:
@@ -390,9 +389,8 @@ def _raise_on_failure(
 
 
 def _public_attributes(error: BaseException) -> dict[str, Any]:
-    twins = ("args", "phase", "failures")  # a remote twin sets these itself
-    public = {name: value for name, value in attributes_of(error).items() if not name.startswith("_")}
-    return {name: value for name, value in public.items() if name not in twins}
+    skip = ("args", "phase", "failures")  # a remote twin sets these itself
+    return {name: item for name, item in attributes_of(error).items() if not name.startswith("_") and name not in skip}
 
 
 def _packed_attributes(error: BaseException) -> dict[str, bytes]:

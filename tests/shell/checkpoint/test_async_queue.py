@@ -347,7 +347,7 @@ def test_close_with_abort_drops_what_is_not_committed_and_says_so(caplog: pytest
     queue.close(abort=True)
     assert [folder.names() for folder in folders] == [()] * 3
     assert [record.message for record in caplog.records] == [
-        f"async save {number} to 'memory:' was given up before it was committed" for number in range(3)
+        f"async save {number} to 'memory:' was abandoned before it was committed" for number in range(3)
     ]
     assert queue.get_num_unfinalized_calls() == 0
 
@@ -396,7 +396,7 @@ def test_a_finalizer_that_finalizes_is_refused_and_nothing_else_happens(ask: str
     queue, folders = st.AsyncCallsQueue(), [st.storage.MemoryStorage() for _ in range(2)]
     queue.schedule_async_request(request(folders[0]).add_finalize_fn(getattr(queue, ask)))
     queue.schedule_async_request(request(folders[1], 2.0))
-    with pytest.raises(st.errors.WorldError, match="a finalizer may schedule saves, and not finalize or close"):
+    with pytest.raises(st.errors.WorldError, match="a finalizer may schedule saves, but not finalize or close"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 1
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]

@@ -140,7 +140,7 @@ def test_a_forged_note_of_what_was_united_is_refused(forged: Any) -> None:
     _, fields = read_metadata(folder)
     assert fields["united"] == [[["optim"], ["kind"]]]
     folder.replace("metadata.json", encode_metadata({**fields, "united": forged}), durable=False)
-    with pytest.raises(CorruptCheckpoint, match=r"'united' in metadata\.json is not sound"):
+    with pytest.raises(CorruptCheckpoint, match=r"'united' in metadata\.json is invalid"):
         st.load({"step": 0}, folder)
 
 

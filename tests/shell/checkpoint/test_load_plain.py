@@ -69,7 +69,7 @@ def test_one_element_fills_one_element_of_any_shape(asked: Any, kept: Any, donat
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected"])
 def test_a_tensor_that_is_stored_under_another_key_is_an_error(tree: Any, said: str, strict: str) -> None:
     folder, target = saved(tree), {"model": {"w": torch.zeros(3, 4)}}
-    with pytest.raises(KeyMismatch, match=rf"(?s)another key.*tree\['model'\]\['w'\]: {said}"):
+    with pytest.raises(KeyMismatch, match=rf"(?s)other keys.*tree\['model'\]\['w'\]: {said}"):
         st.load(target, folder, strict=strict)
     assert st.explain(target, folder, strict=strict).ok is False
     _, report = load(target, folder, strict="log_unexpected")

@@ -257,7 +257,7 @@ def test_an_index_that_returns_no_fields_is_refused():
         return st.AsyncRequest(pending.world, lambda: None, lambda written: None)
 
     folder = MemoryStorage()
-    with pytest.raises(StrategyError, match=r"an index returns[\s\S]*found NoneType"):
+    with pytest.raises(StrategyError, match=r"result of an index[\s\S]*found NoneType"):
         st.save({"w": shard()}, folder, save_nothing)
     assert not st.is_checkpoint(folder)
 

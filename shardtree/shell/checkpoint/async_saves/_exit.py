@@ -1,4 +1,4 @@
-"""The end of the process: saves in progress are committed first, or the process fails and names those that aren't."""
+"""The end of the process: saves in progress are committed, or else the process fails and names them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ...storage import Directory, is_same_place, storage_at
 from ...table import AsyncRequest
 from ...world import gather
 
-# Saves in progress: scheduled, and not committed yet
+# Saves in progress: scheduled, but not committed yet.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedSave:
-    """One scheduled save.
+    """A scheduled save.
 
     Attributes:
-        index: which one of its queue's, from 0.
-        request: what is saved.
-        writing: its result is what this rank has written.
+        index: Number of the save in its queue, from 0.
+        request: Request of the save.
+        writing: Future of the request's `async_fn` on this rank.
     """
 
     index: int
@@ -48,29 +48,30 @@ class Calls(deque[QueuedSave]):
     """A queue's saves in progress, in order.
 
     Attributes:
-        is_committing: whether the first one is being committed; its finalizers may schedule others, and nothing else.
+        is_committing: Whether the first save is being committed; its finalizers may only schedule further saves.
     """
 
     is_committing = False
 
 
-# Committing scheduled saves: in order, and each only once every rank has written its part
+# Commits of scheduled saves, in order, each after every rank has written its part.
 
-_LONGEST_WAIT = 60.0  # seconds between two collectives of ranks that wait: a long write isn't taken for a dead rank
+_LONGEST_WAIT = 60.0  # seconds between collectives of waiting ranks, so that a long write isn't taken for a dead rank
 
 
 def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int]:
-    """Commit and remove the first calls as far as they are written on all ranks, and return their indices; collective.
+    """Commit and remove the first calls that are written on all ranks, and return their indices; collective.
 
-    A call that fails on some rank is abandoned and removed on all of them; those behind it stay.
+    A call that fails on some rank is abandoned and removed on all ranks; later calls stay.
 
     Args:
-        calls: in order, the same on all ranks.
-        blocking: whether to wait until all of them are written.
-        no_dist: whether to go by what this rank has written, without asking the others before the commit.
+        calls: Calls in order, equal on all ranks.
+        blocking: Whether to wait until all of them are written.
+        no_dist: Whether to look only at this rank's writes, without a collective before the commit.
 
     Raises:
-        CheckpointingException: the first call that failed, on every rank; as `AsyncRequest.execute_sync`.
+        CheckpointingException: a call failed; the first failure is raised on every rank, as by
+            `AsyncRequest.execute_sync`.
     """
     check_idle(calls)
     indices: list[int] = []
@@ -85,7 +86,7 @@ def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int
 
 
 def finalize_all(calls: Calls) -> list[BaseException]:
-    """Commit all that can be, and return why others couldn't, in order; what ranks couldn't agree on stays."""
+    """Commit all calls, and return the errors of failed ones, in order; calls that ranks disagree about stay."""
     failures: list[BaseException] = []
     while calls:
         before = len(calls)
@@ -99,18 +100,18 @@ def finalize_all(calls: Calls) -> list[BaseException]:
 
 
 def check_idle(calls: Calls) -> None:
-    """Raise where a call is being committed: one of its finalizers asks.
+    """Raise if a call is being committed, which means that one of its finalizers is the caller.
 
     Raises:
-        WorldError: names the call.
+        WorldError: a call is being committed; the error names it.
     """
     if calls.is_committing:
-        fix = "Do it after maybe_finalize_async_calls; a finalizer may schedule saves, and not finalize or close."
-        raise WorldError(error_text(f"{calls[0]} is being committed, and a finalizer asks for it again", fix=fix))
+        fix = "Do it after maybe_finalize_async_calls; a finalizer may schedule saves, but not finalize or close."
+        raise WorldError(error_text(f"{calls[0]}: a finalizer of the save tries to commit it again", fix=fix))
 
 
 def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool) -> int:
-    """Return how many of the calls, from the first on, are written on every rank."""
+    """Return the number of leading calls that are written on every rank."""
     world = calls[0].request.world
 
     def count_own() -> tuple[int, int]:
@@ -120,14 +121,14 @@ def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool
 
     if no_dist:
         return count_own()[1]
-    # One collective for ranks that wait and ranks that don't: a rank at the end of its process can so commit together
-    # with ranks that still train and only poll.
+    # Waiting and polling ranks share the collective, so that a rank at the end of its process can commit together with
+    # ranks that still train.
     progress = gather(world, "async save: look how far ranks are", count_own)
     indices = [index for index, _ in progress]
     if len(set(indices)) > 1:
         offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
         fix = "Schedule and finalize the same saves on every rank, in the same order."
-        what = f"{calls[0]}: rank {world.rank} would finalize it, other ranks another one"
+        what = f"{calls[0]}: rank {world.rank} would finalize it, other ranks a different save"
         raise WorldError(error_text(what, offenders=offenders, fix=fix))
     return min(count for _, count in progress)
 
@@ -149,19 +150,19 @@ def _finalize_first(calls: Calls, before: Sequence[int]) -> int:
 
 
 STATUS = 1
-"""The exit status of a process that could not commit a save."""
+"""Exit status of a process that couldn't commit a save."""
 
-_AFTER_A_FAILURE = 60.0  # seconds that a rank which an exception ended waits for others, which may not have seen it
+_AFTER_A_FAILURE = 60.0  # seconds for which a rank that an exception ended waits for other ranks
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """The saves in progress of one process; a fork of it has none.
+    """The saves in progress of a process; its forks have none.
 
     Attributes:
-        pid: the process.
-        queues: each queue's calls and the seconds to wait for them at exit, in the order of their first call.
-        limits: messages to the watchdog: a limit in seconds from now, or None to lift it.
+        pid: Id of the process.
+        queues: Each queue's calls, and the seconds to wait for them at exit, in the order of their first calls.
+        limits: Messages to the watchdog: a time limit in seconds from now, or None to lift it.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -174,25 +175,25 @@ _changing = Lock()  # simulated ranks are threads
 
 
 def watch(calls: Calls, timeout: float) -> None:
-    """Register a queue's calls to be committed before the process ends, or to end it with an error.
+    """Register a queue's calls to be committed before the process ends; if that fails, it ends with an error.
 
     Args:
-        calls: looked at again at the end.
-        timeout: seconds that they may take then.
+        calls: Calls of the queue, which are examined at the end.
+        timeout: Seconds that their commit may take then.
     """
     with _changing:
-        own = _own() or _begin()
-        others = [(other, limit) for other, limit in own.queues if other and other is not calls]
-        own.queues = [*others, (calls, timeout)]
-        # Functions registered last run first: so this one runs before those that destroy process groups.
+        process = _own() or _begin()
+        others = [(other, limit) for other, limit in process.queues if other and other is not calls]
+        process.queues = [*others, (calls, timeout)]
+        # Functions that are registered last run first, so this one runs before those that destroy process groups.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
 
 
 def calls_in_progress() -> Iterator[QueuedSave]:
-    """Yield every call of this process that isn't committed."""
-    own = _own()
-    for calls, _ in own.queues if own else ():
+    """Yield every uncommitted call of this process."""
+    process = _own()
+    for calls, _ in process.queues if process else ():
         yield from tuple(calls)
 
 
@@ -203,18 +204,18 @@ def _own() -> _Process | None:
 def _begin() -> _Process:
     global _process
     _process = _Process()
-    # Started now, since no thread can be started once the interpreter is ending.
+    # The thread is started now, since no thread can start during the interpreter's shutdown.
     Thread(target=_watchdog, args=(_process,), name="shardtree: exit", daemon=True).start()
     if multiprocessing.parent_process() is not None:
-        # A child of multiprocessing ends by os._exit, which skips atexit's functions.
+        # Children of multiprocessing end by os._exit, which skips atexit's functions.
         Finalize(None, _at_exit, exitpriority=1000)
     return _process
 
 
 def _watchdog(own: _Process) -> None:
-    """End the process once a limit has passed."""
-    # Nothing else limits a write or a commit that hangs in its storage: the world's timeout is for collectives alone. A
-    # rank that an exception ended would hold its peers, which wait in the training's collectives, for all of that time.
+    """End the process when a time limit has passed."""
+    # Nothing else limits a write or commit that hangs in its storage, since the world's timeout only limits
+    # collectives. A rank that an exception ended would block its peers, which wait in collectives of the training.
     limit = own.limits.get()
     while limit is not None:
         try:
@@ -224,34 +225,34 @@ def _watchdog(own: _Process) -> None:
 
 
 def _at_exit() -> None:
-    own = _own()
-    if own is None or not any(calls for calls, _ in own.queues):
+    process = _own()
+    if process is None or not any(calls for calls, _ in process.queues):
         return
-    own.limits.put(max(limit for calls, limit in own.queues if calls))
+    process.limits.put(max(limit for calls, limit in process.queues if calls))
     failures: list[str] = []
     try:
-        _wait_for_writing(own)
-        for calls, _ in own.queues:
+        _wait_for_writing(process)
+        for calls, _ in process.queues:
             failures += map(_text, finalize_all(calls))
-    except BaseException as error:  # a second Ctrl-C, say
+    except BaseException as error:  # such as a second Ctrl-C
         failures.append(_text(error))
     if failures:
-        _fail(own, failures)
-    own.limits.put(None)
+        _fail(process, failures)
+    process.limits.put(None)
 
 
 def _wait_for_writing(own: _Process) -> None:
-    """Wait for this process's own writing; after an exception, set a short limit, as other ranks may not come."""
+    """Wait for this process's writes; after an exception, set a short limit, since other ranks may not take part."""
     for calls, _ in own.queues:
         for call in tuple(calls):
             call.writing.exception()
-    # Set by the interpreter for an exception that nothing caught; SystemExit doesn't set it.
+    # The interpreter sets this attribute for an uncaught exception, but not for SystemExit.
     if getattr(sys, "last_value", None) is not None:
         own.limits.put(_AFTER_A_FAILURE)
 
 
 def _leading(calls: Calls) -> list[QueuedSave]:
-    """Return the first calls that are of one world: one collective asks about all of them."""
+    """Return the leading calls of the same world, about which ranks communicate in one collective."""
     world = calls[0].request.world
     return list(takewhile(lambda call: call.request.world is world, calls))
 
@@ -261,7 +262,7 @@ def _text(error: BaseException) -> str:
 
 
 def _fail(own: _Process, reasons: list[str]) -> None:
-    """End the process here with an error status: an exception raised at exit doesn't change the status."""
+    """End the process with an error status here, since an exception at exit doesn't change the status."""
     names = [str(call) for calls, _ in own.queues for call in calls]
     lines = ["shardtree: the process ends with saves that were not committed", *reasons, *names]
     sys.stderr.write("\n  ".join("\n".join(lines).split("\n")) + "\n")
@@ -271,22 +272,22 @@ def _fail(own: _Process, reasons: list[str]) -> None:
     os._exit(STATUS)
 
 
-# Two saves to one folder
+# Overlapping saves to one folder.
 
 
 def refuse_overlap(directory: Directory, rank: int) -> None:
     """Raise if a save of this rank to the same folder is in progress.
 
-    Whichever of the two is committed last would find another checkpoint than the one it was to replace. The commit
-    would notice that too, but only after everything was written. Nor is the second save chained to the first: a
-    checkpoint would then depend on a save that may still fail.
+    The save that is committed second would find another checkpoint than the one that it should replace. Its commit
+    would notice that too, but only after everything was written. The second save isn't chained to the first either:
+    its checkpoint would depend on a save that may still fail.
 
     Raises:
-        CheckpointReplaced: names the save.
+        CheckpointReplaced: such a save is in progress; the error names it.
     """
-    # Simulated ranks share one process, where every rank's saves to the folder would be found.
-    own = [call for call in calls_in_progress() if call.request.world.rank == rank]
-    for call in own:
+    # Simulated ranks share one process, so the saves of other ranks are filtered out.
+    calls = [call for call in calls_in_progress() if call.request.world.rank == rank]
+    for call in calls:
         if call.request.folder is not None and is_same_place(call.request.folder, storage_at(directory)):
             fix = "Finalize it first, with maybe_finalize_async_calls(blocking=True), or save to another folder."
             raise CheckpointReplaced(error_text(f"save: {call} isn't committed yet", fix=fix))

@@ -1,4 +1,4 @@
-"""The queue of saves that are written in the background and committed in the order of their calls."""
+"""A queue of saves, which are written in the background and committed in the order of their calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...table import AsyncRequest
 from ._exit import Calls, QueuedSave, calls_in_progress, check_idle, finalize, finalize_all, watch
 from ._snapshot import snapshot_shards
 
-# The writing thread
+# The thread that writes.
 
 T = TypeVar("T")
 
@@ -31,11 +31,11 @@ _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class Background:
-    """A thread that runs functions one after the other, in the order of their submission; started at the first.
+    """A thread that runs functions in the order of their submission; started by the first one.
 
-    A thread, where Megatron-Core forks a process: what takes time (copies, hashes, writes) runs without Python's lock,
-    the snapshot is shared, and a failure is an exception that every rank gets at the commit. It is a daemon, which the
-    interpreter doesn't wait for at its end: the exit handler does, with a time limit.
+    Megatron-Core forks a process instead. In a thread, the expensive work (copies, hashes, writes) runs without
+    Python's lock, the snapshot is shared, and a failure is an exception that every rank gets at the commit. The thread
+    is a daemon: at the interpreter's end, the exit handler waits for it, with a time limit.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,7 +44,7 @@ class Background:
         self._thread: Thread | None = None
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
-        """Return the future of fn's result; it may be cancelled before fn begins."""
+        """Submit a function, and return its future, which can be cancelled until the function begins."""
         if self._thread is None:
             self._thread = Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
@@ -53,7 +53,7 @@ class Background:
         return future
 
     def stop(self, *, wait: bool = True) -> None:
-        """Let the thread end once it has run what was submitted."""
+        """Let the thread end after it has run all submitted functions."""
         if self._thread is not None:
             self._jobs.put(None)
             if wait:
@@ -69,26 +69,26 @@ def _work(jobs: _Jobs) -> None:
                 future.set_result(fn())
             except BaseException as error:
                 future.set_exception(error)
-        # Without this, the loop would keep the last snapshot's memory from the next save.
+        # Otherwise the loop's variables would keep the last snapshot's memory alive.
         del job, future, fn
 
 
 logger = logging.getLogger("shardtree")
 
 EXIT_TIMEOUT = 600.0
-"""Seconds that saves in progress may take at the end of the process."""
+"""Time limit in seconds for saves in progress at the end of the process."""
 
 
 class AsyncCallsQueue:
-    """A queue of saves: written by a thread, one after the other, and committed in the order of their calls.
+    """A queue of saves, which a thread writes one after the other, and which are committed in the order of their calls.
 
-    Every rank schedules and finalizes the same saves in the same order; each process has a queue of its own, and each
-    simulated rank too. One thread uses it. As a context manager, it is closed at the end of the block; if an exception
-    ends that, saves stay in progress until the end of the process.
+    Every rank schedules and finalizes the same saves in the same order. Each process, or simulated rank, has its own
+    queue, and uses it from one thread. As a context manager, the queue is closed at the end of the block; if an
+    exception ends the block, saves stay in progress until the end of the process.
 
     Args:
-        persistent: unused, accepted as in Megatron-Core: the thread always stays for the next save.
-        exit_timeout: seconds that saves in progress may take at the end of the process.
+        persistent: Unused, accepted for compatibility with Megatron-Core: the thread always stays for the next save.
+        exit_timeout: Time limit in seconds for saves in progress at the end of the process.
 
     Examples:
         >>> import torch, shardtree as st
@@ -115,7 +115,7 @@ class AsyncCallsQueue:
         return f"AsyncCallsQueue({plural(self.get_num_unfinalized_calls(), 'save')} in progress)"
 
     def _begin(self) -> None:
-        """Have no calls, as a new queue, or in a fork of the process that has them."""
+        """Reset the queue: when it is made, and in a fork of the process that has its calls."""
         self._calls = Calls()
         self._background = Background("shardtree: async save")
         self._user: Thread | None = None
@@ -123,10 +123,10 @@ class AsyncCallsQueue:
 
     @shielded
     def warm_up(self, sharded_state_dict: Any) -> None:
-        """Take the memory that a save of this tree needs, so that the first one blocks no longer than later ones.
+        """Allocate the memory for a save of this tree, so that the first save blocks no longer than later ones.
 
-        The first touch of new memory, or pinning it, takes many times longer than copying to memory that is there. The
-        tensors are copied once, and the copies dropped; their memory stays for the next save until a queue is closed.
+        The first access to new memory, or pinning it, takes many times longer than a copy. The tensors are copied once,
+        and the copies dropped; their memory is kept for the next save until a queue is closed.
 
         Raises:
             TreeError: a leaf is a DTensor.
@@ -142,19 +142,19 @@ class AsyncCallsQueue:
         snapshot_shards(tensor_shards(sharded_state_dict))
 
     def schedule_async_request(self, async_request: AsyncRequest[Any]) -> int:
-        """Begin to write in the background, and return the call's index, from 0; every rank calls it.
+        """Begin to write in the background, and return the call's index, from 0; every rank must call this.
 
-        The request is run as it is now: `add_finalize_fn` makes another one, and a request is scheduled once.
+        A request can be scheduled once, and runs unchanged: `add_finalize_fn` makes another request.
 
         Raises:
-            CheckpointingException: it isn't a request, or is scheduled already; or `exit_timeout` is no time.
+            CheckpointingException: the argument isn't a request, or is scheduled already; or `exit_timeout` is invalid.
             WorldError: another thread uses this queue.
         """
         self._check_user()
         _check_request(async_request)
         _check_seconds(self.exit_timeout)
         index, self._next_index = self._next_index, self._next_index + 1
-        # A weak reference: a queue that is dropped says so at once, though somebody keeps the request.
+        # The reference is weak, so that a dropped queue warns at once even if somebody keeps the request.
         async_request.outcome.commit = partial(_commit, weakref.ref(self))
         # The request is immutable, so the thread runs exactly what was scheduled.
         self._calls.append(QueuedSave(index, async_request, self._background.submit(async_request.async_fn)))
@@ -163,15 +163,15 @@ class AsyncCallsQueue:
 
     @shielded
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Commit the saves that are written on every rank, in order, and return their indices; every rank calls it.
+        """Commit the saves that are written on every rank, in order, and return their indices; every rank must call it.
 
-        Where a save failed on some rank, the first such call raises on every rank, with a note that names it. It is
-        given up then, and what its folder held before stays; those behind it are for the next time.
+        If a save failed on some rank, its error is raised on every rank, with a note that names the save. It is
+        abandoned, and the previous content of its folder stays; later saves are left to the next call.
 
         Args:
-            blocking: whether to wait until all are written; else those behind the first one that isn't stay.
-            no_dist: whether to go by what this rank has written. Then a rank whose part is written waits in the commit
-                for the others, which must come there too.
+            blocking: Whether to wait until all saves are written; otherwise only leading written ones are committed.
+            no_dist: Whether to look only at this rank's writes. A rank whose part is written then waits in the commit
+                for the others, which must commit too.
 
         Raises:
             CheckpointingException: writing, the commit or a finalizer failed on some rank.
@@ -181,20 +181,19 @@ class AsyncCallsQueue:
         return finalize(self._calls, blocking=blocking, no_dist=no_dist)
 
     def get_num_unfinalized_calls(self) -> int:
-        """Return how many saves are in progress."""
+        """Return the number of saves in progress."""
         return len(self._calls) if self._pid == os.getpid() else 0
 
     @shielded
     def close(self, abort: bool = False) -> None:
-        """Commit what is in progress, end the thread and free the memory of snapshots; every rank calls it.
+        """Commit all saves in progress, end the thread and free the memory of snapshots; every rank must call this.
 
         Args:
-            abort: whether to give up what isn't committed instead, without waiting for other ranks. What is being
-                written at the moment still is.
+            abort: Whether to abandon uncommitted saves instead, without waiting for other ranks. A write in progress is
+                still completed.
 
         Raises:
-            CheckpointingException: as `maybe_finalize_async_calls`, for the first save that failed; all others are
-                committed.
+            CheckpointingException: a save failed; the error is that of the first one, and all others are committed.
         """
         self._check_user()
         check_idle(self._calls)
@@ -206,7 +205,7 @@ class AsyncCallsQueue:
                 if failures:
                     raise failures[0]
         finally:
-            # Calls that are left couldn't be agreed on with the other ranks; the exit handler deals with them.
+            # The ranks disagree about the remaining calls; the exit handler deals with them.
             self._background.stop(wait=not self._calls)
             host_memory.release()
 
@@ -217,21 +216,21 @@ class AsyncCallsQueue:
             call.writing.cancel()
         for call in calls:
             if not call.writing.cancelled():
-                # A write can't be stopped: without this wait it would go on after its files were removed.
+                # A running write can't be stopped: without this wait it would continue after its files were removed.
                 call.writing.exception()
             call.request.abandon()
-            call.request.outcome.error = CheckpointingException(f"{call} was given up before it was committed")
-            logger.warning("%s was given up before it was committed", call)
+            call.request.outcome.error = CheckpointingException(f"{call} was abandoned before it was committed")
+            logger.warning("%s was abandoned before it was committed", call)
 
     def _check_user(self) -> None:
-        """Raise if another thread has saves in progress here; each simulated rank is a thread."""
-        # A fork inherits the queue and not its thread: it starts anew, and leaves its parent's saves alone.
+        """Raise if another thread, such as another simulated rank, has saves in progress in this queue."""
+        # A fork inherits the queue without its thread, so it resets the queue and leaves its parent's saves alone.
         if self._pid != os.getpid():
             self._begin()
         if self._calls and self._user is not current_thread() and self._user is not None and self._user.is_alive():
             state = f"{plural(len(self._calls), 'save')} in progress of thread {self._user.name!r}"
             fix = "Make an AsyncCallsQueue for each thread, and each simulated rank."
-            raise WorldError(error_text("async save: two threads use one queue", found=state, fix=fix))
+            raise WorldError(error_text("async save: two threads use the same queue", found=state, fix=fix))
         self._user = current_thread()
 
     def __enter__(self) -> AsyncCallsQueue:
@@ -243,14 +242,14 @@ class AsyncCallsQueue:
         if kind is None:
             self.close()
         elif self._calls:
-            # One rank alone can't commit them: the others may not have seen the exception.
+            # A single rank can't commit them, and the others may not have the exception.
             logger.warning(
                 "an exception leaves %s in progress, to be committed at the end of the process", self._names()
             )
 
     def __del__(self) -> None:
         if sys is None or sys.is_finalizing() or getattr(self, "_pid", None) != os.getpid():
-            return  # the exit handler sees to the calls, or this is a fork's copy
+            return  # the exit handler commits the calls, or this is a fork's copy
         if self._calls:
             logger.warning("a queue was dropped with %s in progress, to be committed at the end", self._names())
         self._background.stop(wait=False)
@@ -263,26 +262,26 @@ def _commit(queue_of: weakref.ref[AsyncCallsQueue]) -> None:
     queue = queue_of()
     if queue is None:
         fix = "Keep the queue, or close it before it is dropped."
-        raise WorldError(error_text("async save: the queue was dropped; it commits at the end of the process", fix=fix))
+        raise WorldError(error_text("async save: the queue was dropped; the save is committed at exit", fix=fix))
     queue.maybe_finalize_async_calls(blocking=True)
 
 
 def _check_request(request: object) -> None:
     if not isinstance(request, AsyncRequest):
-        what, fix = "async save: nothing to schedule", "Pass what `save(..., async_sharded_save=True)` returns."
+        what, fix = "async save: not a request", "Pass the result of `save(..., async_sharded_save=True)`."
         raise CheckpointingException(error_text(what, found=type(request).__name__, fix=fix))
     for call in calls_in_progress():
         if call.request.async_fn is request.async_fn:
-            fix = "Schedule a request once; add finalizers before."
-            raise CheckpointingException(error_text(f"{call}: the same request is scheduled already", fix=fix))
+            fix = "Schedule a request once; add finalizers before that."
+            raise CheckpointingException(error_text(f"{call}: the request is scheduled already", fix=fix))
 
 
 def _check_seconds(timeout: object) -> None:
-    """Raise unless it is a time limit: here rather than at the end of the process, where it is too late to change."""
+    """Raise unless the argument is a valid time limit, which couldn't be changed any more at the end of the process."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
         expected = f"seconds, more than 0 and at most {TIMEOUT_MAX:g}"
-        raise CheckpointingException(error_text("async save: exit_timeout", found=repr(timeout), expected=expected))
+        raise CheckpointingException(error_text("async save: bad exit_timeout", found=repr(timeout), expected=expected))
 
 
 async_calls = AsyncCallsQueue()
-"""This process's queue."""
+"""The process's queue."""

@@ -1,4 +1,4 @@
-"""Copies of shards' tensors, so that the caller may change his own while they are written."""
+"""Snapshots of shards' tensors, so that the caller may change the originals while a save writes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ...storage import DeviceCopies, HostMemory, copies_of, host_memory, in_thre
 _ALIGNMENT = 64
 
 _PART_BYTES = 4 * 1024 * 1024
-"""What one of several threads copies at a time."""
+"""Size of the parts that threads copy."""
 
 _LEAST_PART_BYTES = 256 * 1024
-"""Less isn't worth handing to another thread."""
+"""Size below which a copy isn't worth handing to another thread."""
 
 _Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
-"""Where bytes go to, and where they come from."""
+"""Destination and source of a copy, as bytes."""
 
 _Identity = tuple[Any, ...]
-"""The memory of a copy's source and how it is viewed: equal ones are copied once."""
+"""The memory of a copy's source and its view of that memory; equal sources are copied once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """What has to be copied of a tensor.
+    """The source of a tensor's copy.
 
     Attributes:
-        elements: a contiguous range of memory, uint8 of (bytes,); or the tensor itself, if its elements don't fill one,
-            but in a dtype that torch can copy.
-        is_range: which of the two.
+        elements: A contiguous range of memory, uint8 (bytes,), if the tensor's elements fill one; otherwise the tensor
+            itself, in a dtype that torch can copy.
+        is_range: Whether it is a contiguous range.
     """
 
     elements: torch.Tensor
@@ -44,19 +44,19 @@ class _Source:
 
     @property
     def identity(self) -> _Identity:
-        own = self.elements
-        view = () if self.is_range else (own.dtype, own.shape, own.stride(), own.is_conj(), own.is_neg())
-        return (own.device, own.data_ptr(), own.nbytes, *view)
+        data = self.elements
+        view = () if self.is_range else (data.dtype, data.shape, data.stride(), data.is_conj(), data.is_neg())
+        return (data.device, data.data_ptr(), data.nbytes, *view)
 
 
 def snapshot_shards(shards: Sequence[ShardedTensor], memory: HostMemory = host_memory) -> tuple[ShardedTensor, ...]:
-    """Return the shards with copies of their tensors, in host memory; lazy tensors stay as they are.
+    """Return the shards with copies of their tensors in host memory; lazy tensors stay unchanged.
 
-    Memory that several tensors share is copied once, and an expanded tensor isn't materialised.
+    Memory that several tensors share is copied once, and expanded tensors aren't materialised.
 
     Args:
-        shards: with data.
-        memory: where copies from the host's memory lie.
+        shards: Shards with data.
+        memory: Pool of memory for copies of tensors in the host's memory.
 
     Examples:
         >>> weight = torch.arange(4)
@@ -75,13 +75,13 @@ def snapshot_shards(shards: Sequence[ShardedTensor], memory: HostMemory = host_m
 
 
 def _as_tensor(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
-    """Return copied bytes as the tensor that they were copied from."""
+    """Return a view of copied bytes with the dtype, shape and strides of their tensor."""
     elements = copy.view(tensor.dtype)
     return elements.as_strided(tensor.shape, tensor.stride()) if source.is_range else elements.view(tensor.shape)
 
 
 def _clone(shard: ShardedTensor) -> ShardedTensor:
-    """Return the shard of what has no plain memory: nothing, a lazy tensor, or an instance of a subclass."""
+    """Return a snapshot of a shard without plain memory: empty, lazy, or an instance of a tensor subclass."""
     is_tensor = isinstance(shard.data, torch.Tensor) and shard.data.numel()
     return with_data(shard, shard.data.detach().clone()) if is_tensor else shard
 
@@ -99,7 +99,7 @@ def _source(tensor: torch.Tensor) -> _Source:
 
 
 def _copy_all(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
-    """Return the bytes of each source, uint8 of (bytes,)."""
+    """Return the copied bytes of each source, uint8 (bytes,)."""
     by_device: dict[torch.device, dict[_Identity, _Source]] = {}
     for name, source in sources.items():
         by_device.setdefault(source.elements.device, {})[name] = source
@@ -113,24 +113,24 @@ def _copy_all(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Id
                 continue
             room = _room(part, copier.host_memory(_aligned_bytes(part)))
             in_progress.append(
-                (copier, copier.start([(_like(room[name], own), own.elements) for name, own in part.items()]))
+                (copier, copier.start([(_like(room[name], item), item.elements) for name, item in part.items()]))
             )
             copies |= room
     finally:
-        # For these copies only, not for all that the device does. After an exception too: the block may be lent again
-        # at once, and a copy in progress would write into it.
+        # Only these copies are waited for, not all work of the device. This holds after an exception too: the block may
+        # be lent again at once, and a copy in flight would write into it.
         for copier, token in in_progress:
             copier.wait(token)
     return copies
 
 
 def _aligned_bytes(sources: dict[_Identity, _Source]) -> int:
-    """Return the bytes of a block for all of these."""
+    """Return the size of a block for copies of all sources, in bytes."""
     return sum(-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values())
 
 
 def _room(sources: dict[_Identity, _Source], block: torch.Tensor) -> dict[_Identity, torch.Tensor]:
-    """Return where in a block each source's bytes go, one after the other."""
+    """Return consecutive parts of a block for the sources' copies."""
     room, begin = {}, 0
     for name, source in sources.items():
         room[name] = block[begin : begin + source.elements.nbytes]
@@ -143,7 +143,7 @@ def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
 
 
 def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
-    """Return the bytes of sources in the host's memory, or in that of a device that torch copies whole."""
+    """Return copies of sources in the host's memory, or on a device without staging, which torch copies whole."""
     copies = _room(sources, memory.lend(_aligned_bytes(sources)))
     ranges = list[_Pair]()
     for name, source in sources.items():
@@ -156,9 +156,9 @@ def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_I
 
 
 def _copy_ranges(pairs: Sequence[_Pair]) -> None:
-    """Copy bytes by a few threads, each of which takes the next part when it is done with one.
+    """Copy bytes by a few threads, each of which takes the next part when it has finished one.
 
-    Torch's own threads meet after every tensor, and wait there for a thread whose core another program keeps busy.
+    Torch's own threads synchronise after every tensor, and would wait for a thread whose core another program uses.
     """
     parts: list[_Pair] = []
     for target, source in pairs:

@@ -1,4 +1,4 @@
-"""Loading: a target is taken apart, checked against what is stored, filled, and put together."""
+"""Loading: a target is taken apart, checked against the checkpoint, filled, and put together."""
 
 import typing
 

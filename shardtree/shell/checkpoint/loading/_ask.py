@@ -33,7 +33,7 @@ class LoadRequest:
         choices: The strategies.
         layout: The targets of all ranks, if the caller passed them.
         strict: The mode for keys that only one side has.
-        validate: Whether every element must be asked for by one main replica.
+        validate: Whether exactly one main replica must request each element.
         cast: Whether dtypes are converted.
         plain: Patterns of keys of values that need no scales.
         donate: Whether the target's tensors are filled in place.
@@ -54,13 +54,13 @@ class LoadRequest:
 
     @property
     def describes(self) -> bool:
-        """Whether each rank gets a description of what the others ask for."""
+        """Whether ranks exchange descriptions of their targets."""
         return self.validate or self.layout is not None
 
 
 Message = tuple[Opening, LayoutDescription | None, ReadPlace]
-"""What a rank sends the others: what it has opened, which counts of rank 0; what it asks for, if ranks compare that;
-and from where it reads."""
+"""A rank's message to the others: the checkpoint that it has opened (only rank 0's counts), the description of its
+target if ranks compare them, and the place from which it reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +73,7 @@ class LocalLoad:
         device: The device of tensors that have no memory in the target.
         target: This rank's target, taken apart.
         layout: The target of all ranks, if the caller passed it.
-        description: The description of the target; None where ranks don't compare theirs.
+        description: The description of the target; None if ranks don't compare theirs.
     """
 
     checkpoint: Checkpoint
@@ -89,7 +89,7 @@ def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest)
 
     Args:
         world: The ranks that load together.
-        open_here: Function that returns the checkpoint as this rank has opened it, or raises the error of that.
+        open_here: Function that returns the checkpoint that this rank has opened, or raises the error of opening it.
         request: This rank's request.
 
     Raises:
@@ -111,7 +111,7 @@ def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest)
         opening = local.checkpoint.fields, local.checkpoint.stamp
         return opening, brief(local.description, world.size), place_of(local.checkpoint.storage, world.size)
 
-    # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
+    # The phase has two names, so that a mix of ranks that compare targets and ranks that don't is a clear error.
     local, messages = share(
         world,
         "load: describe target" if request.describes else "load: ask",
@@ -121,13 +121,13 @@ def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest)
         given=_alike_arguments(request) if world.size > 1 else None,
     )
     descriptions = complete(world, local.description, [description for _, description, _ in messages])
-    messages = [(opening, each, place) for (opening, _, place), each in zip(messages, descriptions, strict=True)]
-    # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
+    messages = [(opening, whole, place) for (opening, _, place), whole in zip(messages, descriptions, strict=True)]
+    # Only rank 0's opening is used, so that all ranks load the same checkpoint even while a save replaces it.
     return replace(local, checkpoint=with_opening(local.checkpoint, messages[0][0], request.choices[2])), messages
 
 
 def _alike_arguments(request: LoadRequest) -> dict[str, object]:
-    """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
+    """Return the arguments that must be equal on all ranks and differ from the defaults."""
     strict = getattr(request.strict, "value", request.strict)
     arguments = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
     arguments |= {"cast": request.cast} if request.cast else {}
@@ -136,7 +136,7 @@ def _alike_arguments(request: LoadRequest) -> dict[str, object]:
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
-    """Return a rank's target, taken apart, and the layout that it was given, matched with the target."""
+    """Return a rank's target, taken apart, and the caller's layout, matched with the target."""
     target, layout = take_apart(request.tree, donate=request.donate), request.layout
     return target, None if layout is None else known_layout("load", layout, target.tensors, rank, ranks)
 
@@ -144,16 +144,16 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
 def resolve(
     checkpoint: Checkpoint, sharded: Choice, strategies: Strategies | None, keys: Callable[[], tuple[Set[str], bool]]
 ) -> None:
-    """Find out what the format's metadata doesn't say; collective, and only for formats that need it.
+    """Find facts that the format's metadata lacks; collective, and only for formats that need it.
 
     Args:
-        checkpoint: The checkpoint with rank 0's fields; formats note in its cache what was found.
+        checkpoint: The checkpoint with rank 0's fields, whose cache gets the results.
         sharded: The caller's choice for the shards.
         strategies: The dispatch table; None for the process's.
         keys: Function that returns the keys of this rank's tensors, and whether all stored ones are listed too.
     """
     world = checkpoint.world
-    # By rank 0's fields alone, so that all ranks take the same way here.
+    # Only rank 0's fields decide, so that all ranks take the same branch.
     row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
     if row is None:
         return
@@ -162,8 +162,8 @@ def resolve(
         resolution = None if callable(sharded) else row(checkpoint, *keys())
         return None if resolution is not None and resolution.copies is not None and world.size == 1 else resolution
 
-    resolution, each = share(world, "load: needs resolving", find_resolution, lambda one: one is not None)
-    ranks = [rank for rank, needs in enumerate(each) if needs]
+    resolution, needs = share(world, "load: needs resolving", find_resolution, lambda found: found is not None)
+    ranks = [rank for rank, needs_it in enumerate(needs) if needs_it]
     if not ranks:
         return
 
@@ -176,12 +176,12 @@ def resolve(
         if resolution is not None:
             resolution.keep([results[rank] for rank in ranks])
 
-    # A phase of its own: what raises here does so before a given tensor is written, on all ranks.
+    # This is a separate phase, so that an error is raised on all ranks before any target tensor is written.
     agree(world, "load: keep what was resolved", keep)
 
 
 def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
-    """Return a rank's knowledge, completed where metadata alone doesn't say it all; collective for such formats."""
+    """Return a rank's knowledge, completed for formats with incomplete metadata; collective for such formats."""
     sharded, _, strategies = request.choices
     checkpoint = parse_together(local.checkpoint, sharded, strategies)
     resolve(checkpoint, sharded, strategies, partial(keys_to_resolve, local))
@@ -189,8 +189,8 @@ def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
 
 
 def keys_to_resolve(local: LocalLoad) -> tuple[Set[str], bool]:
-    """Return the keys of the tensors that a rank asks for, and whether all that is stored is listed too."""
-    # A mode that compares keys lists all that is stored.
+    """Return the keys of the tensors that a rank requests, and whether all stored tensors are listed too."""
+    # A strict mode that compares keys lists all stored tensors.
     keys = local.target.plain_keys.union(shard.key for shard in local.target.tensors)
     return keys, local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
 
@@ -207,10 +207,10 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
         return set(), set()
     stored = Stored(local.checkpoint, request.choices)
     checkpoint_keys = agree(world, "load: metadata", lambda: stored_keys(stored.listing))
-    own = local.target.keys_among(checkpoint_keys)
+    local_keys = local.target.keys_among(checkpoint_keys)
     everywhere = checkpoint_keys
     if local.mode in WITH_MISSING:
-        # Only what no known layout covers travels: every rank has the keys of that already.
+        # Only keys outside of a known layout are sent, since every rank has the others already.
         known_keys = set(() if local.layout is None else local.layout.columns.keys)
-        everywhere = known_keys.union(*gather(world, "load: keys", lambda: own - known_keys))
-    return mismatched_keys(local.mode, own, checkpoint_keys, everywhere)
+        everywhere = known_keys.union(*gather(world, "load: keys", lambda: local_keys - known_keys))
+    return mismatched_keys(local.mode, local_keys, checkpoint_keys, everywhere)

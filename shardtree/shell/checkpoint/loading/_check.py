@@ -1,4 +1,4 @@
-"""Step 4 of a load: all that can fail before a tensor is read. `explain` calls the same pieces, and records errors."""
+"""Step 4 of a load: all checks before a tensor is read. `explain` calls the same pieces, and records errors."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _STEPS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedLoad:
-    """A load that is known to fit: all that reading takes.
+    """A load that has passed all checks, with everything that reading needs.
 
     Attributes:
-        target: The target, taken apart, without what isn't stored.
+        target: The target, taken apart, without values that aren't stored.
         common: The rank's part of the stored common tree.
-        reading: The way in which the target is read.
-        destination: The memory for it.
-        omissions: What isn't returned of what is stored, and not filled of the target.
+        reading: The parameters of the read.
+        destination: The memory to fill.
+        omissions: Stored values that aren't returned, and values of the target that aren't filled.
     """
 
     target: Target
@@ -62,7 +62,7 @@ class CheckedLoad:
 def check_ranks(
     request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: Set[str], unexpected: set[str]
 ) -> CheckedLoad:
-    """Return `check`, once all ranks' loads are known to succeed; one all-gather."""
+    """Return the result of `check` after it succeeded on all ranks; one all-gather."""
 
     def fits() -> CheckedLoad:
         with unless_replaced(local.checkpoint):
@@ -75,21 +75,21 @@ def check_ranks(
     unasked_paths = omissions.unasked_paths([*bits])
     if world.rank == 0:
         log_of_ranks(local.mode, unfilled, kept, unasked_paths)
-    refuse_omissions(local.mode, RANK_VALUES, unasked_paths)  # by every rank: all know the same
+    refuse_omissions(local.mode, RANK_VALUES, unasked_paths)  # raises on every rank alike
     return replace(load, omissions=replace(omissions, left_out=(*omissions.left_out, *unasked_paths)))
 
 
 def check(
     request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: Set[str], unexpected: set[str]
 ) -> CheckedLoad:
-    """Return all that reading takes, once it is known that the load can succeed; not collective.
+    """Check a rank's load, and return it with everything that reading needs; not collective.
 
     Args:
         request: The caller's request.
         local: The rank's own knowledge of the load.
         messages: The messages of all ranks, by rank.
-        missing: Stored keys that no rank asks for, as far as the strict mode needs them.
-        unexpected: Keys that this rank asks for and that aren't stored, as far as the strict mode needs them.
+        missing: Stored keys that no rank requests, if the strict mode needs them.
+        unexpected: Keys that this rank requests and that aren't stored, if the strict mode needs them.
 
     Raises:
         KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile: as `load`.
@@ -97,11 +97,11 @@ def check(
     mode, (sharded, _, strategies) = local.mode, request.choices
     stored = Stored(fetch_checked(local.checkpoint, "index", "common"), request.choices)
     with step("load: check integrity"):
-        # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
+        # This is the same check as in a save: a rank should learn at once that its target lacks a tensor or object.
         descriptions = [description for _, description, _ in messages if description is not None]
         columns = check_together("load", descriptions, local.layout, tiling=request.validate) if descriptions else None
-    # Keys first, since the other checks are of what is left once unexpected ones are dropped. On every rank a mode that
-    # raises does so in this phase: Megatron-Core raises on one rank, and the others wait in the next collective.
+    # Keys come first, since the other checks are about the target without unexpected keys. A mode that raises does so
+    # in this phase, on every rank: Megatron-Core raises on one rank, and the others wait in the next collective.
     with step("load: strict"):
         settle_keys(mode, missing, unexpected_keys(stored, local.target, unexpected))
     with step("load: leave out"):
@@ -119,7 +119,7 @@ def check(
         saved_bytes = None if columns is None or not is_known else bytes_wanted_twice([columns])
         exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved_bytes)
     reading = Reading(
-        replace(stored.checkpoint, fetched={}),  # what was fetched is read by now
+        replace(stored.checkpoint, fetched={}),  # the fetched files are parsed by now
         sharded,
         strategies,
         request.donate,

@@ -1,4 +1,4 @@
-"""Whether ranks read for each other: as the caller says, or by where they and the checkpoint are."""
+"""The choice whether ranks read for each other: the caller's, or by the places of ranks and checkpoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...storage import Storage, crosses_network
 from ...table import Exchange
 
 _WORTH_BYTES = 128 * 1024 * 1024
-"""An exchange takes a few more collectives: what it saves a rank has to be worth them."""
+"""Minimum of bytes saved for each rank that is worth the additional collectives of an exchange."""
 
 
 class ReadPlace(NamedTuple):
-    """From where a rank reads.
+    """The place from which a rank reads.
 
     Attributes:
         host: The name of its machine.
@@ -29,7 +29,7 @@ class ReadPlace(NamedTuple):
 
 
 def place_of(storage: Storage, ranks: int) -> ReadPlace:
-    """Return from where this rank reads a storage; of a single rank nobody asks.
+    """Return the place from which this rank reads a storage; empty for a single rank, which needs none.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -41,10 +41,10 @@ def place_of(storage: Storage, ranks: int) -> ReadPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeChoice:
-    """Whether ranks read for each other.
+    """The choice whether ranks read for each other.
 
     Attributes:
-        together: Whether they do.
+        together: Whether ranks read for each other.
         why: The reason, as a sentence; empty if the caller decided.
     """
 
@@ -56,15 +56,15 @@ ALONE = ExchangeChoice(together=False)
 
 
 def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes: int | None = None) -> ExchangeChoice:
-    """Return whether ranks send each other what they read.
+    """Return the choice whether ranks send each other the bytes that they read.
 
     Args:
         exchange: The caller's choice.
         places: The places of all ranks, by rank.
-        saved_bytes: The bytes that an exchange saves all ranks together; None where these don't know others' targets.
+        saved_bytes: The bytes that an exchange saves all ranks together; None if ranks don't know others' targets.
 
     Raises:
-        StrategyError: There is no such choice.
+        StrategyError: `exchange` has an unknown value.
 
     Examples:
         >>> places = [ReadPlace("node-0", True), ReadPlace("node-1", True)]
@@ -73,13 +73,13 @@ def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes
     """
     if exchange not in ("auto", "always", "never"):
         expected = "'auto', 'always' or 'never'"
-        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
+        raise StrategyError(error_text("load: invalid exchange", found=repr(exchange), expected=expected))
     if len(places) == 1 or exchange != "auto":
         return ExchangeChoice(len(places) > 1 and exchange == "always")
     alone = "Each rank reads by itself, since"
     if not any(place.crosses_network for place in places):
         return ExchangeChoice(False, f"{alone} storage is local.")
-    # Of what one machine reads twice, the second read comes from its cache, or at least from its own connection.
+    # A machine's second read of the same bytes is served by its cache.
     if len({place.host for place in places}) == 1:
         return ExchangeChoice(False, f"{alone} all are on one machine.")
     if saved_bytes is not None and saved_bytes < len(places) * _WORTH_BYTES:
@@ -89,9 +89,9 @@ def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes
 
 
 def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
-    """Return the number of bytes that an exchange saves all ranks at least: those of all but the main replicas.
+    """Return the minimum number of bytes that an exchange saves all ranks: those of replicas other than main ones.
 
     Args:
         columns: The shards of all ranks, in one part or several.
     """
-    return sum(int(one.nbytes[~one.main].sum()) for one in columns)
+    return sum(int(part.nbytes[~part.main].sum()) for part in columns)

@@ -1,4 +1,4 @@
-"""The fit of a target's tensors and objects to those that are stored: problems and cost, found in metadata alone."""
+"""The fit of a target's tensors and objects to the stored ones: problems and cost, computed from metadata alone."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ P = TypeVar("P", bound=Misfit)
 def fit_target(
     stored: Stored, target: Target, request: LoadRequest, left_out: Collection[str]
 ) -> tuple[Kinds, ObjectsFit]:
-    """Return the stored kinds of a target's tensors, and the fit of its objects, once all are known to fit.
+    """Check that a target fits the checkpoint, and return the stored kinds of its tensors and the fit of its objects.
 
-    Nothing is checked of a format that can't list its contents, nor if a function of the caller's loads the shards.
+    Nothing is checked if the format can't list its contents, or if a function of the caller loads the shards.
 
     Args:
         stored: The checkpoint's contents.
-        target: The rank's target, without what isn't stored.
+        target: The rank's target, without values that aren't stored.
         request: The caller's request.
-        left_out: Keys that aren't stored, and that the target asked for too.
+        left_out: Requested keys that aren't stored and were removed from the target.
 
     Raises:
-        KeyMismatch: Something isn't stored; all else that is wrong is in the error too. Or a pattern fits no key.
-        ShapeError: Something is stored with another global shape or dtype, or not whole, or would be converted without
-            its scales; objects of another shape have no rule.
-        StrategyError: Dtypes are to be converted, or objects resharded, and the format can't list its contents.
-        TreeError: The pattern of a rule fits no key.
+        KeyMismatch: A key isn't stored (the error also lists all other problems), or a pattern matches no key.
+        ShapeError: A tensor is stored with another global shape or dtype, or with gaps, or would be converted without
+            its scales; or an array of objects has another shape and no rule.
+        StrategyError: Dtypes should be converted, or objects resharded, and the format can't list its contents.
+        TreeError: The pattern of a rule matches no key.
     """
     rules, is_function = request.options.object_rules, callable(request.choices[0])
     if not (stored.can_list or request.cast or rules):
@@ -63,13 +63,13 @@ def fit_target(
     scaled = find_without_scales(stored, tensors, kinds, request.plain) if request.cast else ()
     objects = fit_objects(target.objects, stored.objects, rules, left_out) if target.objects or rules else ObjectsFit()
     if (objects.problems or not fits or scaled) and not is_function:
-        found = prospect(stored, target.tensors, cast=request.cast, plain=request.plain)
-        problems = (*found.problems, *objects.problems)
-        # What the format itself refuses is left to the load, whose own error explains it better.
+        outlook = prospect(stored, target.tensors, cast=request.cast, plain=request.plain)
+        problems = (*outlook.problems, *objects.problems)
+        # If the format refuses all of them, the load's own error explains it better.
         if not all(isinstance(problem, Refusal) for problem in problems):
             check_fit(in_common_state(stored, problems, target))
-    # Objects are read by the format even where a caller's function loads the tensors, and what this one loads is
-    # converted like all else.
+    # These checks apply even if a caller's function loads the tensors: the format still reads the objects, and loaded
+    # tensors are converted in any case.
     changed = [problem for problem in objects.problems if isinstance(problem, ShapeChange)]
     if misfits := changed or scaled:
         check_fit(misfits)
@@ -81,15 +81,15 @@ def prospect(stored: Stored, shards: Sequence[ShardedTensor], *, cast: bool, pla
 
     Raises:
         StrategyError: The format can't list its contents.
-        KeyMismatch: A pattern of plain values fits nothing that is stored.
+        KeyMismatch: A pattern of plain values matches no stored key.
     """
     metadata, keys = stored.tensors, sorted({shard.key for shard in shards})
     has_index = isinstance(metadata, IndexMetadata | DeferredMetadata)
     kinds = stored_kinds(metadata, keys) if cast or not has_index else {}
     scaled = find_without_scales(stored, shards, kinds, plain) if cast else ()
     if isinstance(metadata, IndexMetadata | DeferredMetadata):
-        found = explain_from_index(stored.checkpoint, metadata, shards, cast=cast)
-        return replace(found, problems=(*found.problems, *scaled)) if scaled else found
+        outlook = explain_from_index(stored.checkpoint, metadata, shards, cast=cast)
+        return replace(outlook, problems=(*outlook.problems, *scaled)) if scaled else outlook
     misfits = find_mismatches([shard for shard in shards if shard.key in kinds], kinds, cast=cast)
     return Prospect((*find_unexpected(keys, metadata), *misfits, *scaled))
 
@@ -97,7 +97,7 @@ def prospect(stored: Stored, shards: Sequence[ShardedTensor], *, cast: bool, pla
 def find_without_scales(
     stored: Stored, shards: Sequence[ShardedTensor], kinds: Kinds, plain: Sequence[str]
 ) -> tuple[ScaledValues, ...]:
-    """Return the values that would be converted without the scales that are stored beside them.
+    """Return the problems of values that would be converted without the scales stored beside them.
 
     Args:
         stored: The checkpoint's contents.
@@ -106,43 +106,43 @@ def find_without_scales(
         plain: Patterns of keys of values that need no scales.
 
     Raises:
-        KeyMismatch: A pattern of plain values fits nothing that is stored.
+        KeyMismatch: A pattern of plain values matches no stored key.
     """
     metadata = stored.tensors
     is_plain = plain_matcher("load", plain, lambda: stored_keys(metadata))
-    # Names that only reading finds out aren't read for this: those of weights are in the files.
+    # Deferred names aren't read for this, since the names of weights are in the files.
     listed = metadata.of(kinds) if isinstance(metadata, DeferredMetadata) else metadata
     return find_scaled(shards, kinds, partial(stored_kinds, listed), is_plain)
 
 
-# What isn't stored as a shard, and may be in the common state
+# Tensors that aren't stored as shards, but may be in the common state.
 
 
 def unexpected_keys(stored: Stored, target: Target, unexpected: Collection[str]) -> tuple[Unexpected, ...]:
-    """Return the unexpected keys of a target, each with the stored name that may be meant.
+    """Return the unexpected keys of a target, each with a similar stored name if there is one.
 
     Args:
         stored: The checkpoint's contents.
         target: The rank's target.
-        unexpected: The target's keys that aren't stored, as far as a strict mode looks for them.
+        unexpected: The target's keys that aren't stored, if the strict mode needs them.
     """
     if not unexpected:
         return ()
     absent, untaken = find_unexpected(target.keys, stored.keys), stored.untaken
-    known = [replace(one, near=None, refusal=untaken[one.key]) if one.key in untaken else one for one in absent]
+    known = [replace(item, near=None, refusal=untaken[item.key]) if item.key in untaken else item for item in absent]
     return in_common_state(stored, known, target)
 
 
 def in_common_state(stored: Stored, problems: Iterable[P], target: Target) -> tuple[P, ...]:
-    """Return problems, with the path of each missing tensor that the common state holds, at its path or by its name.
+    """Return problems, with a path for each missing tensor that the common state holds at its path or under its key.
 
     Args:
-        stored: The checkpoint's contents; if the common state can't be read, problems stay as they are.
+        stored: The checkpoint's contents; if the common state can't be read, the problems are unchanged.
         problems: The problems of the target.
         target: The rank's target.
     """
     problems = tuple(problems)
-    # Only where something is missing: decoding the common state may be most of a small load.
+    # The common state is decoded only if a tensor is missing, since that may take most of a small load's time.
     if not any(isinstance(problem, Unexpected) and not problem.is_object for problem in problems):
         return problems
     try:

@@ -1,4 +1,4 @@
-"""load: a checkpoint fills a sharded tree, in any layout, whatever layout it was saved in."""
+"""load: fill a sharded tree of any layout from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -47,55 +47,56 @@ def load(
 ) -> Any:
     """Return the stored common state merged with the loaded target; every rank calls it with its own target.
 
-    Only the bytes that the target asks for are read. A plain tensor in the target asks for the whole stored tensor
-    whose key is its path, joined by dots, on each rank that has it; where no tensor has that key, the common state's
-    value is in its place. A plain tensor for which nothing is stored isn't in the result; a warning and the report name
-    it. Other plain values in the target are ignored. The result keeps all containers of the target, as `trees.join`
-    says. Stored lists, tuples and records whose shards the target doesn't ask for are left out, and so are keys that
-    only some ranks had and that no rank's target names; the report and ``strict="raise_all"`` name the plain values
-    that go with them. The steps:
+    Only the bytes that the target requests are read. A plain tensor in the target requests the whole stored tensor
+    whose key is the plain tensor's path, joined by dots. If no tensor has that key, the result has the common state's
+    value there. If that has none either, the result lacks the tensor, and a warning and the report name it. Other plain
+    values in the target are ignored. The result has all containers of the target, as in `trees.join`. Stored lists,
+    tuples and records are left out if the target doesn't request their shards, and so are keys that only some ranks had
+    and no rank's target names. The report and ``strict="raise_all"`` name plain values that are left out with them. The
+    steps:
 
-    1. Open: rank 0 reads metadata.json. No collective; if it fails, ranks learn of it in the next step.
+    1. Open: rank 0 reads metadata.json. No collective; ranks learn of a failure in the next step.
     2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, two for many ranks. Then
-       the metadata is completed: usually no collective; one where rank 0 parses a format's metadata for all, and one or
-       three more where metadata doesn't say it all.
-    3. Find missing and unexpected keys, where `strict` asks for it: one or two collectives, in the default mode none.
-    4. Check: targets fit together and what is stored, the common state is read, memory is made. One collective; no
-       tensor of the target was filled before.
-    5. Read: only what is asked for. One collective; more where one rank reads for several.
-    6. Put together: what donated tensors lack is written, leaves join the common state, factories merge, the report is
-       made. One collective.
+       the metadata is completed: usually no collective; one if rank 0 parses a format's metadata for all, and one or
+       three more if the metadata is incomplete.
+    3. Find missing and unexpected keys, if `strict` needs them: one or two collectives, none in the default mode.
+    4. Check: targets fit together and fit the checkpoint, the common state is read, memory is allocated. One
+       collective; until here no tensor of the target is filled.
+    5. Read: only the requested bytes. One collective; more if ranks read for each other.
+    6. Put together: donated tensors are completed, leaves join the common state, factories merge, the report is made.
+       One collective.
 
     Args:
-        sharded_state_dict: The target: shards say what to load. Their data may be tensors on any device (results go
-            there), None, or meta tensors (results go to `device`). It isn't changed.
+        sharded_state_dict: The target, whose shards are requests. Their data may be tensors on any device (results go
+            there), None, or meta tensors (results go to `device`). The target isn't changed.
         checkpoint_dir: Directory, URL or `Storage` of the checkpoint; or the `checkpoint` of an open one, which isn't
             opened again if `options` are the same.
-        sharded_strategy: Replacement of the function by which its format loads shards: a function, or the
-            name or the (backend, version) whose row is used.
-        common_strategy: Replacement of the one for the common state.
-        validate_access_integrity: Whether ranks exchange their targets and check that every element is asked for
-            by exactly one main replica.
-        strict: Mode for keys that only the target or only the checkpoint has. What a mode leaves out isn't in
-            dicts; in a list, tuple or instance of a class, as in a field that it has got since, the target's own value
-            stays, and the report's `kept` names it.
+        sharded_strategy: Replacement of the format's function that loads shards: a function, or the name or the
+            (backend, version) of the row to use.
+        common_strategy: Replacement of the format's function that loads the common state.
+        validate_access_integrity: Whether ranks exchange their targets and check that exactly one main replica
+            requests each element.
+        strict: Mode for keys that only the target or only the checkpoint has. Dicts of the result lack keys that a mode
+            leaves out. A list, tuple or instance of a class (say, with a field that is new since the save) keeps the
+            target's own value there, and the report's `kept` names it.
         world: The ranks that take part; torch.distributed's default group, or else this process alone.
-        donate: Whether the target's tensors are given away: they are filled in place and returned, those that
-            factories hold too. Tied weights, one memory under several keys, are filled once. If the load
-            fails from step 5 on, their content may be lost. A module's load hooks aren't called: `load_module` does.
-        cast: Whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
-            fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is an error.
-            Quantised values, as FP8, are an error where scales are stored beside them: alone they are other numbers.
-        plain: Patterns of keys of values that need no scales, though tensors are stored beside them that are named
-            like scales: they may be cast.
-        device: Device of a tensor whose target has no memory, since its data is None, a meta or a lazy tensor; the
-            CPU by default. Ranks may pass different devices.
-        layout: The tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
-            or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
-        transform: A trace that makes the target's tensors of those that are stored, by key: each rank reads what its
-            own are made of. Their integrity isn't checked: ranks may need the same elements, and leave some out.
-            Other values do too whose method ``stored_target(target, /, *, cast, plain)`` returns the target to load
-            in place of the given one, whose factories make the given one's tensors of those that are stored.
+        donate: Whether the target's tensors, including those that factories hold, are filled in place and returned.
+            Tied weights, one memory under several keys, are filled once. If the load fails from step 5 on, their
+            content may be lost. A module's load hooks aren't called; `load_module` calls them.
+        cast: Whether values that are stored in another dtype than the target's are converted, as `torch.Tensor.to`
+            does; a fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is
+            an error. Quantised values, such as FP8, are an error if scales are stored beside them, since without these
+            they are different numbers.
+        plain: Patterns of keys of values that may be cast without scales, although tensors with names of scales are
+            stored beside them.
+        device: Device of tensors whose targets have no memory (None, meta or lazy tensors); the CPU by default. Ranks
+            may pass different devices.
+        layout: The tensor shards that all ranks request, computed by every rank from a mesh and specs, or from
+            DTensors. Then no layouts are exchanged, only a hash of this one, which is always compared.
+        transform: A trace that computes the target's tensors from stored ones, by key: each rank reads the elements
+            that its own tensors need. Their integrity isn't checked: ranks may need the same elements, and omit others.
+            Alternatively, any object with a method ``stored_target(target, /, *, cast, plain)``, which returns the
+            target to load instead; its factories compute the original target's tensors from the stored ones.
         strategies: The dispatch table; None for the process's.
         options: Options of the read: verification, exchange between ranks, classes, rules for objects, progress.
 
@@ -103,19 +104,19 @@ def load(
         The tree; with a strict mode that returns keys, ``(tree, missing, unexpected)``.
 
     Raises:
-        MetadataError: `device` isn't one that this machine has, or is the meta device.
-        NotACheckpoint: there is none.
-        KeyMismatch: the checkpoint lacks what the target asks for, or more than `strict` allows; or a plain tensor of
+        MetadataError: this machine doesn't have `device`, or it is the meta device.
+        NotACheckpoint: the directory holds no finished checkpoint.
+        KeyMismatch: a requested key isn't stored, or `strict` doesn't allow a difference of keys; or a plain tensor of
             the target is stored under another key than that of its path.
-        TreeError: the target doesn't fit the common state, or is too deep; a rule for objects fits no key.
+        TreeError: the target doesn't fit the common state, or is too deep; a rule for objects matches no key.
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
-        ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
-            can't be converted, or only with its scales, donated tensors share memory (tied ones: and what is stored
-            differs) or can't be written, or objects of another shape have no rule.
-        IntegrityError: elements don't have one main replica each, or `layout` isn't what the ranks ask for, or not the
-            same on all.
-        CorruptCheckpoint: stored bytes aren't what was saved.
-        UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
+        ShapeError: a tensor's global shape or dtype differs; the checkpoint doesn't cover the target; a stored value
+            can't be converted, or not without its scales; donated tensors can't be written, or share memory (for tied
+            weights: and their stored values differ); or an array of objects has another shape and no rule.
+        IntegrityError: an element doesn't have exactly one main replica, or `layout` differs from the ranks' targets or
+            between ranks.
+        CorruptCheckpoint: stored bytes are damaged.
+        UnsafeFile: the checkpoint holds pickled values, and `allow_pickle` is False.
         RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
             share.
 
@@ -147,15 +148,15 @@ def load(
         options=options,
     )
     if transform is not None:
-        with suppress(TreeError):  # of a target that is no tree: it is raised in step 2, on all ranks
+        with suppress(TreeError):  # a target that isn't a tree is refused in step 2, on all ranks
             request = replace(request, tree=target_through(sharded_state_dict, transform, cast=cast, plain=plain))
     checkpoint_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
     local, messages = ask(ranks, checkpoint_or_error, request)  # 2: all ranks wait
     local = with_metadata(request, local)  # 2: all wait, for some formats
-    # Before the checks, which are one phase of all ranks: comparing keys takes collectives of its own.
+    # Comparing keys takes collectives, so it precedes the checks, which are a single phase.
     missing, unexpected = compare_keys(ranks, request, local)  # 3: all wait, in some strict modes
     checked_load = check_ranks(request, local, messages, missing, unexpected)  # 4: reads no tensor; all wait
-    # The first step that writes into donated tensors; no other tensor of the target ever changes.
+    # From this step on donated tensors are written; no other tensor of the target ever changes.
     objects, report = read_into(checked_load.reading, checked_load.destination)  # 5: reads; all wait
     tree = put_together(checked_load, objects, report)  # 6: may write into donated tensors; all wait
     return (tree, missing, unexpected) if local.mode in RETURNING else tree
@@ -165,12 +166,12 @@ _LAST_STEPS = ("load: deliver", "load: join")
 
 
 def put_together(checked_load: CheckedLoad, objects: Sequence[Any], amount: ReadReport) -> Any:
-    """Return the tree of the common state and what was read, once all ranks have theirs; a barrier.
+    """Return the tree of the common state and the loaded leaves, after all ranks have theirs; a barrier.
 
     Args:
         checked_load: The load, its memory filled.
         objects: The data of the objects among the target's leaves.
-        amount: The amount that was read; goes to the caller's `report`.
+        amount: The report of the read, which the caller's `report` gets.
     """
     checkpoint = checked_load.reading.checkpoint
     finish = partial(_put_together, checked_load, objects, amount, checkpoint.options.report)

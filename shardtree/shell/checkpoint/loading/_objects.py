@@ -1,4 +1,4 @@
-"""The fit of a target's objects to those that are stored, and rules for arrays of objects that change their shape."""
+"""The fit of a target's objects to the stored ones, and rules for arrays of objects that change their shape."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .._open import Metadata
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectsFit:
-    """The fit of a target's objects to those that are stored.
+    """The fit of a target's objects to the stored ones.
 
     Attributes:
-        problems: The reasons why some can't be loaded.
+        problems: The reasons why some objects can't be loaded.
         arrays: The arrays that change their shape, as (key, target's shape).
         cells: All stored cells of such arrays, without data.
         rules: The rules for such arrays, by key.
@@ -39,12 +39,12 @@ class ObjectsFit:
     rules: Mapping[str, ObjectRule] = field(default_factory=dict)
 
     def changes(self, item: ShardedObject) -> bool:
-        """Return whether a target's object is of an array that changes its shape."""
+        """Return whether a target's object belongs to an array that changes its shape."""
         return (item.key, item.global_shape) in self.arrays
 
     @property
     def cells_to_read(self) -> list[ShardedObject]:
-        """The stored cells that rules look at."""
+        """The stored cells that rules need."""
         drop_objects = leaf("drop_objects")
         return [item for item in self.cells if self.rules[item.key] is not drop_objects]
 
@@ -55,17 +55,17 @@ def fit_objects(
     rules: Mapping[str, ObjectRule] | None,
     others: Iterable[str] = (),
 ) -> ObjectsFit:
-    """Return the fit of a target's objects to those that are stored, as far as the format can list those.
+    """Return the fit of a target's objects to the stored ones, if the format can list these.
 
     Args:
         objects: The target's objects.
         metadata: The stored contents; None if they aren't known.
         rules: Rules by patterns of keys.
-        others: Further keys that rules may name, beside those that are stored or asked for.
+        others: Further keys that rules may name, beside stored and requested ones.
 
     Raises:
-        TreeError: A rule's pattern fits no key.
-        IntegrityError: There is a rule, but it isn't clear from which shape to which.
+        TreeError: A rule's pattern matches no key.
+        IntegrityError: The old or the new shape of an array with a rule is ambiguous.
     """
     if metadata is None or not (objects or rules):
         return ObjectsFit()
@@ -80,7 +80,8 @@ def fit_objects(
     unexpected = [
         item.unique_key
         for item in absent
-        # Old Megatron-Core lost part of an object's name; one that is stored by that name isn't unexpected.
+        # Old releases of Megatron-Core truncated objects' names; an object that is stored under such a name isn't
+        # unexpected.
         if (item.key, item.global_shape) not in pairs and old_unique_key(item) not in metadata
     ]
     problems = find_unexpected(unexpected, metadata, is_object=True) if unexpected else ()
@@ -91,7 +92,7 @@ def fit_objects(
 
 
 def stored_objects(metadata: Metadata, keys: Collection[str]) -> list[ShardedObject]:
-    """Return the stored cells of some arrays of objects, without data."""
+    """Return the stored cells of arrays of objects with the given keys, without data."""
     if not keys:
         return []
     if isinstance(metadata, IndexMetadata):
@@ -106,7 +107,7 @@ def _keys(metadata: Metadata) -> set[str]:
 
 
 def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], values: Sequence[Any]) -> list[Any]:
-    """Return the values that rules make of stored objects, one for each of a target's objects that they concern.
+    """Return the values that rules compute from stored objects, one for each object of `objects`.
 
     Args:
         fit: The fit of the target's objects.
@@ -114,8 +115,8 @@ def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], values: S
         values: The data of `fit.cells_to_read`.
 
     Raises:
-        IntegrityError: A cell isn't stored, or values that should be equal aren't.
-        ShapeError: A rule gives more or fewer values than there are cells.
+        IntegrityError: A cell isn't stored, or values that must be equal differ.
+        ShapeError: A rule returns a wrong number of values.
         UnsupportedValue: A rule can't handle a value.
     """
     cells = [replace(item, data=data) for item, data in zip(fit.cells_to_read, values, strict=True)]

@@ -1,8 +1,8 @@
-"""Omissions of a load: what isn't stored leaves the target, and what the result can't hold stays behind, each by name.
+"""Omissions of a load: values that aren't stored leave the target, and stored values may not fit the result.
 
-A dict of the result lacks what isn't stored. A list, tuple or instance of a class needs a value in each place: in modes
-that leave out what isn't stored, that is the target's own. So it is in dicts within such a place, if nothing is loaded
-there.
+Dicts of the result lack values that aren't stored. A list, tuple or instance of a class needs a value in each place:
+in modes that leave out values that aren't stored, it keeps the target's own. So do dicts within such a place, if
+nothing is loaded there.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from ._targets import Target, take_apart
 
 _SHARDED = (ShardedTensor, ShardedObject)
 
-# Before the join: shards that aren't stored leave the target
+# Before the join, shards that aren't stored are removed from the target.
 
 
 def leave_out(target: Target, tree: Any, unexpected: set[str], mode: StrictHandling) -> Target:
-    """Return the target without what isn't stored, and with its own values that may stay in those places.
+    """Return the target without shards that aren't stored, and with its own values that may stay in their places.
 
     Args:
         target: A rank's target, taken apart.
         tree: The same target as a tree.
-        unexpected: Keys that it asks for and that aren't stored, as far as the mode looks for them.
+        unexpected: Requested keys that aren't stored, if the mode needs them.
         mode: The strict mode.
 
     Raises:
-        KeyMismatch: Of a factory's shards some are stored, and some aren't, so that it can't be merged.
+        KeyMismatch: Only some of a factory's shards are stored, so that it can't be merged.
     """
-    rest = _without_unexpected(target, tree, unexpected) if unexpected else target
-    return replace(rest, own=own_values(tree, unexpected)) if mode in LEAVING_OUT else rest
+    stored_part = _without_unexpected(target, tree, unexpected) if unexpected else target
+    return replace(stored_part, own=own_values(tree, unexpected)) if mode in LEAVING_OUT else stored_part
 
 
 def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Target:
@@ -71,7 +71,7 @@ def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targ
         if keys and keys < keys_of(leaf)
     ]
     if partly:
-        what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
+        what, fix = "load: factories are stored only in part", "Leave them out of the target, or build stored shards."
         raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
     return take_apart(
         map_shards(lambda leaf: HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
@@ -80,7 +80,7 @@ def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targ
 
 
 def keys_of(leaf: Any) -> set[str]:
-    """Return the keys that a leaf asks for: a factory's are those of the shards that it builds.
+    """Return the keys that a leaf requests; a factory requests the keys of the shards that it builds.
 
     Examples:
         >>> keys_of(ShardedTensor.from_rank_offsets("w", torch.ones(2))), keys_of(3)
@@ -93,11 +93,11 @@ def keys_of(leaf: Any) -> set[str]:
 
 
 def own_values(tree: Any, unexpected: Set[str]) -> dict[TreePath, Any]:
-    """Return the values of a target that may stay, by path: of what isn't stored, and plain ones.
+    """Return the values of a target that may stay in the result, by path: plain values, and data that isn't stored.
 
     Args:
         tree: A rank's target.
-        unexpected: Keys that it asks for and that aren't stored.
+        unexpected: Requested keys that aren't stored.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -125,8 +125,8 @@ def kept_paths(common: Any, tree: Any, own: Mapping[TreePath, Any]) -> list[Tree
 
     Args:
         common: The stored common tree.
-        tree: What its join with the target gave.
-        own: The target's values by path, as `own_values` gives them.
+        tree: The join of common tree and target.
+        own: The target's values by path, from `own_values`.
 
     Examples:
         >>> kept_paths([HOLE, 0.5], ["w", 0.5, 0.9], {(1,): 0.5, (2,): 0.9})
@@ -138,7 +138,7 @@ def kept_paths(common: Any, tree: Any, own: Mapping[TreePath, Any]) -> list[Tree
     ]
 
 
-# The join, as a trial before a tensor is read, and its omissions
+# A trial of the join before a tensor is read, and its omissions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,10 @@ class Omissions:
 
     Attributes:
         left_out: Paths of stored plain values that can't be returned, since containers around them lack shards.
-        unfilled: Paths of plain tensors of the target for which nothing is stored.
+        unfilled: Paths of the target's plain tensors for which nothing is stored.
         kept: Paths of the target's own values that are in the result, since nothing is stored for them.
         union_paths: Paths of all plain values of a common state that is the union of several ranks'.
-        unasked_bits: Bits of each rank: which of these paths its part of the union lacks.
+        unasked_bits: Packed flags of this rank, one for each of these paths that its part of the union lacks.
     """
 
     left_out: tuple[str, ...] = ()
@@ -165,8 +165,8 @@ class Omissions:
         return self.unfilled, self.kept, self.unasked_bits
 
     def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
-        """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
-        if len(set(map(len, all_bits))) != 1:  # nothing was united, or a function of the caller's loads other states
+        """Return the paths of united values that no rank requested, from the packed flags of all ranks."""
+        if len(set(map(len, all_bits))) != 1:  # nothing was united, or a caller's function loads different states
             return ()
         of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in all_bits])
         numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.union_paths)))
@@ -179,13 +179,13 @@ def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandli
     Args:
         stored: The checkpoint's contents.
         target: The rank's target.
-        rest: The target without what isn't stored.
+        rest: The target without shards that aren't stored.
         mode: The strict mode.
 
     Raises:
         TreeError: The target doesn't fit the common state.
-        KeyMismatch: Something is left out, and the mode raises for all that isn't loaded; or a plain tensor is stored
-            under another key than that of its path, and the mode doesn't leave out what isn't stored.
+        KeyMismatch: Values are left out, and the mode raises for all values that aren't loaded; or a plain tensor is
+            stored under another key than that of its path, and the mode doesn't leave it out.
         CorruptCheckpoint, UnsafeFile: The common state can't be read.
     """
     whole, unions = stored.common(rest.types), unions_of(stored.checkpoint.fields)
@@ -194,15 +194,15 @@ def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandli
     common = restrict(whole, target.rebuild(target.leaves), unions)
     omissions = check_join(stored, common, rest, mode)
     values, absent = left_out(whole, HOLE), {*left_out(whole, common)}
-    # As bits: of thousands of ranks, each may lack the values of thousands of parameters.
+    # Flags are packed into bits, since thousands of ranks may each lack the values of thousands of parameters.
     bits = np.packbits([path in absent for path in values]).tobytes()
     return common, replace(omissions, union_paths=values, unasked_bits=(bits,))
 
 
 def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling) -> Omissions:
     """Return the omissions of a trial of the last step's join, with the target's own leaves."""
-    # An optimizer's state in tuples, or a list with shards beside values, can't come back without its shards: it is
-    # left out, so that a load of a part can succeed.
+    # An optimizer's state in tuples, or a list with shards beside values, can't be returned without its shards: it is
+    # left out, so that a partial load can succeed.
     own_place = (*_SHARDED, LocalNonpersistentObject)
     leaves = [leaf if isinstance(leaf, own_place) else HOLE for leaf in target.leaves]
     tree = join_leaves(common, target, leaves)
@@ -217,23 +217,23 @@ def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling
 
 
 def join_leaves(common: Any, target: Target, leaves: Sequence[Any]) -> Any:
-    """Return the stored common tree joined by what was loaded for each leaf of a target.
+    """Return the join of the stored common tree with the loaded values of a target's leaves.
 
     Raises:
-        TreeError: They don't fit.
+        TreeError: The two don't fit together.
     """
     tree = target.rebuild(leaves)
     with refuse_too_deep("load"):
         return join(common, tree, target.own)
 
 
-# The words for omissions, in errors and in the log
+# Headings of errors and log messages about omissions.
 
 STORED_VALUES = (
-    "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for, or the target's "
-    "class hasn't these fields"
+    "load: stored values are left out: shards beside them in a list, tuple or record aren't requested, or the target's "
+    "class lacks these fields"
 )
-TARGET_TENSORS = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
+TARGET_TENSORS = "load: tensors of the target, or values with tensors, aren't stored, so the result lacks them"
 RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
 KEPT_VALUES = (
     "load: no value is stored for these places; the target's own is kept, since a list, tuple or class needs one"
@@ -247,32 +247,32 @@ _FIXES = {
     ),
     RANK_VALUES: "Put these keys in a rank's target, or pass another strict mode.",
 }
-"""What isn't in the result of a load, and what to do about that."""
+"""Fixes by heading."""
 
 
 def refuse_omissions(strict: StrictHandling, what: str, paths: Sequence[str]) -> None:
-    """Raise if stored values aren't loaded, or plain tensors not filled, where a mode raises for all.
+    """Raise if there are omissions and the mode is RAISE_ALL.
 
     Args:
-        strict: The mode.
-        what: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
-        paths: Paths of the values or tensors.
+        strict: The strict mode.
+        what: Heading of the error: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
+        paths: Paths of the omitted values or tensors.
 
     Raises:
-        KeyMismatch: There is one.
+        KeyMismatch: There are paths, and the mode raises.
     """
     if strict is StrictHandling.RAISE_ALL and paths:
         raise KeyMismatch(error_text(what, offenders=paths, fix=_FIXES[what]))
 
 
 def log_omissions(what: str, paths: Sequence[str]) -> None:
-    """Log the paths of what isn't in the result, if there are any."""
+    """Log the paths of omitted values under a heading, if there are any."""
     if paths:
         logger.warning("\n  ".join([what, *map(error_text, paths)]))
 
 
 def log_of_ranks(mode: StrictHandling, unfilled: Iterable[str], kept: Iterable[str], unasked: Sequence[str]) -> None:
-    """Log what the ranks' results lack or keep of their targets, each path once, and what none of them asks for."""
+    """Log the ranks' unfilled and kept paths, each once, and the values that no rank requests."""
     log_omissions(TARGET_TENSORS, list(dict.fromkeys(unfilled)))
     log_omissions(KEPT_VALUES, [] if mode is StrictHandling.IGNORE_ALL else list(dict.fromkeys(kept)))
     log_omissions(RANK_VALUES, unasked if mode in LOGGING else ())

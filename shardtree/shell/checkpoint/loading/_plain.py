@@ -1,7 +1,7 @@
-"""Plain tensors in a target: each asks for the whole stored tensor of its path's key, on every rank that has it.
+"""Plain tensors in a target: each requests the whole stored tensor whose key is the plain tensor's path.
 
-What isn't stored under that key is looked for in the common state. What gets a value from neither is named: nothing
-that holds a tensor is left out in silence.
+If no tensor has that key, the value comes from the common state. Plain tensors that get a value from neither are always
+named, never omitted silently.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ._targets import Kinds, Target
 
 
 def asking_whole(target: Target, kinds: Kinds) -> Target:
-    """Return a target in which each plain tensor whose path's key is stored is a shard: the whole tensor of that key.
+    """Return a target with each plain tensor whose path is a stored key replaced by a shard, the whole stored tensor.
 
-    Where both have one element, the target's shape is kept, whatever the stored one is: () and (1,) are both usual for
-    an optimizer's step.
+    If both have a single element, the result has the target's shape: both () and (1,) are common for an optimizer's
+    step.
 
     Args:
         target: A rank's target, taken apart.
-        kinds: The stored kinds of the tensors that it may ask for, by key.
+        kinds: The stored kinds of the tensors that it may request, by key.
 
     Raises:
         UnsupportedValue: Such a tensor is a wrapper subclass, whose memory can't be filled.
@@ -58,7 +58,7 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
 
 
 def _in_shapes(rebuild: Callable[[Sequence[Any]], Any], shapes: dict[int, torch.Size], leaves: Sequence[Any]) -> Any:
-    """Return the tree of leaves in which the loaded tensors of these numbers have these shapes."""
+    """Return the rebuilt tree, with the loaded tensors of the given numbers viewed in the given shapes."""
     values = (
         leaf.view(shapes[number]) if number in shapes and isinstance(leaf, torch.Tensor) else leaf
         for number, leaf in enumerate(leaves)
@@ -70,48 +70,48 @@ def unfilled_paths(target: Target, tree: Any) -> list[TreePath]:
     """Return the paths of a target's plain tensors that get no value, neither loaded nor from the common state.
 
     Args:
-        target: A rank's target, in which the stored ones are shards already.
-        tree: The result of its join with the common state.
+        target: A rank's target, with stored plain tensors already replaced by shards.
+        tree: The join of the target with the common state.
     """
     return trees.unfilled(tree, [(path, target.leaves[number]) for number, path in target.plain.items()])
 
 
 def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Collection[str]) -> None:
-    """Raise where a plain tensor gets no value, and what seems to be meant is stored under another key.
+    """Raise if a plain tensor gets no value, but a similar tensor is stored under another key.
 
-    That is so where the saved tree had a shard at its path, and where a stored key is the end of its path's key.
+    This is so if the saved tree had a shard at the plain tensor's path, or if a stored key is a suffix of that path.
 
     Args:
         paths: Paths of plain tensors that get no value.
-        common: The stored common tree, with holes where shards were.
+        common: The stored common tree, with holes in place of shards.
         checkpoint_keys: All stored keys.
 
     Raises:
-        KeyMismatch: Names the path, and the stored key as far as it is known.
+        KeyMismatch: Such a tensor is stored; the error names the path, and the stored key if it is known.
     """
     pairs = [(path, text) for path in paths if (text := _hint(path, common, checkpoint_keys))]
     if pairs:
-        what = "load: plain tensors of the target that are stored under another key than that of their path"
+        what = "load: plain tensors of the target are stored under other keys than those of their paths"
         fix = (
-            "Put `ShardedTensor.from_rank_offsets(key, tensor)` with the stored key in the place of each, or give the\n"
-            "  target the structure of the keys. What is this rank's own goes into a `LocalNonpersistentObject`."
+            "Replace each by `ShardedTensor.from_rank_offsets(key, tensor)` with the stored key, or give the target\n"
+            "  the structure of the keys. Put a rank's own values into a `LocalNonpersistentObject`."
         )
         offenders = [f"{render_path(path)}: {path_key(path)!r} isn't stored, {text}" for path, text in pairs]
         raise KeyMismatch(error_text(what, offenders=offenders, fix=fix))
 
 
 def _hint(path: TreePath, common: Any, keys: Collection[str]) -> str:
-    """Return a text about the value stored in place of the tensor at a path; empty if nothing hints at one."""
+    """Return a text about the stored tensor that may be meant by a path; empty if there is none."""
     key = path_key(path)
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(1, len(parts)))
-    # Until 0.1.0 a named tuple's fields had positions in keys, as a tuple's items have.
+    # Until 0.1.0, keys contained the positions of a named tuple's fields, as of a tuple's items.
     by_position = path_key(tuple(int(entry) if isinstance(entry, int) else entry for entry in path))
     if (end := next((end for end in (by_position, *ends) if end in keys), None)) is not None:
         return f"but {end!r} is"
     node, depth = deepest(common, path)
-    # A container of shards alone is one hole. Where their keys are those of their paths, the tensor is none of them:
-    # the model has it since, say.
+    # A container of only shards is a single hole. If these shards' keys are those of their paths, the tensor isn't one
+    # of them: it may be new in the model.
     inside = path_key(path[:depth]) + "."
     if node is not HOLE or (depth < len(path) and any(name.startswith(inside) for name in keys)):
         return ""

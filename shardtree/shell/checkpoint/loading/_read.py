@@ -1,4 +1,4 @@
-"""Reading a target's shards into memory made for them: by every rank for itself, or as ranks read for each other."""
+"""Reads of a target's shards into memory, by each rank for itself or by ranks for each other."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ from ._choice import ALONE, ExchangeChoice
 from ._objects import ObjectsFit, reshaped_values
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
-# Imported now: a load of our own format imports nothing, since it may run where an import is half done.
+# The row is imported now: a load of our own format imports nothing, since it may run during another import.
 find_strategy(StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND)
 
 Shards = Sequence[ShardedTensor]
 
-# Groups that are read at once: shards stored in their own dtype, then, round by round, those that are converted. These
-# are read into staging memory, a bounded round at a time, and copied to the target.
+# Groups of shards that are read at once: first those stored in the target's dtype, then rounds of shards that are
+# converted. A round is read into staging memory of bounded size, and copied to the target.
 
 
 def by_dtype(shards: Shards, kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """Return the shards that are stored in their own dtype, as far as is known, and the others."""
-    # By identity: shards of one key in a target may ask for different dtypes.
+    """Return the shards that are stored in their own dtype, or in an unknown one, and the others."""
+    # Shards are compared by identity, since shards of one key in a target may have different dtypes.
     others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
     ids = set(map(id, others))
     return [shard for shard in shards if id(shard) not in ids], others
 
 
 def stored_shard(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
-    """Return a shard without data, in the dtype that it is stored in."""
+    """Return a shard without data, in its stored dtype."""
     return replace(shard, data=None, dtype=kinds[shard.key].dtype)
 
 
 def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count: int = 0) -> list[list[ShardedTensor]]:
-    """Return the groups that a rank reads at once: shards stored in their own dtype, then those converted each round.
+    """Return the groups that a rank reads at once: shards stored in their own dtype, then each round of converted ones.
 
     Args:
         shards: The rank's shards.
         kinds: The stored kinds, by key.
-        rounds: The round of each converted shard, int64; None where the rank reads by itself.
-        count: The least number of rounds.
+        rounds: The round of each converted shard, int64; None if the rank reads by itself.
+        count: The minimum number of rounds.
     """
     alike, others = by_dtype(shards, kinds)
     if rounds is None and others:
@@ -78,13 +78,13 @@ def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count:
 
 
 def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTensor]:
-    """Return shards with new memory of the dtypes that they are stored in."""
+    """Return shards with new memory, in their stored dtypes."""
     bare = (stored_shard(shard, kinds) for shard in shards)
-    return [replace(one, data=new_memory(one.key, one.data_shape, one.dtype)) for one in bare]
+    return [replace(shard, data=new_memory(shard.key, shard.data_shape, shard.dtype)) for shard in bare]
 
 
 def convert_all(shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], kinds: Kinds) -> None:
-    """Convert what was read to the dtype of its shard, in the shard's memory; unstored parts of a padded one stay.
+    """Convert read values to their shards' dtypes, in the shards' memory; unstored parts of padded shards stay.
 
     Args:
         shards: Shards with contiguous memory, written in place.
@@ -101,15 +101,15 @@ def convert_all(shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The way in which a target is read.
+    """The parameters of the read of a target.
 
     Attributes:
         checkpoint: The opened checkpoint.
         sharded_strategy: The caller's choice.
         strategies: The dispatch table; None for the process's.
         donate: Whether the target's tensors are filled in place.
-        exchange: Whether ranks send each other what several of them want, and why.
-        kinds: The stored kinds of tensors, by key; a tensor of another dtype than a target's is converted.
+        exchange: The choice whether ranks read for each other.
+        kinds: The stored kinds of tensors, by key; tensors of another dtype than the target's are converted.
         objects: The fit of the target's objects.
         layout: The target of all ranks, if the caller passed it.
         device: The device of tensors that have no memory in the target.
@@ -127,7 +127,7 @@ class Reading:
 
     @cached_property
     def fills_devices(self) -> bool:
-        """Whether memory on devices is filled part by part, without the host's memory for all of it."""
+        """Whether memory on devices is filled in parts, without host memory for all of it."""
         if self.exchange.together:
             return False
         return traits_of_load(self.checkpoint, self.sharded_strategy, self.strategies).fills_devices
@@ -158,13 +158,13 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
 
 
 def _is_read_to_device(reading: Reading, shard: ShardedTensor) -> bool:
-    """Return whether a shard whose target is on a device is read there part by part: a converted one can't be."""
+    """Return whether a shard whose target is on a device is read there in parts, which excludes converted shards."""
     is_alike = shard.key not in reading.kinds or reading.kinds[shard.key].dtype == shard.dtype
     return is_alike and reading.fills_devices
 
 
 def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], ReadReport]:
-    """Fill the destination, and return the data of each object and how much was read; collective."""
+    """Fill the destination, and return the data of each object and a report; collective."""
     world = reading.checkpoint.world
     others = (leaf for leaf in destination.leaves if type(leaf) is not ShardedTensor)
     objects = [leaf for leaf in others if isinstance(leaf, ShardedObject)]
@@ -191,25 +191,25 @@ def _read_alone(reading: Reading, shards: Shards) -> ReadReport:
 
 
 def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill shards by the format's function, or the caller's, and return how much was read; not collective.
+    """Fill shards by the format's function, or the caller's, and return its report; not collective.
 
     Raises:
-        StrategyError: The function returned something else.
+        StrategyError: The function didn't return a ReadReport.
     """
     backend = sharded_backend(reading.checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
     with unless_replaced(reading.checkpoint):
         report = load_sharded(reading.checkpoint, shards)
     if not isinstance(report, ReadReport):
-        # A function that returns tensors, as in other libraries, has left the shards' memory unfilled.
-        what = "load: not what a function that loads shards returns"
-        fix = "Fill the data of each shard in place, and return how much was read."
+        # A function that returns tensors, as in other libraries, hasn't filled the shards' memory.
+        what = "load: invalid result of a function that loads shards"
+        fix = "Fill the data of each shard in place, and return a ReadReport."
         raise StrategyError(error_text(what, found=type(report).__name__, expected="a ReadReport", fix=fix))
     return report
 
 
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
-    """Return the data of each object, that of arrays that change their shape by their rules."""
+    """Return the data of each object; rules compute that of arrays that change their shape."""
     fit = reading.objects
     if not fit.arrays:
         return _read_items(reading, objects) if objects else []
@@ -235,31 +235,31 @@ def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) 
     """Return the loaded value of each leaf: a tensor, a boxed object, a local box unchanged, or a hole.
 
     Args:
-        reading: The way in which the target was read.
+        reading: The parameters of the read.
         destination: The filled memory.
         objects: The data of the objects among the leaves.
     """
-    rest = iter(objects)
-    # Only now, when all ranks have read: a save that replaced the files earlier would have mixed two checkpoints.
+    data = iter(objects)
+    # The check comes after all ranks have read: a save that replaced files earlier could have mixed two checkpoints.
     check_unreplaced(reading.checkpoint)
     tensors = iter(deliver_all(destination.shards, destination.memories, donate=reading.donate, device=reading.device))
     leaves: list[Any] = []
-    for asked in destination.leaves:
-        if isinstance(asked, ShardedTensor):
+    for target in destination.leaves:
+        if isinstance(target, ShardedTensor):
             leaves.append(next(tensors))
-        elif isinstance(asked, ShardedObject):
-            # Boxed: a loaded object may be a container, which the join would enter.
-            leaves.append(LocalNonpersistentObject(next(rest)))
+        elif isinstance(target, ShardedObject):
+            # The object is boxed, since it may be a container, which the join would enter.
+            leaves.append(LocalNonpersistentObject(next(data)))
         else:
-            leaves.append(asked if isinstance(asked, LocalNonpersistentObject) else HOLE)
+            leaves.append(target if isinstance(target, LocalNonpersistentObject) else HOLE)
     return leaves
 
 
 def traits_of_load(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> FormatTraits:
-    """Return the traits of the function that loads shards, the defaults if it isn't the format's own."""
+    """Return the traits of the function that loads shards; the defaults if it isn't the format's own function."""
     backend = sharded_backend(checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
-    # The traits are those of the format's own function, not of one that was put into its place for this call.
-    own = find_strategy(StrategyAction.LOAD_SHARDED, *backend, strategies=strategies)
-    default = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), own)
-    return traits_of(*backend, strategies) if load_sharded is own is default else FormatTraits()
+    # The traits describe the format's own function, not a replacement for this call.
+    row = find_strategy(StrategyAction.LOAD_SHARDED, *backend, strategies=strategies)
+    default = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), row)
+    return traits_of(*backend, strategies) if load_sharded is row is default else FormatTraits()

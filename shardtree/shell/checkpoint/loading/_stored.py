@@ -1,4 +1,4 @@
-"""The contents of a checkpoint that a load compares its target with: keys, kinds, objects, the common state."""
+"""The contents of a checkpoint for comparison with a load's target: keys, kinds, objects, the common state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Choices = tuple[Choice, Choice, Strategies | None]
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A checkpoint's contents without tensor data; each part is looked up when it is first asked for, and kept.
+    """A checkpoint's contents without tensor data; each part is read on first access and memoised.
 
     Attributes:
         checkpoint: The opened checkpoint.
@@ -80,7 +80,7 @@ class Stored:
             StrategyError: The format doesn't list its contents.
         """
         sharded, common, strategies = self.choices
-        # A caller's function loads shards and can't list them: the format's own row does.
+        # A caller's function loads shards but can't list them, so the format's own row does.
         pair = (None if callable(sharded) else sharded, None if callable(common) else common)
         return sharded_metadata(self.checkpoint, *pair, strategies)
 
@@ -93,7 +93,7 @@ class Stored:
 
     @cached_property
     def keys(self) -> set[str]:
-        """The keys of all stored tensors and objects; none if the format doesn't list them."""
+        """The keys of all stored tensors and objects; empty if the format doesn't list them."""
         return stored_keys(self._listing_if_any)
 
     @property
@@ -102,29 +102,28 @@ class Stored:
         return untaken_of(self._listing_if_any)
 
     def kinds(self, keys: Iterable[str]) -> Kinds:
-        """Return the dtypes and shapes of those stored tensors that have one of these keys."""
+        """Return the dtypes and shapes of stored tensors among the given keys."""
         return stored_kinds(self._listing_if_any, sorted(keys))
 
     def common(self, types: tuple[type, ...]) -> Any:
-        """Return the common tree, with instances of a target's own namedtuple classes where they fit.
+        """Return the common tree, with instances of the target's namedtuple classes where they fit.
 
         Raises:
-            CorruptCheckpoint: Its bytes aren't those that were saved.
-            UnsafeFile: It holds pickled values, and `allow_pickle` isn't given.
+            CorruptCheckpoint: The stored bytes are damaged.
+            UnsafeFile: It holds pickled values, and `allow_pickle` is False.
         """
         if types in self._commons:
             return self._commons[types]
         checkpoint, (_, common, strategies) = self.checkpoint, self.choices
-        # The caller's types come last, so that they win over the target's of the same name.
+        # The caller's types come last, so that they take precedence over the target's of the same name.
         options = replace(checkpoint.options, types=(*types, *named_types(checkpoint.options.types).values()))
         try:
             tree = load_common(replace(checkpoint, options=options), common, strategies)
         except UnsupportedValue:
-            # A class whose fields have changed since the save: its instances come back as plain records, as without a
-            # target.
+            # If a class's fields have changed since the save, its instances become plain records, as without a target.
             tree = load_common(checkpoint, common, strategies)
         except UnsafeFile as error:
-            error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
+            error.add_note("Tensors can be read without the common state: see load_plain_tensors and open_checkpoint.")
             raise
         self._commons[types] = tree
         return tree

@@ -1,4 +1,4 @@
-"""The strict modes: actions on keys that only the target or only the checkpoint has."""
+"""The strict modes: actions for keys that only the target or only the checkpoint has."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ logger = logging.getLogger("shardtree")
 
 
 class StrictHandling(Enum):
-    """What to do about mismatched keys; the modes and their meaning are Megatron-Core's.
+    """Modes for mismatched keys, with the names and meanings of Megatron-Core's.
 
-    *Unexpected* keys are asked for by this rank's target and not stored. *Missing* keys are stored and asked for by no
-    rank; the ``*_ALL`` modes look for them too, for which ranks exchange their keys.
+    *Unexpected* keys are requested by this rank's target but not stored. *Missing* keys are stored but requested by no
+    rank; the ``*_ALL`` modes look for them too, and ranks exchange their keys for that.
 
     Attributes:
-        ASSUME_OK_UNEXPECTED: keys aren't compared; an unexpected key is an error of the load's check, before a tensor
-            is read, or of the read where a format can't list its keys.
-        LOG_UNEXPECTED: warn of unexpected keys, all by name, and leave them out of dicts. A list, tuple or instance of
-            a class keeps the target's own value there, and that of a plain value or plain tensor that isn't stored, as
-            do dicts within such a place; a shard without data is an error. Stored fields that a class has no more are
-            left out. A list or tuple may have got longer or shorter if plain values are stored in it, or shards are
-            asked for, but not both: that is an error, since values have no keys that tell to which shards they belong.
-            So it is in all modes that leave something out.
-        LOG_ALL: warn of unexpected and missing keys, all by name, and leave out the unexpected.
-        RAISE_UNEXPECTED: unexpected keys are an error before anything is read: a `KeyMismatch`, which has all of them
-            as its attribute `unexpected`.
-        RAISE_ALL: unexpected and missing keys are; the attributes `unexpected` and `missing` have all.
-        RETURN_UNEXPECTED: leave unexpected keys out and return them.
-        RETURN_ALL: leave unexpected keys out and return them and the missing ones.
-        IGNORE_ALL: leave unexpected keys out in silence.
+        ASSUME_OK_UNEXPECTED: Keys aren't compared. An unexpected key is an error of the load's check, before a tensor
+            is read, or of the read if the format can't list its keys.
+        LOG_UNEXPECTED: Unexpected keys are logged, all by name, and left out of dicts. Lists, tuples and instances of
+            classes, and dicts within them, keep the target's own value for a shard, plain value or plain tensor that
+            isn't stored; a shard without data is an error there. Stored fields that a class lacks by now are left out.
+            A list or tuple may have another length than the stored one if it contains only stored plain values or only
+            requested shards. If it contains both, that is an error, since values have no keys that assign them to
+            shards. All this holds for all modes that leave keys out.
+        LOG_ALL: Unexpected and missing keys are logged, all by name, and unexpected ones left out.
+        RAISE_UNEXPECTED: Unexpected keys are an error before anything is read: a `KeyMismatch`, whose attribute
+            `unexpected` lists all of them.
+        RAISE_ALL: Unexpected and missing keys are an error, whose attributes `unexpected` and `missing` list all.
+        RETURN_UNEXPECTED: Unexpected keys are left out and returned.
+        RETURN_ALL: Unexpected keys are left out and returned, and missing keys are returned too.
+        IGNORE_ALL: Unexpected keys are left out silently.
 
     References:
         megatron.core.dist_checkpointing.validation.StrictHandling, megatron-core 0.16.1.
@@ -54,16 +54,16 @@ RAISING = {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}
 LOGGING = {_S.LOG_UNEXPECTED, _S.LOG_ALL}
 RETURNING = {_S.RETURN_UNEXPECTED, _S.RETURN_ALL}
 LEAVING_OUT = {*StrictHandling} - RAISING - {_S.ASSUME_OK_UNEXPECTED}
-"""Modes that leave out what isn't stored, or keep the target's own value where a container needs one."""
+"""Modes that leave out values that aren't stored, or keep the target's own value where a container needs one."""
 WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
-"""Modes that need the keys that all ranks ask for."""
+"""Modes that need the requested keys of all ranks."""
 
 
 def parse_strict(strict: str | StrictHandling) -> StrictHandling:
     """Return the mode of a name.
 
     Raises:
-        KeyMismatch: There is no such mode.
+        KeyMismatch: The name is unknown.
 
     Examples:
         >>> parse_strict("raise_all")
@@ -74,14 +74,14 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
     except ValueError:
         modes = ", ".join(repr(mode.value) for mode in StrictHandling)
         raise KeyMismatch(
-            error_text("load: no such strict mode", found=repr(strict), expected=f"one of {modes}")
+            error_text("load: unknown strict mode", found=repr(strict), expected=f"one of {modes}")
         ) from None
 
 
 def mismatched_keys(
     strict: StrictHandling, own: set[str], checkpoint_keys: set[str], everywhere: set[str]
 ) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected keys, as far as a mode needs them.
+    """Return the missing and the unexpected keys that a mode needs.
 
     Args:
         strict: The mode.
@@ -99,10 +99,10 @@ def mismatched_keys(
 
 
 def settle_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
-    """Log the keys that differ, or raise for them, if the mode is one that does.
+    """Log keys that differ, or raise for them, as the mode says.
 
     Raises:
-        KeyMismatch: There is such a key, and the mode raises.
+        KeyMismatch: Keys differ, and the mode raises.
     """
     if strict in LOGGING:
         _log_keys(missing, unexpected)
@@ -111,9 +111,9 @@ def settle_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Sequ
 
 
 def _log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
-    """Log keys that differ, if there are any, each on a line of one message."""
+    """Log keys that differ, if there are any, in a single message with a line for each."""
     absent = sorted(missing)
-    # Each line is an error's text of its own: one text for all would be cut to its first ten.
+    # Each line is formatted separately, since a common text would be shortened to its first ten lines.
     keys = [*map(_unexpected_line, unexpected), *map(_missing_line, absent)]
     lines = [_differing(absent, unexpected), *map(error_text, keys)]
     if absent or unexpected:
@@ -121,7 +121,7 @@ def _log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
 
 
 def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
-    """Raise if keys differ. The error shows some of each kind, and has all of them as attributes.
+    """Raise if keys differ; the error shows some of each kind, and lists all of them in attributes.
 
     Raises:
         KeyMismatch: There is a missing or an unexpected key.
@@ -137,15 +137,15 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
     absent, prefix = sorted(missing), prefix_difference(unexpected)
     if not absent and not unexpected:
         return
-    # If all keys differ by one prefix, each missing key is the near one of an unexpected key: one line says so for all.
+    # If all keys differ in the same prefix, each missing key is similar to an unexpected one: one line covers all.
     near = set() if prefix is None else set(prefix.near)
     others = [_missing_line(key) for key in absent if key not in near]
     lines = _some(list(map(_unexpected_line, unexpected)) if prefix is None else [str(prefix)], others)
     fixes = [] if prefix is None else [prefix.fix]
-    fixes += dict.fromkeys(one.fix for one in unexpected if one.path is not None)
+    fixes += dict.fromkeys(key.fix for key in unexpected if key.path is not None)
     fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
     error = KeyMismatch(error_text(_differing(absent, unexpected), offenders=lines, fix="\n  ".join(fixes)))
-    error.missing, error.unexpected = tuple(absent), tuple(sorted(one.key for one in unexpected))
+    error.missing, error.unexpected = tuple(absent), tuple(sorted(item.key for item in unexpected))
     raise error
 
 
@@ -164,11 +164,11 @@ def _missing_line(key: str) -> str:
 
 
 def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Return at most the ten lines that an error shows, some of each kind."""
+    """Return up to ten lines for an error, some of each kind."""
     lines: list[str] = []
-    for kind, own, others in (("unexpected", unexpected, missing), ("missing", missing, unexpected)):
-        # Some of each kind: ten lines of one kind would hide the other.
+    for kind, keys, others in (("unexpected", unexpected, missing), ("missing", missing, unexpected)):
+        # Ten lines of one kind would hide the other.
         most = max(5, 10 - len(others))
-        more = f"and {len(own) - most + 1} more {kind} ones, all of which are in the error's `{kind}`"
-        lines += own if len(own) <= most else [*own[: most - 1], more]
+        more = f"and {len(keys) - most + 1} more {kind} ones, all of which are in the error's `{kind}`"
+        lines += keys if len(keys) <= most else [*keys[: most - 1], more]
     return lines

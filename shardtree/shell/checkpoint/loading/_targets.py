@@ -1,4 +1,4 @@
-"""The memory that a load fills, and what the caller gets of it."""
+"""Targets of a load: taken apart, their memory, and the results in it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ...storage import copies_of, empty_tensor
 CPU: Final = torch.device("cpu")
 
 Kinds = Mapping[str, TensorKind]
-"""What is stored of the tensors that a target asks for, by key."""
+"""The stored kinds of the tensors that a target requests, by key."""
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """Return where tensors are put whose target has none: the CPU by default.
+    """Return the device of tensors whose targets have no memory; the CPU by default.
 
     Raises:
-        MetadataError: There is no such device here, or its memory holds nothing, as the meta device's.
+        MetadataError: This machine lacks the device, or it has no memory, as the meta device.
 
     Examples:
         >>> usable_device(None), usable_device("cpu")
@@ -44,14 +44,14 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     """
     if device is None:
         return CPU
-    fix = "Pass the name of a device with memory, as 'cpu' or 'cuda:0'; None is the CPU."
+    fix = "Pass the name of a device with memory, such as 'cpu' or 'cuda:0'; None means the CPU."
     try:
         place = torch.device(device)
-        torch.empty(1, device=place)  # torch has no function that says of any device whether this machine has it
+        torch.empty(1, device=place)  # torch has no function that tells for any device whether the machine has it
     # torch raises RuntimeError, AssertionError (without CUDA), NotImplementedError or TypeError.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise MetadataError(error_text(f"load: no device {device!r}", found=reason, fix=fix)) from error
+        raise MetadataError(error_text(f"load: device {device!r} is unusable", found=reason, fix=fix)) from error
     if place.type == "meta":
         raise MetadataError(error_text("load: tensors on the meta device hold nothing", found=device, fix=fix))
     return place
@@ -60,10 +60,10 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 def with_memory(
     shard: ShardedTensor, tensor: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
-    """Return a checked shard whose data is contiguous memory to be filled, the CPU's or that of a device.
+    """Return a checked shard with contiguous memory to fill, the CPU's or that of a device.
 
-    That is the target's own tensor only if it is donated and fits. If a shape mismatch is allowed, the memory starts
-    with the target's elements, or zeros, since not all of it may be filled.
+    The memory is the target's own tensor only if that is donated and fits. If a shape mismatch is allowed, the memory
+    is initialised with the target's elements, or zeros, since not all of it may be filled.
 
     Args:
         shard: The target's shard.
@@ -92,20 +92,20 @@ def with_memories(
     device: torch.device = CPU,
     is_staged: Callable[[ShardedTensor], bool] = lambda _: False,
 ) -> list[ShardedTensor]:
-    """Return `with_memory` of each shard, or with memory on the device where its tensor is put.
+    """Return each shard with memory to fill, as by `with_memory`, on its tensor's device if that is staged.
 
     Args:
         shards: The target's shards.
         donate: Whether their tensors are given away.
         device: The device of tensors that have no memory in the target.
-        is_staged: Predicate of shards on devices: whether one is read there part by part.
+        is_staged: Predicate of shards on devices: whether they are read there in parts.
 
     Raises:
-        ShapeError: A tensor doesn't pass `check_tensors`.
+        ShapeError: `check_tensors` refuses a tensor.
     """
     pairs = [(shard, given_tensor(shard)) for shard in shards]
     in_place = check_tensors(pairs, donate=donate)
-    # What is stored under several keys is compared before it goes into the one memory that they have.
+    # The stored values of tied weights are compared before they go into the shared memory.
     apart = {number for group in tied(pairs) for number in group} if donate else set()
     memories = []
     for number, (shard, tensor) in enumerate(pairs):
@@ -116,7 +116,7 @@ def with_memories(
             memories.append(shard)
             continue
         place = device if tensor is None else tensor.device
-        # Part by part, through staged copies: only what is filled from its first element to its last.
+        # Only memory that is filled completely can be filled in parts, through staged copies.
         staged = copies_of(place) is not None and not shard.allow_shape_mismatch
         if staged and donate and tensor is not None:
             staged = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -126,15 +126,15 @@ def with_memories(
 
 
 def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *, donate: bool) -> set[int]:
-    """Return the numbers of the shards whose own tensors are filled in place; raise before any memory is made.
+    """Check shards before memory is allocated, and return the numbers of those whose own tensors are filled in place.
 
     Args:
-        pairs: The target's shards with their tensors, None where they have none.
+        pairs: The target's shards with their tensors; None for shards without one.
         donate: Whether their tensors are given away.
 
     Raises:
-        ShapeError: A tensor was changed since its shard was built; elements of donated ones share memory; or a donated
-            one is in read-only memory.
+        ShapeError: A tensor was changed since its shard was built, elements of donated tensors share memory, or a
+            donated tensor is in read-only memory.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -146,30 +146,30 @@ def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *,
         if tensor is None:
             continue
         if donate and _is_memory(shard, tensor):
-            in_place.add(number)  # it passes both checks
+            in_place.add(number)  # such a tensor passes both checks
         elif donate or shard.allow_shape_mismatch:
             check_unchanged("load", shard, tensor)
             if donate:
                 check_writable("load", shard, tensor)
     if donate:
         donated = [(shard, tensor) for shard, tensor in pairs if tensor is not None]
-        # Two shards that alias would be filled one over the other, and the second would silently win.
+        # If two shards were aliases, the second would silently overwrite the first.
         check_no_aliases("load", donated)
         refuse_read_only("load", ((shard.key, tensor) for shard, tensor in donated))
     return in_place
 
 
 def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
-    """Return whether a shard's own tensor is what `with_memory` returns: a shortcut for most donated tensors."""
+    """Return whether `with_memory` would return a shard's own tensor; a fast path for most donated tensors."""
     unchanged = tensor.dtype is shard.dtype and tensor.shape == shard.data_shape and tensor.layout is torch.strided
     return unchanged and not tensor.requires_grad and is_plain_memory(tensor) and not lacks_memory(tensor)
 
 
 def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
-    """Return a new tensor to be filled.
+    """Return a new tensor to fill.
 
     Raises:
-        CheckpointingException: There is no memory for it, say because a damaged checkpoint has an absurd shape.
+        CheckpointingException: There is not enough memory, for example because of an absurd shape in a damaged file.
     """
     try:
         return empty_tensor(size=shape, dtype=dtype, device=device)  # torch parses a named size faster
@@ -183,16 +183,16 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
 def deliver_all(
     shards: Sequence[ShardedTensor], memories: Sequence[ShardedTensor], *, donate: bool, device: torch.device = CPU
 ) -> list[torch.Tensor]:
-    """Return each shard's result: the donated tensor, or the filled one, on the target's device.
+    """Return each shard's result on the target's device: the donated tensor, or the filled memory.
 
     Args:
         shards: The target's shards.
-        memories: The same shards with the memory that was filled.
+        memories: The same shards with their filled memory.
         donate: Whether the target's tensors were given away.
         device: The device of tensors that have no memory in the target.
 
     Raises:
-        ShapeError: What is stored under several keys of one donated memory differs.
+        ShapeError: The stored values of tied weights differ.
     """
     once = {}
     if donate:
@@ -209,7 +209,7 @@ def deliver_all(
             results.append(data.to(device if tensor is None else tensor.device))
             continue
         if data is tensor or data.data_ptr() == tensor.data_ptr():
-            # The bytes were written without torch: autograd has to notice that tensors saved for backward have changed.
+            # The bytes were written without torch, so autograd must be told that tensors saved for backward changed.
             torch.autograd.graph.increment_version(tensor)
         else:
             overwrite(tensor, data)
@@ -217,7 +217,7 @@ def deliver_all(
     return results
 
 
-# The target taken apart: the shards that it asks for, and the functions that put a tree together again
+# A target taken apart: the shards that it requests, and the functions that put a tree together again.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,10 +231,10 @@ class Target:
         rebuild: Function from new leaves to a tree of the same structure.
         merge: Function from the joined tree to one with the factories merged.
         types: The namedtuple classes in the tree.
-        plain: The paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
+        plain: The paths of plain tensors among the leaves, and of values that hold tensors, by number of the leaf.
         donate: Whether its tensors are given away.
-        own: The target's values, by path, that stay where nothing is stored and their container needs an entry; None
-            in modes that leave nothing out.
+        own: The target's values, by path, that stay if nothing is stored and their container needs an entry; None in
+            modes that leave nothing out.
     """
 
     leaves: tuple[Any, ...]
@@ -249,16 +249,16 @@ class Target:
 
     @property
     def keys(self) -> set[str]:
-        """The keys of the shards and objects that are asked for."""
+        """The keys of the requested shards and objects."""
         return {leaf.key for leaf in (*self.tensors, *self.objects)}
 
     @property
     def plain_keys(self) -> set[str]:
-        """The keys that plain tensors ask for, where they are stored."""
+        """The keys that plain tensors request if they are stored."""
         return set(map(trees.path_key, self.plain.values()))
 
     def keys_among(self, checkpoint_keys: Set[str]) -> set[str]:
-        """Return the keys of all that is asked for: those of plain tensors count where they are stored."""
+        """Return all requested keys; those of plain tensors count only if they are stored."""
         return self.keys | (self.plain_keys & checkpoint_keys)
 
 
@@ -271,9 +271,9 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
         donate: Whether its tensors are given away, those that factories hold too.
 
     Raises:
-        TreeError: It isn't a tree, or too deep.
+        TreeError: The target isn't a tree, or is too deep.
         UnsupportedValue: A shard is hidden in a value that isn't entered.
-        ShapeError: What a donated factory holds shares memory with others, or can't be written.
+        ShapeError: A tensor of a donated factory shares memory with others, or can't be written.
     """
     trees.check_is_tree("load", tree)
     with trees.refuse_too_deep("load"):
@@ -292,7 +292,7 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
-    # By the same test: what tree maps don't enter, such as an object with a tensor in an attribute, can't be filled.
+    # Values that tree maps don't enter, such as objects with a tensor in an attribute, can't be filled: they count too.
     plain = dict[int, TreePath]()
     if any(trees.is_plain_tensor(leaf) for _, leaf in others):
         plain = {number: path for number, (path, leaf) in enumerate(pairs) if trees.is_plain_tensor(leaf)}

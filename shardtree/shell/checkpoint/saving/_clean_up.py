@@ -1,4 +1,4 @@
-"""Orphaned files of interrupted saves, removed by the next committed save; never those of a save in progress."""
+"""Removal of interrupted saves' orphaned files by the next committed save; files of running saves are kept."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ logger = logging.getLogger("shardtree")
 
 
 def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
-    """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
+    """Remove the files that a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
 
     Args:
         pending: The save.
         strategies: Dispatch table; None for the process's.
-        removes_saves: Whether the format's own clean-up removes interrupted saves, and the note.
+        removes_saves: Whether the format's own clean-up removes interrupted saves and the owner's note.
     """
     if pending.world.rank != 0:
         return
     release(pending.save_id)
     storage = pending.destination
     if can(storage).replace_if is not None and removes_saves:
-        return  # nothing is ever written beside an object and then moved to its place
-    # Never a failure of the save: the checkpoint counts by now.
+        return  # object stores have no temporary files that are moved to their places
+    # Errors aren't errors of the save, whose checkpoint is published by now.
     with _logging_failure(storage):
         if pending.replaced is None:
             disown(storage, pending.save_id)
-        # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
+        # The time of this commit is taken by the storage's clock, since this machine's may differ by hours.
         changes = (time for *_, time in stamp(storage, deciding_files(strategies)))
         before = max(changes, default=0.0) - pending.options.stale_after
         _remove_siblings(pending, storage, before, strategies)
@@ -50,7 +50,7 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
             if is_save_folder(name):
                 if removes_saves or name == pending.save_id or not is_orphaned(storage, name, before=before):
                     continue
-                # A later save that was committed meanwhile has no note any more, and its process may have ended.
+                # A later save that was committed meanwhile has no note left, and its process may have ended.
                 if not is_committed(storage, name):
                     remove_interrupted(storage, name)
             elif is_left_over(name) or (is_temporary(name) and (storage.changed(name) or 0.0) < before):

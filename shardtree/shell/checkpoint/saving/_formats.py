@@ -1,4 +1,4 @@
-"""The formats of a save: which of them writes what, and the fields of metadata.json that each returns."""
+"""The formats of a save: their shares of the tree, and the fields of metadata.json that each returns."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class Formats:
 
     @property
     def in_save_folder(self) -> bool:
-        """Whether all files are in the save's own folder, so that none can be another save's too."""
+        """Whether all files are in the save's own folder, so that their names differ from any other save's."""
         return all(traits_of(*backend, self.strategies).in_save_folder for backend in self.backends)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FormatSteps:
-    """The part that formats have in a save, on one rank.
+    """The formats' steps of a save, on one rank.
 
     Attributes:
-        requests: Requests that write the shards: of their format, then of the one that takes the objects, if it isn't
-            the same.
+        requests: Requests that write the shards: that of the tensors' format, then that of the objects' format if it is
+            another one.
         save_common: Function that writes the common state, and returns its fields.
-        publish: Function that makes the folder a checkpoint, given all fields; None where metadata.json does.
-        recognizes: Whether the shards' format recognises folders that have no metadata.json.
+        publish: Function from all fields that makes the folder a checkpoint; None if metadata.json does.
+        recognizes: Whether the shards' format recognises folders without a metadata.json.
     """
 
     requests: tuple[AsyncRequest[Any], ...]
@@ -58,21 +58,21 @@ class FormatSteps:
     recognizes: bool
 
     def index(self, results: Sequence[tuple[Any, ...]]) -> Fields:
-        """Return the fields of the formats' indexes, which are written here; on rank 0.
+        """Write the formats' indexes, and return their fields; on rank 0.
 
         Args:
             results: The results of all requests, by rank.
 
         Raises:
-            StrategyError: an index has no fields, or two have the same.
+            StrategyError: an index's result isn't a mapping of fields, or two indexes have different values of a field.
         """
         fields: dict[str, Any] = {}
         for number, request in enumerate(self.requests):
             others = _checked(request.index([result[number] for result in results]), "an index")
-            # The save's name is the same in both, where both write to its folder.
+            # Equal values are allowed: both may write to the save's folder, and return its name.
             if both := sorted(repr(name) for name in fields.keys() & others.keys() if fields[name] != others[name]):
-                what = "save: the formats of the shards and of the objects have the same fields of metadata.json"
-                fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
+                what = "save: the formats of the shards and of the objects return the same fields of metadata.json"
+                fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with other names."
                 raise StrategyError(error_text(what, offenders=both, fix=fix))
             fields |= others
         return fields
@@ -81,22 +81,22 @@ class FormatSteps:
 def steps_of_formats(
     pending: PendingSave, writes: Writes, formats: Formats, unions: United = MappingProxyType({})
 ) -> FormatSteps:
-    """Return the part that formats have in a save, once they have laid out this rank's files; nothing is written yet.
+    """Lay out this rank's files, and return the formats' steps of the save; nothing is written yet.
 
     Args:
         pending: The save, with the common state.
-        writes: The tensors and objects that are this rank's to write.
-        formats: The formats, looked up.
-        unions: Dicts of the common state in which ranks have keys of their own.
+        writes: The tensors and objects that this rank writes.
+        formats: The formats, with their backends.
+        unions: Keys by dict of the common state in which ranks have different keys.
 
     Raises:
-        StrategyError: a format can't save, or not what it is to hold.
-        UnsupportedValue: something can't be stored.
+        StrategyError: a format can't save.
+        UnsupportedValue: a value can't be stored.
     """
     (sharded, common), strategies = formats.backends, formats.strategies
     save_common = strategy_of(StrategyAction.SAVE_COMMON, formats.choices[1], common, strategies)
     requests = _requests(pending, writes, formats)
-    # Later rows get the state of their own format, never another's.
+    # Later rows get the state of their own format's request, never another format's.
     state_of_common = requests[-1].state if sharded == common or len(requests) > 1 else None
     publish = find_strategy(StrategyAction.PUBLISH, *sharded, strategies=strategies)
     return FormatSteps(
@@ -112,8 +112,8 @@ def _requests(pending: PendingSave, writes: Writes, formats: Formats) -> tuple[A
     holder = objects_backend(sharded, common, strategies)
     if holder is None and objects:
         names = [repr(item.unique_key) for item in objects]
-        what = f"save: {sharded[0]!r} holds tensors alone, and {common[0]!r} can't hold these objects beside it"
-        fix = f"Leave them out of the tree, or name common_strategy={DEFAULT_BACKEND!r}."
+        what = f"save: {sharded[0]!r} holds only tensors, and {common[0]!r} can't hold these objects beside it"
+        fix = f"Leave them out of the tree, or pass common_strategy={DEFAULT_BACKEND!r}."
         raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
     save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, formats.choices[0], sharded, strategies)
     requests = [save_sharded(pending, [*tensors, *(objects if holder == sharded else ())])]
@@ -121,25 +121,25 @@ def _requests(pending: PendingSave, writes: Writes, formats: Formats) -> tuple[A
         requests.append(strategy_of(StrategyAction.SAVE_SHARDED, None, holder, strategies)(pending, objects))
     for request in requests:
         if not isinstance(request, AsyncRequest):
-            fix = "Return what is still to do, as `save_with_index` does."
+            fix = "Return a request, such as that of `save_with_index`."
             raise _misfit("a function that saves", request, "an AsyncRequest", fix)
     return tuple(requests)
 
 
 def _common_fields(save_common: SaveCommon, pending: PendingSave, unions: United) -> Fields:
     fields = _checked(save_common(pending, pending.common), "a function that saves the common state")
-    # Formats of other programs have no fields of ours: Megatron-Core refuses a metadata.json with any.
+    # Formats of other programs get no fields of ours: Megatron-Core refuses a metadata.json that has any.
     return {**fields, **unions_field(unions)} if "common" in fields else fields
 
 
 def _checked(fields: Any, of: str) -> Fields:
     if not isinstance(fields, Mapping):
-        raise _misfit(of, fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
+        raise _misfit(of, fields, "a mapping of fields of metadata.json", "Return {} if there are none.")
     return fields
 
 
 def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
-    text = error_text(f"save: not what {what} returns", found=type(value).__name__, expected=expected, fix=fix)
+    text = error_text(f"save: invalid result of {what}", found=type(value).__name__, expected=expected, fix=fix)
     return StrategyError(text)
 
 
@@ -148,20 +148,20 @@ def check_can_fingerprint(backend: str, *, whole: bool) -> None:
 
     Args:
         backend: The shards' backend.
-        whole: Whether the ranks check that their shards make whole tensors.
+        whole: Whether the ranks check that their shards cover whole tensors.
 
     Raises:
-        StrategyError: the format has no place for them.
-        IntegrityError: a tensor with gaps has none.
+        StrategyError: the format can't store fingerprints.
+        IntegrityError: tensors may have gaps, and so no fingerprint.
 
     Examples:
         >>> check_can_fingerprint("safetensors", whole=True)
     """
-    # Only our own format has a column that readers who don't know it pass over.
+    # Only our own format has an optional column, which older readers ignore.
     if backend != DEFAULT_BACKEND[0]:
-        what = f"save: {backend!r} has no place for fingerprints"
-        fix = "Leave out SaveOptions(fingerprint=True), and keep what st.fingerprint(tree) returns elsewhere."
+        what = f"save: {backend!r} can't store fingerprints"
+        fix = "Leave out SaveOptions(fingerprint=True), and keep the result of st.fingerprint(tree) elsewhere."
         raise StrategyError(error_text(what, fix=fix))
     if not whole:
         what = "save: SaveOptions(fingerprint=True) needs validate_access_integrity=True"
-        raise IntegrityError(error_text(what, fix="A tensor with gaps has no fingerprint: leave out one of the two."))
+        raise IntegrityError(error_text(what, fix="Pass only one of them: a tensor with gaps has no fingerprint."))

@@ -64,10 +64,10 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
     """Return a tree taken apart for saving.
 
     Raises:
-        TreeError: the tree is no dict, list or tuple, or already has the content metadata's key.
+        TreeError: the tree isn't a dict, list or tuple, or already has the content metadata's key.
         CheckpointingException: a shard has no data.
-        UnsupportedValue: a shard's data is no dense tensor, or a shard is hidden in a value that isn't entered.
-        ShapeError: a shard's data was changed since, or replaced by something of another dtype or shape.
+        UnsupportedValue: a shard's data isn't a dense tensor, or a shard is hidden in a value that isn't entered.
+        ShapeError: a shard's data has another dtype or shape than the shard, since it was changed or replaced.
     """
     check_is_tree("save", tree)
     with refuse_too_deep("save"):
@@ -76,20 +76,20 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
         if has_factories(leaves):
             tree = apply_factories(unwrap(tree))
             leaves = leaves_with_paths(tree)
-    rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
+    others = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
     # Tree maps don't enter these values, so a shard inside one would be missed.
-    refuse_hidden("save", rest)
-    refuse_without_elements("save", rest)
+    refuse_hidden("save", others)
+    refuse_without_elements("save", others)
     refuse_wrappers("save", leaves)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
-    # The quick test first: with thousands of small tensors, a close look at each would be most of the step's time.
+    # A quick test comes first: with thousands of small tensors, the full checks would take most of the step's time.
     _check_data([pair for pair in tensors if not _is_as_described(pair[1])])
-    objects = tuple(leaf for _, leaf in rest if isinstance(leaf, ShardedObject))
+    objects = tuple(leaf for _, leaf in others if isinstance(leaf, ShardedObject))
     return TreeParts(tuple(shard for _, shard in tensors), objects, common_with_holes(tree))
 
 
 def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> TreeParts:
-    """Return `take_apart(tree, content_metadata)` with a common state that the caller's changes don't reach.
+    """Return `take_apart(tree, content_metadata)` with a deep copy of the common state.
 
     Raises:
         UnsupportedValue: as `take_apart`; or a value of the common state can't be copied.
@@ -100,13 +100,13 @@ def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None =
 
 def _common_copy(common: Any) -> Any:
     leaves = leaves_with_paths(common)
-    # Tensors aren't left to deepcopy: it refuses those with a gradient graph, and copies a view's whole storage.
+    # Tensors are copied here, since deepcopy refuses tensors with a gradient graph, and copies a view's whole storage.
     memo = {id(leaf): leaf.detach().clone() for _, leaf in leaves if type(leaf) is torch.Tensor}
     try:
         return deepcopy(common, memo)
     except Exception as error:
         offenders = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if not _is_copyable(leaf)]
-        what = "save: values that can't be copied, so that an asynchronous save can't keep them as they are now"
+        what = "save: values can't be copied, so an asynchronous save can't keep their present state"
         raise UnsupportedValue(
             error_text(what, offenders=offenders, fix="Leave them out, or save synchronously.")
         ) from error
@@ -121,10 +121,10 @@ def _is_copyable(value: Any) -> bool:
 
 
 def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None) -> Any:
-    """Return the tree with the caller's description of its content beside its entries.
+    """Return the tree with the caller's content metadata as an additional entry.
 
     Raises:
-        TreeError: the tree isn't a dict, or has such an entry already.
+        TreeError: the tree isn't a dict, or already has an entry of that name.
 
     Examples:
         >>> with_content_metadata({"step": 1}, {"optimizer": "adam"})
@@ -143,7 +143,7 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
 
 
 def _is_as_described(shard: ShardedTensor) -> bool:
-    """Return whether data is, at a glance, a dense tensor as its shard says; data that isn't gets a closer look."""
+    """Return whether data is a dense tensor that fits its shard, by a quick test without false positives."""
     data = shard.data
     return (
         type(data) in (torch.Tensor, torch.nn.Parameter)
@@ -155,12 +155,12 @@ def _is_as_described(shard: ShardedTensor) -> bool:
 
 
 def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
-    """Raise where a shard has no data, or none that can be saved.
+    """Raise if a shard has no data, or data that can't be saved.
 
     Raises:
         CheckpointingException, UnsupportedValue, ShapeError: as `take_apart`.
     """
-    # A tensor keeps its shape when its storage is freed.
+    # A tensor whose storage was freed still has its shape.
     suffix = ", whose storage is freed"
     empty = [
         f"{shard.key!r} at {render_path(path)}{suffix * lacks_memory(shard.data)}"
@@ -169,16 +169,16 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
     ]
     if empty:
         raise CheckpointingException(
-            error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
+            error_text("save: shards without data", offenders=empty, fix="Set the data of each shard.")
         )
     others = [f"{shard.key!r} at {render_path(path)}: {kind}" for path, shard in tensors if (kind := _kind(shard.data))]
     if others:
-        fix = "Save .to_dense() of it, or its parts as tensors of their own."
-        raise UnsupportedValue(error_text("save: data that isn't a dense tensor", offenders=others, fix=fix))
+        fix = "Save the result of .to_dense(), or its parts as separate tensors."
+        raise UnsupportedValue(error_text("save: data of shards isn't a dense tensor", offenders=others, fix=fix))
     problems = [f"{render_path(path)}: {difference}" for path, shard in tensors if (difference := misfit(shard))]
     if problems:
-        fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
-        raise ShapeError(error_text("save: data that isn't what its shard says", offenders=problems, fix=fix))
+        fix = "Change a dtype with `cast` and a shape with `map_shards`, or make shards after changing a tensor."
+        raise ShapeError(error_text("save: data of shards has another dtype or shape", offenders=problems, fix=fix))
 
 
 def _has_data(shard: ShardedTensor) -> bool:
@@ -189,44 +189,42 @@ def _has_data(shard: ShardedTensor) -> bool:
 
 
 def _kind(data: Any) -> str:
-    """Return a name for data that is neither a dense tensor nor a lazy one; else nothing."""
+    """Return the kind of data that is neither a dense nor a lazy tensor; empty for these two."""
     if isinstance(data, torch.Tensor):
         return "" if data.layout is torch.strided and not data.is_nested else f"{data.layout} tensor"
     return "" if isinstance(data, LazyTensor) else type(data).__name__
 
 
-# Common states: how ranks' may differ, and which is stored where they do
+# Common states: permitted differences between ranks, and the state that is stored if ranks differ.
 
 
 def check_union(save: Save) -> None:
-    """Raise unless common states may differ in the way that the options say, and are compared if it is their union.
+    """Raise unless `options.common` is valid, and common states are compared completely if they are united.
 
     Raises:
-        MetadataError: there is no such way, or some or all of the common states wouldn't be compared.
+        MetadataError: the value is unknown, or a union is requested without a complete comparison.
     """
-    how = save.options.common
-    if how not in ("same", "union"):
+    common = save.options.common
+    if common not in ("same", "union"):
         what = "save: unknown value of SaveOptions.common"
-        raise MetadataError(error_text(what, found=repr(how), expected="'same' or 'union'"))
-    if how == "union" and (save.common_view is not None or not save.validate):
+        raise MetadataError(error_text(what, found=repr(common), expected="'same' or 'union'"))
+    if common == "union" and (save.common_view is not None or not save.validate):
         fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
-        raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
+        raise MetadataError(error_text("save: a union needs a comparison of the whole common states", fix=fix))
 
 
 def common_part(save: Save, common: Any) -> Any:
-    """Return the part of a rank's common tree that must be the same on all ranks, or fit together."""
+    """Return the part of a rank's common tree that is compared between ranks."""
     if not save.validate:
         return None
-    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them. Holes in dicts
-    # don't count either, since ranks may hold different shards.
+    # `comparable` drops empty containers, since a list of shards is empty on a rank that holds none of them. Holes in
+    # dicts are ignored too, since ranks may hold different shards.
     common = comparable(common)
     return common if save.common_view is None else without_holes(save.common_view(common))
 
 
 def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> TreeParts:
-    """Return this rank's parts with the common state that is stored where ranks' differ; two all-gathers.
-
-    That is their union, if the options ask for it.
+    """Return this rank's parts with the union of differing common states, if options request it; two all-gathers.
 
     Args:
         save: The save.
@@ -234,16 +232,16 @@ def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> Tree
         hashes: Hashes of the parts that are compared, by rank.
 
     Raises:
-        IntegrityError: it isn't asked for, or ranks have different values under the same keys, or shards and values.
+        IntegrityError: no union is requested, or ranks have different values, or shards and values, under one key.
     """
-    # Whole states travel only in this case, and of those that are the same only one.
-    first, common = [hashes.index(own) for own in hashes], save.parts.common
+    # Whole states are sent only in this case, and equal states only once.
+    first, common = [hashes.index(value) for value in hashes], save.parts.common
     as_union, allow_pickle = save.options.common == "union", save.options.allow_pickle
 
     def encode() -> bytes:
         if first[save.world.rank] != save.world.rank:
             return b""
-        # Encoded, not pickled: ranks may hold instances of classes that others can't import.
+        # States are encoded rather than pickled, since ranks may hold instances of classes that others can't import.
         return encode_tree(common if as_union else common_part(save, common), allow_pickle=allow_pickle)
 
     states = gather(save.world, "save: compare common states", encode)
@@ -253,7 +251,7 @@ def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> Tree
         if not as_union:
             check_common([commons[rank] for rank in first])
             return save.parts
-        # This rank's own values win: what was decoded has records where these have instances of classes.
+        # This rank's own values take precedence, since decoded ones are records instead of instances of classes.
         union, _ = unite({0: common, 1: _union(commons, first, save.world.rank, tree)})
         return replace(save.parts, common=union, unions=united(list(commons.values())))
 
@@ -261,24 +259,25 @@ def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> Tree
 
 
 def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
-    """Return the union of all ranks' common trees, of dicts by key.
+    """Return the union of all ranks' common trees, which unites dicts by key.
 
     Args:
-        commons: Common trees with holes, each once, by the first rank that has it.
-        first: The first rank that has the same common tree, by rank.
+        commons: Distinct common trees with holes, by the first rank of each.
+        first: For each rank, the first rank with an equal common tree.
         own_rank: This rank.
         tree: This rank's tree, with shards.
 
     Raises:
-        IntegrityError: ranks have different values under one key, or another one has a value where this one has
-            shards; names every path, the ranks and all values.
+        IntegrityError: ranks have different values under one key, or another rank has a value where this one has
+            shards; the error names every path, the ranks and all values.
     """
     union, conflicts = unite(commons)
     by_path = {
-        path: {rank: each[like] for rank, like in enumerate(first) if like in each} for path, each in conflicts.items()
+        path: {rank: values[like] for rank, like in enumerate(first) if like in values}
+        for path, values in conflicts.items()
     }
     if not by_path:
-        # A load into this rank's own tree must fit what is stored: its shards have no place where a value stands.
+        # A later load into this rank's tree must fit the union, so no value may be where the tree has shards.
         shards, _ = partition(tree, lambda leaf: isinstance(leaf, ShardedBase | LocalNonpersistentObject))
         for path in misfits(union, shards):
             by_path[path] = {own_rank: deepest(shards, path)[0]}
@@ -290,10 +289,10 @@ def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree
         pairs = [(path, problem) for path, by_rank in by_path.items() for problem in layouts.common_problems(by_rank)]
         lines = [str(replace(problem, key=(*path, *problem.key))) for path, problem in pairs]
         fix = (
-            "Give each rank's value a key of its own, or wrap it in a ShardedObject. Make a list whose entries differ "
-            "a dict by what they belong to, as StateDictOptions(flatten_optimizer_state_dict=True) does of an "
+            "Give each rank's value its own key, or wrap it in a ShardedObject. Turn a list whose entries differ into "
+            "a dict with keys that identify them, as StateDictOptions(flatten_optimizer_state_dict=True) does for an "
             "optimizer's groups."
         )
-        what = "save: no union of the ranks' common states, since they differ under the same keys"
+        what = "save: the ranks' common states can't be united, since they differ under the same keys"
         raise IntegrityError(error_text(what, offenders=lines, fix=fix))
     return union

@@ -1,4 +1,4 @@
-"""Replacing a checkpoint as a whole: the new one is written to a sibling folder, then the two are exchanged."""
+"""Replacement of a checkpoint as a whole: the new one is written to a sibling folder, then the two are exchanged."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def sibling_of(storage: Storage, save_id: str) -> Sibling:
 
 
 def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, *, durable: bool) -> None:
-    """Make the folder beside a checkpoint, once it is known that the two can be exchanged; on rank 0.
+    """Make the sibling folder of a checkpoint, and check that the two can be exchanged; on rank 0.
 
     Raises:
-        StrategyError: they can't, or files that aren't the checkpoint's couldn't be kept.
-        CorruptCheckpoint: the old checkpoint can't be read, so that it isn't known which files are its own.
+        StrategyError: the folders can't be exchanged, or files of other programs couldn't be kept.
+        CorruptCheckpoint: the old checkpoint can't be read, so the names of its files are unknown.
     """
     sibling = sibling_of(storage, save_id)
     try:
@@ -69,41 +69,41 @@ def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, 
         sibling.check_shareable(_others(storage, sibling, strategies))
         make_folder(sibling.storage, save_id, durable=durable)
     except BaseException as error:
-        with suppress(CheckpointingException):  # the same cause may prevent this too
+        with suppress(CheckpointingException):  # the first error's cause may make this fail too
             sibling.remove()
         if isinstance(error, CorruptCheckpoint):
-            error.add_note("save: so it isn't known which files are the old checkpoint's; save to a new folder")
+            error.add_note("save: the names of the old checkpoint's files are unknown; save to a new folder")
         raise
 
 
 def check_same(old: Replaced, strategies: Strategies | None) -> None:
-    """Raise unless the checkpoint that is to be replaced is still the one that was there when the save began.
+    """Raise if the checkpoint to replace has changed since the save began.
 
     Raises:
-        CheckpointReplaced: another save replaced it meanwhile, or the same one did already.
+        CheckpointReplaced: another save replaced it meanwhile, or this save did already.
     """
     if stamp(old.storage, deciding_files(strategies)) != old.stamp:
-        fix = "Let only one save at a time go to a folder, and run a request once."
+        fix = "Run only one save to a folder at a time, and each request only once."
         what = f"save: {old.storage.where()!r} was changed by another save meanwhile"
         raise CheckpointReplaced(error_text(what, fix=fix))
 
 
 def swap_folders(pending: PendingSave, old: Replaced, fields: Mapping[str, Any], strategies: Strategies | None) -> None:
-    """Let a finished save take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
+    """Replace the old checkpoint by a finished save, and keep files of other programs; on rank 0.
 
     Raises:
-        CheckpointReplaced: another save was there first.
-        StorageError: a file that isn't a checkpoint's has a name that the new one needs.
+        CheckpointReplaced: another save replaced the checkpoint first.
+        StorageError: a file of another program has a name that the new checkpoint needs.
     """
     check_same(old, strategies)
-    # A model's folder has a config.json and a tokenizer, a run's has logs. They get second names in the new folder
-    # before the exchange: moving them after it would leave a moment, or after a crash an hour, without them.
+    # A model's folder has a config.json and a tokenizer, a run's has logs. They are linked into the new folder before
+    # the exchange: if they were moved after it, they would be missing for a moment, or after a crash for long.
     others = _others(old.storage, old.sibling, strategies)
     clashes = old.sibling.share(others, durable=pending.options.durable)
     if clashes:
         what = f"save: other files in {old.storage.where()!r} have names that the new checkpoint needs"
         raise StorageError(error_text(what, offenders=map(repr, clashes), fix="Move them, or save to a new folder."))
-    # A file that was kept, say a lone safetensors file, may be what another format recognises first.
+    # Another format may recognise a kept file, such as a lone safetensors file, first.
     backend = sharded_backend(read_fields(pending.storage, strategies))
     if backend != sharded_backend(fields):
         what = f"save: other files in {old.storage.where()!r} make the new checkpoint look like another format's"
@@ -112,35 +112,35 @@ def swap_folders(pending: PendingSave, old: Replaced, fields: Mapping[str, Any],
 
 
 def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | None, *, durable: bool) -> None:
-    """Remove a sibling folder: of a save that was never finished, or with the checkpoint that was replaced.
+    """Remove a sibling folder, which holds an unfinished save or the replaced checkpoint.
 
     Raises:
-        StorageError: files in it that aren't a checkpoint's could be lost, so they stay where they are.
+        StorageError: files of other programs in it would be lost, so the folder stays.
     """
     is_exchanged = sibling.is_exchanged()
     if is_exchanged is None and sibling.storage.names():
         what = f"save: an interrupted save beside {storage.where()!r} may hold the old checkpoint, or half of a new one"
-        fix = f"Look at {sibling.storage.where()!r}, and remove it."
+        fix = f"Inspect {sibling.storage.where()!r}, and remove it."
         raise StorageError(error_text(what, fix=fix))
     if is_exchanged:
-        # Looked through once more: files may have been made in the old folder between the links and the exchange.
+        # The old folder is searched again, since files may have been made between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
         if clashes := sibling.share(others, durable=durable):
-            what = f"save: files that were in {storage.where()!r} before it was replaced stay beside it"
-            fix = f"Look at {sibling.storage.where()!r}, and remove it."
+            what = f"save: old files of {storage.where()!r} stay beside it, since new files have their names"
+            fix = f"Inspect {sibling.storage.where()!r}, and remove it."
             raise StorageError(error_text(what, offenders=map(repr, clashes), fix=fix))
     sibling.remove()
 
 
 def _others(old: Storage, sibling: Sibling, strategies: Strategies | None) -> tuple[str, ...]:
-    """Return the old files that are neither the checkpoint's nor of another save to its folder."""
+    """Return the old files that belong neither to the checkpoint nor to another save."""
     own = own_files(old, strategies)
     folders = {str(above) for name in own for above in PurePosixPath(name).parents} - {"."}
     return tuple(name for name in sibling.old_names() if name not in own and not _is_of_saves(name, folders))
 
 
 def _is_of_saves(name: str, folders: set[str]) -> bool:
-    """Return whether something is another save's, or an empty folder in one of the checkpoint's."""
+    """Return whether a name belongs to another save, or is an empty folder within the checkpoint's folders."""
     plain = PurePosixPath(name)
     if not name.endswith("/"):
         return is_save_file(name)
@@ -148,38 +148,38 @@ def _is_of_saves(name: str, folders: set[str]) -> bool:
 
 
 def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
-    """Return the names of the files that a checkpoint consists of; not all of them need be there.
+    """Return the names of a checkpoint's files, some of which may be missing.
 
     Raises:
-        NotACheckpoint: there is none.
-        CorruptCheckpoint: it can't be read, so that it isn't known which files are its own.
-        StrategyError: the format doesn't say.
+        NotACheckpoint: the storage holds no checkpoint.
+        CorruptCheckpoint: the checkpoint can't be read, so the names of its files are unknown.
+        StrategyError: the format doesn't list its files.
     """
     fields = read_fields(storage, strategies)
     traits = traits_together(fields, deciding_files(strategies), strategies)
     checkpoint = Checkpoint(storage, fields, one_process(), traits=traits)
-    own = {METADATA_FILE}
+    names = {METADATA_FILE}
     for backend in {sharded_backend(fields), common_backend(fields)}:
         list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
         if list_files is None:
-            what = f"save: it isn't known which files of {storage.where()!r} are its checkpoint's"
+            what = f"save: the format of the checkpoint in {storage.where()!r} doesn't list its files"
             raise StrategyError(error_text(what, found=f"backend {backend!r} without list_files", fix=_ELSEWHERE))
-        own |= {*list_files(checkpoint)}
-    return own
+        names |= {*list_files(checkpoint)}
+    return names
 
 
 def is_live(save_id: str, sibling: Sibling, *, before: float) -> bool:
-    """Return whether the save that has made a folder beside a checkpoint is, or may be, in progress.
+    """Return whether the save that made a sibling folder is, or may be, in progress.
 
     Args:
         save_id: Name of the save.
         sibling: Folder of the save.
-        before: Time by the storage's clock; a save whose process can't be seen is interrupted if its last change was
-            before that.
+        before: Time by the storage's clock; a save whose process can't be seen counts as interrupted if its last change
+            is older.
     """
-    # By its process where that can be seen. By age alone, a save that waits an hour for its commit would count as
+    # The process is decisive if it can be seen. By age alone, a save that waits an hour for its commit would count as
     # interrupted, and one that was killed a minute ago as alive.
     alive = is_alive(sibling.note())
     if alive is None and not maker_is_dead(save_id[-16:]):
-        return not (sibling.changed() or 0.0) < before  # an age that is no number makes nobody dead
+        return not (sibling.changed() or 0.0) < before  # with a NaN for a time the save counts as alive
     return bool(alive)

@@ -1,4 +1,4 @@
-"""save: a sharded tree becomes a checkpoint, written by all ranks and committed by one file."""
+"""save: write a sharded tree as a checkpoint, from all ranks, and commit it by a single file."""
 
 from __future__ import annotations
 
@@ -49,54 +49,54 @@ def save(
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
 
-    Step 6 makes it a checkpoint, by metadata.json or the format's own file. Until then, a checkpoint that was there
-    stays as it was. The steps:
+    Step 6 makes the folder a checkpoint, by metadata.json or the format's own file. Until then, an existing checkpoint
+    stays unchanged. The steps:
 
     1. Take the tree apart: shards, objects, common state. Factories build; an asynchronous save copies the common
-       state. If it fails, ranks learn of it in the next step.
+       state. Ranks learn of a failure in the next step.
     2. Meet: ranks describe their shards to each other, and rank 0 makes the save's own folder, in `checkpoint_dir` or
        beside it. One collective, two for many ranks.
-    3. Compare: common states where their hashes differ, which `options` may unite; with `check_replicas`, sums of what
-       replicas hold. Usually no collective.
-    4. Plan: check that shards tile their tensors, share out replicas, lay out this rank's files; an asynchronous save
-       copies its tensors, unless `options` say that they stay. Nothing is written. One collective.
+    3. Compare: common states if their hashes differ, which `options` may unite; with `check_replicas`, fingerprints of
+       replicas. Usually no collective.
+    4. Plan: check that shards tile their tensors, assign replicas to ranks, lay out this rank's files; an asynchronous
+       save copies its tensors, unless `options` exclude it. Nothing is written. One collective.
     5. Write this rank's files. No collective; an asynchronous save returns the request that does this and step 6.
-    6. Commit: lengths and hashes meet on rank 0, which writes the index and the common state, publishes the checkpoint
-       by metadata.json, and removes what was replaced. Two collectives.
+    6. Commit: rank 0 gathers lengths and hashes, writes the index and the common state, publishes the checkpoint by
+       metadata.json, and removes the replaced one. Two collectives.
 
     Args:
-        sharded_state_dict: dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
-        checkpoint_dir: a path or URL that all ranks see, made if it isn't there, or a `Storage`.
-        sharded_strategy: the format of the shards: a backend's name, which means its latest version, (backend, version)
-            or a function; the native format by default.
-        common_strategy: the format of everything else, likewise.
-        validate_access_integrity: whether ranks exchange their layouts, check that every element has exactly one
-            main replica, and share out the writing of replicas: since these hold equal values, the rank that has least
-            else to write does it. Otherwise each main replica is written where it is.
-        async_sharded_save: whether to return the request instead of running it, for an `AsyncCallsQueue`.
-            Everything is taken as it is now: the caller may go on changing it at once.
-        preprocess_common_before_consistancy_check: applied to the common state before ranks compare theirs. What it
-            leaves out may differ: then rank 0's is stored, and the other ranks' isn't.
-        content_metadata: stored with the common state, for `load_content_metadata`.
-        world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        overwrite: whether a checkpoint that is already there may be replaced.
-        layout: the tensor shards of all ranks, as every rank computed them by itself from a mesh and specs, or from
-            DTensors: then no layouts are exchanged, only a hash of this one. It is checked as exchanged ones are, and
-            replicas are shared out by it also where `validate_access_integrity` is False.
-        strategies: the dispatch table; None for the process's.
-        options: durability, checksums, fingerprints, snapshots, progress; whether ranks' common states are united.
+        sharded_state_dict: Dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
+        checkpoint_dir: Path or URL that all ranks see, created if missing, or a `Storage`.
+        sharded_strategy: Format of the shards: a backend's name for its latest version, a (backend, version) pair, or a
+            function; the native format by default.
+        common_strategy: Format of everything else, in the same forms.
+        validate_access_integrity: Whether ranks exchange their layouts, check that every element has exactly one main
+            replica, and balance the writes of replicas: since these hold equal values, the rank with the least other
+            data writes them. Otherwise each main replica is written by its own rank.
+        async_sharded_save: Whether to return the request instead of running it, for an `AsyncCallsQueue`. The request
+            keeps the present values: the caller may change the tree at once.
+        preprocess_common_before_consistancy_check: Function that is applied to the common state before ranks compare
+            theirs. Values that it leaves out may differ: rank 0's are stored, and other ranks' are lost.
+        content_metadata: Metadata that is stored with the common state, for `load_content_metadata`.
+        world: The ranks that take part; torch.distributed's default group, or else this process alone.
+        overwrite: Whether an existing checkpoint may be replaced.
+        layout: The tensor shards of all ranks, computed by every rank from a mesh and specs, or from DTensors. Then no
+            layouts are exchanged, only a hash of this one. It is checked like exchanged layouts, and writes are
+            balanced by it even if `validate_access_integrity` is False.
+        strategies: The dispatch table; None for the process's.
+        options: Durability, checksums, fingerprints, snapshots, progress, and the union of ranks' common states.
 
     Returns:
-        None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. One that is
-        dropped instead warns (ResourceWarning), and what it made in the folder goes with the next save there.
+        None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. A request
+        that is dropped instead warns (ResourceWarning), and the next save to the folder removes its files.
 
     Raises:
         CheckpointReplaced: a save to the same folder is in progress.
-        AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
-        IntegrityError: the ranks' shards don't tile their tensors, common states differ, replicas do and were to be
-            compared, or `layout` isn't what the ranks hold, or not the same on all.
-        UnsupportedValue: a value can't be stored, or a shard is hidden in one.
-        StorageError: files can't be written, ranks don't see the same folder, or it would have a file's name.
+        AlreadyACheckpoint: the folder holds a checkpoint, and `overwrite` is False.
+        IntegrityError: the ranks' shards don't tile their tensors, common states differ, compared replicas differ, or
+            `layout` differs from the ranks' shards or between ranks.
+        UnsupportedValue: a value can't be stored, or a shard is hidden in a value.
+        StorageError: files can't be written, ranks don't see the same folder, or its name is that of a file.
         RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
             share.
 
@@ -111,7 +111,7 @@ def save(
     References:
         megatron.core.dist_checkpointing.serialization.save, megatron-core 0.16.1.
     """
-    argument = options  # checked in step 1, so that all ranks learn what is wrong with it
+    argument = options  # checked in step 1, so that all ranks learn of an error
     options = options if isinstance(options, SaveOptions) else SaveOptions()
     validate, is_async = validate_access_integrity, async_sharded_save
     if is_async and options.threads is None:
@@ -126,11 +126,11 @@ def save(
         saving = compare_common(saving, sharded_state_dict)  # 3: all wait if common states differ
         if options.check_replicas:
             check_replicas(saving)  # 3: all wait
-        # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
-        # Not before step 2, in which ranks that aren't asynchronous would be waited for in vain.
+        # An asynchronous save has its own process group, so that its commit never pairs with a collective of a training
+        # step. It is made after step 2, in which ranks that don't save asynchronously are refused.
         writing = current_world(world, purpose="async save") if is_async else ranks
         request = plan(saving, writing)  # 4: nothing is written; all wait
-        undo_folder.pop_all()  # from here on the request, if it is abandoned, removes the save's own folder
+        undo_folder.pop_all()  # from here on, abandoning the request removes the save's own folder
     if is_async:
         return warns_unused(request)
     results_or_error = tried(request.async_fn)  # 5: runs now
@@ -138,7 +138,7 @@ def save(
     return None
 
 
-# Steps 1 to 4: the tree is taken apart; ranks meet, compare what they hold, and share out who writes what
+# Steps 1 to 4: the tree is taken apart; ranks meet, compare their states, and divide the writes.
 
 
 def _parts(save: Save, options: Any, tree: Any, content_metadata: Mapping[str, Any] | None) -> TreeParts:
@@ -156,15 +156,15 @@ _STEPS = (
 )
 
 Message = tuple[LayoutDescription | None, Start | None]
-"""A rank's message to the others: its shards, None where ranks don't compare them; where the save goes, from rank 0."""
+"""A rank's message to the others: the description of its shards, if ranks compare them, and rank 0's destination."""
 
 
 def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
-    """Return the save as all ranks begin it; one all-gather, two for many ranks.
+    """Exchange descriptions and rank 0's destination, and return the save with them; one all-gather, or two.
 
     Args:
         save: The arguments of `save`.
-        parts: Function that returns this rank's tree, taken apart, or raises why it isn't.
+        parts: Function that returns this rank's tree, taken apart, or raises the error of that.
         undo: Stack that gets callbacks which remove the folder that rank 0 makes.
     """
     world = save.world
@@ -172,9 +172,9 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
 
     def alone() -> Save:
         with step("save: prepare"):
-            own, known = parts(), None
+            local_parts, known = parts(), None
             if save.layout is not None:
-                known = known_layout("save", save.layout, own.tensors, world.rank, world.size)
+                known = known_layout("save", save.layout, local_parts.tensors, world.rank, world.size)
         with step("save: find the format"):
             refuse_overlap(save.where, world.rank)
             backends = backends_of(*save.formats.choices, save.formats.strategies)
@@ -184,17 +184,18 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
             storage = folder_at(save.where)
         descriptions: tuple[LayoutDescription, ...] = ()
         if describes:
-            own_hash = digest(encode_tree(common_part(save, own.common), allow_pickle=save.options.allow_pickle))
-            descriptions = (describe(own.tensors, own.objects, world.rank, own_hash, known, ranks=world.size),)
+            compared, shards = common_part(save, local_parts.common), (local_parts.tensors, local_parts.objects)
+            common = digest(encode_tree(compared, allow_pickle=save.options.allow_pickle))
+            descriptions = (describe(*shards, world.rank, common, known, ranks=world.size),)
         formats = replace(save.formats, backends=backends)
-        local = replace(save, where=storage, formats=formats, parts=own, known=known, descriptions=descriptions)
-        # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
+        local = replace(save, where=storage, formats=formats, parts=local_parts, known=known, descriptions=descriptions)
+        # This comes last, as the only step before ranks meet that changes the storage.
         return begin(local, storage, undo) if world.rank == 0 else local
 
     def message(local: Save) -> Message:
         return brief(next(iter(local.descriptions), None), world.size), local.start
 
-    # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
+    # The phase has two names, so that a mix of ranks that compare shards and ranks that don't is a clear error.
     local, messages = share(
         world,
         "save: describe shards" if describes else "save: get ready",
@@ -208,7 +209,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
 
 
 def _alike_arguments(save: Save) -> dict[str, object]:
-    """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
+    """Return the arguments that must be equal on all ranks and differ from the defaults."""
     if save.world.size == 1:
         return {}
     flags = {"overwrite": save.overwrite, "async_sharded_save": save.is_async}
@@ -217,14 +218,14 @@ def _alike_arguments(save: Save) -> dict[str, object]:
 
 
 def compare_common(save: Save, tree: Any) -> Save:
-    """Return the save with the common state that is stored; two all-gathers where ranks' differ, else none.
+    """Return the save with the common state to store; two all-gathers if ranks' states differ, else none.
 
     Args:
         save: The save.
         tree: This rank's tree.
 
     Raises:
-        IntegrityError: common states differ; where their union is stored, under the same keys.
+        IntegrityError: common states differ; for a union, under the same keys.
     """
     hashes = [description.common for description in save.descriptions]
     if len(set(hashes)) < 2:
@@ -247,7 +248,7 @@ def check_replicas(save: Save) -> None:
 
     problems = leaf("differing_replicas")(save.world, join)
     if problems:  # the same on every rank
-        fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
+        fix = "If each rank has a part of the tensor, correct its spec; else copy the main replica to the others."
         raise IntegrityError(error_text("save: replicas differ", offenders=map(str, problems), fix=fix))
 
 
@@ -255,11 +256,11 @@ _PLAN_STEPS = ("save: check integrity", "save: see the folder")
 
 
 def plan(save: Save, writing: World) -> AsyncRequest[Any]:
-    """Return the request that writes this rank's part to the folder that rank 0 made, and then commits; a barrier.
+    """Return the request that writes this rank's part to rank 0's folder, and then commits; a barrier.
 
     Args:
         save: The save, whose ranks have met.
-        writing: The ranks as they write and commit.
+        writing: The ranks' world for the write and the commit.
     """
     return agree(save.world, "save: plan", partial(_plan, save, writing), steps=_PLAN_STEPS)
 
@@ -277,7 +278,7 @@ def _plan(save: Save, writing: World) -> AsyncRequest[Any]:
 
 
 def share_out(save: Save) -> tuple[Writes, ShardColumns | None]:
-    """Return the shards that this rank writes, and all ranks' shards if it has them.
+    """Return the shards that this rank writes, and the columns of all ranks' shards if they are known.
 
     Raises:
         IntegrityError: shards or objects don't fit together.
@@ -288,10 +289,10 @@ def share_out(save: Save) -> tuple[Writes, ShardColumns | None]:
     if not save.descriptions:
         return (tensors, objects), shard_columns(parts.tensors) if world.size == 1 else None
     columns = check_together("save", save.descriptions, save.known, tiling=save.validate)
-    if save.validate and world.size == 1:  # each main replica is the only one, and no other rank could write it
+    if save.validate and world.size == 1:  # no other rank could write the main replicas
         return (tensors, objects), columns
     own = np.flatnonzero(columns.rank == world.rank)
-    # Each rank computes all ranks' shares alike, from the same columns, so that no further exchange is needed.
+    # Every rank computes the same shares from the same columns, so that no further exchange is needed.
     writes = level_writes(columns, world.size)[own]
     numbers = np.flatnonzero(writes) if save.known is None else np.sort(save.known.order[writes])
     return (tuple(parts.tensors[number] for number in numbers.tolist()), objects), columns

@@ -49,18 +49,20 @@ logger = logging.getLogger("shardtree")
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """One rank's part of a save: it writes, and on rank 0 indexes and publishes; or it is abandoned.
+    """A rank's part of a save: it writes, and on rank 0 indexes and publishes; or it is abandoned.
 
     Attributes:
         pending: The save, as formats get it.
         formats: The formats of the shards and of the common state.
-        steps: The part that these have in the save.
-        claim: Mark by which other saves know that this one is alive; on rank 0 alone.
-        folder: The destination's own folder, if this save had to make it; on rank 0 alone.
+        steps: The formats' steps of the save.
+        claim: Claim that marks this save as alive; on rank 0 only.
+        folder: The destination's own folder, if this save made it; on rank 0 only.
         has_run: Whether `write` was called before.
-        has_written: Whether `write` has begun to write, and its files weren't removed since.
-        common: Function that returns the fields of the common state, while that is written beside the shards.
-        look: Function that looks for another checkpoint, where `index` has begun that for `publish`.
+        has_written: Whether `write` has begun to write, and its files haven't been removed since.
+        common: Function that waits for a concurrent write of the common state and returns its fields; None if there is
+            none.
+        look: Function that waits for a concurrent look for another checkpoint, begun by `index` for `publish`; None if
+            there is none.
     """
 
     pending: PendingSave
@@ -74,7 +76,7 @@ class Saver:
     look: Callable[[], None] | None = None
 
     def request(self) -> AsyncRequest[Any]:
-        """Return the request that does all this; nothing is done yet."""
+        """Return the request of this rank's part; nothing is done yet."""
         requests = self.steps.requests
         return AsyncRequest(
             world=self.pending.world,
@@ -89,11 +91,11 @@ class Saver:
         )
 
     def write(self) -> tuple[Any, ...]:
-        """Return the results of the formats' requests, once this rank's files are written; no collective."""
+        """Write this rank's files, and return the results of the formats' requests; no collective."""
         pending, steps, alone = self.pending, self.steps, not self.formats.in_save_folder
         is_conditional = can(pending.storage).replace_if is not None
-        # Guards against running a committed request again: its files are the checkpoint by then. Where publishing is
-        # conditional, a first run saves the storage that look.
+        # A committed request must not run again: its files are the checkpoint by then. If publishing is conditional,
+        # the first run can skip this look.
         if self.has_run or not is_conditional:
             with _lost_to_another(pending):
                 check_unchanged(pending.storage, pending.before)
@@ -102,25 +104,25 @@ class Saver:
         elif alone and self.has_run and pending.replaced is None:
             check_alone(pending.storage, pending.save_id)
         self.has_run = True
-        # After the claim: from now on no other save with fixed names can begin, so none is published after this look.
+        # The look follows the claim: from now on no other save with fixed names can begin, and so none is published.
         if steps.recognizes or alone:
             _check_no_other(pending, self.formats.strategies)
         self.has_written = True
         if steps.recognizes or pending.world.rank != 0 or not is_conditional:
             results = tuple(request.async_fn() for request in steps.requests)
         else:
-            # Small, and waits for nothing: beside the uploads, it takes no time.
+            # The common state is small, so writing it concurrently with the uploads takes no additional time.
             with ThreadPoolExecutor(1) as thread:
-                with suppress(RuntimeError):  # while the interpreter ends, no thread can start: `index` writes it then
+                with suppress(RuntimeError):  # during the interpreter's shutdown no thread starts; `index` writes it
                     self.common = thread.submit(steps.save_common).result
                 results = tuple(request.async_fn() for request in steps.requests)
         if self.folder is not None:
-            # The new folder's entry was synced by another thread meanwhile: it must be on the medium before the end.
+            # The new folder's entry must be on the medium before the end of the write.
             self.folder.wait()
         return results
 
     def _claim_again(self, *, alone: bool) -> None:
-        """Make the folder again for an abandoned save whose request is run once more."""
+        """Make the folder again if the request of an abandoned save runs once more."""
         pending, durable = self.pending, self.pending.options.durable
         if pending.replaced is not None:
             check_same(pending.replaced, self.formats.strategies)
@@ -131,18 +133,18 @@ class Saver:
         self.claim = make_save_folder(pending.storage, pending.save_id, durable=durable, alone=alone)
 
     def index(self, results: Sequence[tuple[Any, ...]]) -> Fields:
-        """Return the fields of metadata.json, once the indexes and the common state are written; on rank 0.
+        """Write the indexes and the common state, and return the fields of metadata.json; on rank 0.
 
         Args:
             results: The results of `write`, by rank.
         """
         pending, look = self.pending, partial(_check_no_other, self.pending, self.formats.strategies)
         if self.steps.publish is not None:
-            # Fixed names may by now be another save's files, which the index and the common state would overwrite.
+            # Files with fixed names may belong to another save by now; index and common state would overwrite them.
             with step("save: look for another checkpoint"):
                 look()
         elif pending.before is None:
-            # Where looks take requests, publishing itself turns away what comes after this one.
+            # If looks are requests, publishing is conditional and detects changes after this look.
             self.look = beside(pending.storage, look)
         (sharded, version), (common, common_version) = self.formats.backends
         fields = {"sharded_backend": sharded, "sharded_backend_version": version}
@@ -150,28 +152,28 @@ class Saver:
         with step("save: index"):
             fields |= self.steps.index(results)
         with step("save: common state"):
-            written, self.common = self.common, None  # tried again, it is written here
+            written, self.common = self.common, None  # a second run writes it here
             fields |= (written or self.steps.save_common)()
         return fields
 
     def publish(self, fields: Fields) -> None:
-        """Make the folder a checkpoint; on rank 0, last of all."""
+        """Make the folder a checkpoint; the last step, on rank 0."""
         pending = self.pending
-        # The owner's note goes after that: until then it keeps others away from files with fixed names, and by it a
-        # save that was killed is known to be dead. What is exchanged has another note, beside it.
+        # The owner's note is usually removed after the commit: until then it excludes other saves with fixed names, and
+        # tells whether a killed save is dead. A folder that will be exchanged has another note in its sibling.
         if pending.replaced is not None:
             pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
-        # Every name has to be on the medium before the rename that publishes: after a power failure the file system
-        # may keep that rename and lose what came before it.
+        # Every name must be on the medium before the rename that publishes: after a power failure, the file system may
+        # have kept that rename and lost earlier changes.
         if pending.options.durable:
             sync_folder(pending.storage, pending.save_id)
             sync_folder(pending.storage)
         try:
-            # Of two saves that publish at once, the second one sees the first one's checkpoint.
+            # The lock makes the second of two simultaneous saves see the first one's checkpoint.
             with locked(pending.destination):
                 self._publish_locked(fields)
         except OutcomeUnknown:
-            # Nothing goes on with it: a later save, which turns this one away, may remove it.
+            # The save has ended: a later save, which invalidates this one's request, may remove its files.
             release(pending.save_id)
             raise
 
@@ -186,7 +188,7 @@ class Saver:
             look()
         elif pending.before is None or can(pending.storage).replace_if is None:
             _check_no_other(pending, strategies)
-        # A format that publishes needs no metadata.json, unless a second backend has to be named somewhere.
+        # A format with a PUBLISH row needs no metadata.json, unless a second backend must be named.
         is_single = fields["common_backend"] == fields["sharded_backend"]
         if publish is None or not (is_single or pending.storage.length(METADATA_FILE) is not None):
             with _lost_to_another(pending):
@@ -195,10 +197,10 @@ class Saver:
             swap_folders(pending, pending.replaced, fields, strategies)
 
     def abandon(self) -> None:
-        """Remove what was written, as far as it is known to be this save's, and end the save. Never raises."""
+        """Remove the files that surely belong to this save, and end the save. Never raises."""
         pending, requests = self.pending, self.steps.requests
         try:
-            # What has fixed names may be another save's, unless this one has written it and still keeps others away.
+            # Files with fixed names may belong to another save, unless this one wrote them and still excludes others.
             if self.formats.in_save_folder or pending.replaced is not None:
                 _abandon_all(requests)
             elif self.has_written:
@@ -210,15 +212,15 @@ class Saver:
                 end(pending)
 
     def clean_up(self) -> None:
-        """Remove what isn't needed any more after the commit, and report to the caller."""
+        """Remove obsolete files after the commit, and report to the caller."""
         requests = self.steps.requests
-        clean_up(self.pending, self.formats.strategies, removes_saves=any(each.removes_saves for each in requests))
+        clean_up(self.pending, self.formats.strategies, removes_saves=any(item.removes_saves for item in requests))
         for request in requests:
             request.clean_up()
-        self._report()  # last: cleaning up syncs folders too
+        self._report()  # last, since cleaning up syncs folders too
 
     def _report(self) -> None:
-        """Tell the caller what this rank's file system refused to a committed save; the log has it already."""
+        """Report the file system's refusals to this rank to the caller; the log has them already."""
         pending = self.pending
         replaced = () if pending.replaced is None else (pending.replaced.storage,)
         report = SaveReport(take_refusals(pending.storage, *replaced))
@@ -227,24 +229,24 @@ class Saver:
         try:
             pending.options.report(report)
         except Exception:
-            # An error would say that this rank's save failed, and the checkpoint is there.
+            # Raising would look like a failure of the save, but the checkpoint is published.
             logger.exception("save: %r is saved, but SaveOptions(report=...) raised", pending.storage.where())
 
 
 def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
-    """Raise if another checkpoint has appeared since the save began, with metadata.json or without."""
+    """Raise if another checkpoint has appeared since the save began, with or without metadata.json."""
     look = partial(is_recognized, pending.storage, strategies)
     is_there = beside(pending.storage, look) if pending.before is None else bool
     with _lost_to_another(pending):
         check_unchanged(pending.storage, pending.before)
     if is_there():
-        fix = "Let only one save at a time go to a folder, and run a request once."
+        fix = "Run only one save to a folder at a time, and each request only once."
         raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
 
 
 @contextmanager
 def _lost_to_another(pending: PendingSave) -> Iterator[None]:
-    """Raise AlreadyACheckpoint where a save that may not replace a checkpoint lost to another save."""
+    """Turn CheckpointReplaced into AlreadyACheckpoint for a save that may not replace checkpoints."""
     try:
         yield
     except CheckpointReplaced as error:
@@ -262,7 +264,7 @@ def _abandon_all(requests: Sequence[AsyncRequest[Any]]) -> None:
 
 @contextmanager
 def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
-    """Let no other save begin inside the block; raises if one has begun since rank 0 gave this one up."""
+    """Exclude other saves during the block; raise if one has begun since rank 0 abandoned this one."""
     with nullcontext() if pending.world.rank == 0 else locked(pending.storage):
         if not is_claimed(pending.save_id):
             check_alone(pending.storage, pending.save_id)
@@ -270,9 +272,9 @@ def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
 
 
 class _UseCheck:
-    """Shared by all copies of a request: warns when it is collected before the save was begun or abandoned.
+    """A value that all copies of a request share, which warns if it is collected before the save is run or abandoned.
 
-    Nothing is removed then: other ranks may be writing.
+    Nothing is removed then, since other ranks may be writing.
     """
 
     def __init__(self, where: str) -> None:
@@ -284,12 +286,12 @@ class _UseCheck:
         if self.is_used or self.process != os.getpid():  # a fork has a copy of the object, but no save
             return
         what = f"an asynchronous save to {self.where!r} was never begun: its request was dropped"
-        fix = "Pass it to an AsyncCallsQueue, call execute_sync() on it, or give it up by abandon()."
+        fix = "Pass the request to an AsyncCallsQueue, or call its execute_sync() or abandon()."
         warnings.warn(error_text(what, fix=fix), ResourceWarning, stacklevel=2, source=self)
 
 
 def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
-    """Return the request, which warns if it is collected although neither it nor a copy of it was run or abandoned."""
+    """Return a request that warns if it is collected before it or a copy of it was run or abandoned."""
     folder = request.folder
     check = _UseCheck("a folder" if folder is None else folder.where())
 

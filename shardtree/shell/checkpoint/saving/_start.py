@@ -1,4 +1,4 @@
-"""Step 2 of a save on rank 0: look at the destination, name the save, make the folder that every rank must see."""
+"""Step 2 of a save on rank 0: inspect the destination, name the save, make the folder that every rank must see."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _FILE = re.compile(r".+\.(safetensors|bin|pt|pth)", re.DOTALL)
 
 
 def named_file(where: Directory) -> str | None:
-    """Return a destination's name if that is a single file's, as weights have; None for a folder's, or a storage.
+    """Return a destination's name if it looks like a file of weights; None for folders and storages.
 
     Examples:
         >>> named_file("/runs/model.safetensors"), named_file("/runs/step_10")
@@ -75,33 +75,33 @@ def named_file(where: Directory) -> str | None:
 
 
 def folder_at(where: Directory) -> Storage:
-    """Return the storage of the folder that a save is to make or to write into.
+    """Return the storage of a save's destination folder, which needn't exist yet.
 
     Raises:
-        StorageError: it has a file's name, for which other programs would take it.
+        StorageError: the destination has the name of a file of weights, so other programs would take it for a file.
     """
     storage = storage_at(where)
     if named_file(where) is not None:
-        fix = "Name a folder; convert(FOLDER, FILE, backend='huggingface') makes a single .safetensors file of it."
+        fix = "Pass a folder; convert(FOLDER, FILE, backend='huggingface') makes a single .safetensors file of it."
         raise StorageError(error_text(f"save: {storage.where()!r} names a file, and a save makes a folder", fix=fix))
     return with_own_refusals(storage)
 
 
 def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
-    """Return the save with `pending`, once its folder is made, and with what marks it as alive; on rank 0.
+    """Make the save's folder, and return the save with `pending` and its claim; on rank 0.
 
     Args:
-        save: The save, its formats looked up.
+        save: The save, with the backends of its formats.
         storage: The destination.
-        undo: Stack that gets callbacks which remove the folder again, as long as nothing is in it.
+        undo: Stack that gets callbacks which remove the folder if it is still empty.
 
     Raises:
-        AlreadyACheckpoint: there is a checkpoint already, and it may not be replaced.
-        StrategyError: a checkpoint is to be replaced as a whole, and can't be.
+        AlreadyACheckpoint: the destination holds a checkpoint that may not be replaced.
+        StrategyError: a checkpoint should be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or belongs to another program.
     """
     save_id = new_save_id()
-    # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
+    # If both take requests and an existing checkpoint is no obstacle, the folder is made during the inspection.
     at_once = save.overwrite and can(storage).replace_if is not None and save.formats.in_save_folder
     task = Task(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
     try:
@@ -123,22 +123,22 @@ def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
 
 
 def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_id: str | None = None) -> Start:
-    """Return the destination of a save, as it is before the save's folder is made. Nothing is changed.
+    """Return the state of a save's destination before the save's folder is made; changes nothing.
 
     Args:
         storage: The destination.
-        formats: The formats, looked up.
-        overwrite: Whether a checkpoint that is already there may be replaced.
+        formats: The formats, with their backends.
+        overwrite: Whether an existing checkpoint may be replaced.
         save_id: The save's name; None for a new one.
 
     Raises:
-        AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
-        StorageError: another program's metadata.json is there, or no folder.
+        AlreadyACheckpoint: the destination holds a checkpoint, and `overwrite` is False.
+        StorageError: the destination is a file, or holds another program's metadata.json or manifest.
     """
     by_requests = can(storage).entries is not None
     is_file: Callable[[], int | None] = partial(storage.length, "")
     is_there: Callable[[], bool] = partial(is_recognized, storage, formats.strategies)
-    if not overwrite:  # a new folder is likely, where all these looks are needed
+    if not overwrite:  # the folder is probably new, so that all these looks are needed
         is_file, is_there = beside(storage, is_file), beside(storage, is_there)
     before = metadata_bytes(storage) if by_requests else None
     if before is None and is_file() is not None:
@@ -148,13 +148,13 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
     if before is not None and is_of_others(before):
         what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
         raise StorageError(error_text(what, fix="Save to another folder: a checkpoint has a file of that name."))
-    there = before is not None or is_there()
-    if there and not overwrite:
+    exists = before is not None or is_there()
+    if exists and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
     save_id = new_save_id() if save_id is None else save_id
-    # Files with fixed names can't be replaced one by one without a moment at which neither checkpoint is whole.
-    if there and not (formats.in_save_folder and _goes_with_metadata(before, formats.strategies)):
+    # If files with fixed names were replaced one by one, neither checkpoint would be whole in between.
+    if exists and not (formats.in_save_folder and _goes_with_metadata(before, formats.strategies)):
         return save_id, None, stamp(storage, deciding_files(formats.strategies))
     names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
@@ -164,23 +164,23 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
 
 
 def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
-    """Return a look at a storage, which is begun at once, in another thread, if it takes a request."""
+    """Return a look at a storage that, if it takes a request, has already begun in another thread."""
     return look if can(storage).entries is None else Task(look).result
 
 
 def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
-    """Return whether some format recognises a folder that has no metadata.json."""
-    # Asking each format takes looks at many names, and an import of it: not for a new folder, or one of saves alone.
+    """Return whether any format recognises a folder without a metadata.json."""
+    # Recognition looks at many names and imports formats, so it is skipped for folders that hold nothing but saves.
     if can(storage).entries is None and all(map(is_save_folder, storage.names())):
         return False
     return recognize(storage, strategies) is not None
 
 
 def pending_save(start: Start, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
-    """Return the pending save on this rank; its folder is made later.
+    """Return the pending save on this rank; its folder is made separately.
 
     Raises:
-        StrategyError: a checkpoint is to be replaced as a whole, and two folders can't be exchanged there.
+        StrategyError: a checkpoint should be replaced as a whole, and the storage can't exchange two folders.
     """
     save_id, before, old = start
     if old is None:
@@ -190,45 +190,45 @@ def pending_save(start: Start, storage: Storage, world: World, options: SaveOpti
 
 
 def pending_here(save: Save) -> PendingSave:
-    """Return the pending save that rank 0 began, once this rank is known to see the folder that rank 0 made.
+    """Return the pending save that rank 0 began, after checking that this rank sees rank 0's folder.
 
     Raises:
-        StorageError: it doesn't see it.
+        StorageError: this rank doesn't see the folder.
     """
     if save.start is None:
         raise TypeError("rank 0 sent no place for the save")
     storage = storage_at(save.where)
     pending = pending_save(save.start, storage, save.world, save.options)
     if not is_folder(pending.storage, pending.save_id):
-        what = f"save: {storage.where()!r} is not shared: rank {save.world.rank} doesn't see what rank 0 made in it"
+        what = f"save: {storage.where()!r} is not shared: rank {save.world.rank} doesn't see rank 0's folder in it"
         raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))
     return pending
 
 
 def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tuple[Claim, NewFolder | None]:
-    """Return the mark that a save is alive, and the destination's own folder if it had to be made; on rank 0.
+    """Make a save's folder, and return its claim and the destination's own folder if that is new; on rank 0.
 
-    Rank 0 waits after its own writing until the folder is on the medium, not here, where all others would wait too.
+    Rank 0 syncs the destination's folder after its own writes, since all other ranks would wait for a sync here.
 
     Args:
-        pending: The save, whose folder is made.
+        pending: The save.
         formats: Its formats.
-        undo: Stack that gets callbacks which remove what was made, as long as nothing is in it.
+        undo: Stack that gets callbacks which remove the new folders if they are still empty.
 
     Raises:
-        StrategyError: a checkpoint is to be replaced as a whole, and can't be.
+        StrategyError: a checkpoint should be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or another save to it is in progress.
     """
     durable, folder = pending.options.durable, None
-    # Before any file: another save's clean-up removes what belongs to a save that isn't known to be alive.
+    # The claim precedes any file: another save's clean-up removes files of saves that aren't known to be alive.
     own_claim = claim(pending.save_id)
     if pending.replaced is None:
         folder = new_folder(pending.storage, durable=durable)
-        # Only in a failed call: by the time a request is abandoned, its caller may rely on the folder.
+        # The folder is removed only if this call fails: once a request exists, its caller may rely on the folder.
         undo.callback(folder.remove)
     undo.callback(end, pending)
     if pending.replaced is None:
-        # Not synced here: the save syncs the storage's own folder before it is published.
+        # It isn't synced here, since the save syncs the storage's own folder before it publishes.
         make_save_folder(pending.storage, pending.save_id, durable=False, alone=not formats.in_save_folder)
     else:
         make_sibling(pending.replaced.storage, pending.save_id, formats.strategies, durable=durable)
@@ -236,23 +236,23 @@ def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tupl
 
 
 def end(pending: PendingSave) -> None:
-    """Mark a save of this process as ended, and remove its folder unless files are in it. Never raises."""
+    """End the claim of a save of this process, and remove its folder if it is empty. Never raises."""
     release(pending.save_id)
     storage = pending.destination
     try:
         if pending.replaced is None:
             disown(storage, pending.save_id)
         if (sibling := can(storage).sibling) is not None and sibling(pending.save_id).is_exchanged() is False:
-            sibling(pending.save_id).remove()  # with all files: they are this save's alone
+            sibling(pending.save_id).remove()  # with all files, since they belong to this save only
     except Exception as error:
-        # The save's own error is being raised, and must not be hidden; a later save removes what stays.
+        # This must not hide the save's own error; a later save removes the remaining files.
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
 
 
 def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> bool:
-    """Return whether replacing metadata.json replaces the whole checkpoint, as its files are in its save's folder.
+    """Return whether replacing metadata.json replaces the whole checkpoint, since its files are in its save's folder.
 
-    That is assumed of formats that don't list their files, and of what can't be read anyway.
+    This is assumed of formats that don't list their files, and of an unreadable metadata.json.
     """
     try:
         fields = decode_metadata(before, METADATA_FILE) if before is not None else None

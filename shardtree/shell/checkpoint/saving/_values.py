@@ -1,4 +1,4 @@
-"""A save under way: the value that the steps of `save` fill in."""
+"""A running save: the values that the steps of `save` fill in."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .._consistency import KnownLayout, LayoutDescription
 from ._formats import Formats
 
 Start = tuple[str, bytes | None, Stamp | None]
-"""What rank 0 sends the others of a save that it has begun: its name, metadata.json as it was or None, and the stamp of
-the checkpoint that it replaces as a whole, if it does."""
+"""Rank 0's message about a save that it has begun: the save's name, the previous metadata.json or None, and the stamp
+of the checkpoint that is replaced as a whole, if any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,8 +27,8 @@ class TreeParts:
     Attributes:
         tensors: The tensor shards, factories applied.
         objects: The sharded objects.
-        common: Everything else, with holes where shards and nonpersistent objects were.
-        unions: Dicts in which ranks have keys of their own, where the common state is the union of ranks'.
+        common: Everything else, with holes in place of shards and nonpersistent objects.
+        unions: Keys by dict in which ranks have different keys, if the common state is the union of ranks'.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -39,7 +39,7 @@ class TreeParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """A save under way, as one rank knows it: the arguments of `save`, then what step 2 adds, from `parts` on.
+    """A running save from the view of one rank: the arguments of `save`; from `parts` on, values that step 2 adds.
 
     Attributes:
         world: The ranks that save together.
@@ -47,17 +47,17 @@ class Save:
         formats: The formats that the caller chose; their backends are known from step 2 on.
         validate: Whether shards must tile their tensors, and common states agree.
         common_view: Function that returns the part of the common state that is compared; None for all of it.
-        options: How it is saved.
-        overwrite: Whether a checkpoint that is already there may be replaced.
-        layout: All ranks' shards, if the caller gave them.
+        options: The options of the save.
+        overwrite: Whether an existing checkpoint may be replaced.
+        layout: All ranks' shards, if the caller passed them.
         is_async: Whether the request is returned instead of run.
         parts: This rank's tree, taken apart; step 3 may exchange the common state.
         known: The caller's layout, matched with this rank's shards.
         descriptions: All ranks' descriptions of their shards, by rank; empty if ranks don't compare them.
-        start: The destination as rank 0 found it.
-        pending: The save that rank 0 has begun; None on the others until step 4.
-        claim: Mark by which other saves know that this one is alive; on rank 0 alone.
-        folder: The destination's own folder, if this save had to make it; on rank 0 alone.
+        start: The state of the destination that rank 0 found.
+        pending: The save that rank 0 has begun; None on other ranks until step 4.
+        claim: Claim that marks this save as alive; on rank 0 only.
+        folder: The destination's own folder, if this save made it; on rank 0 only.
     """
 
     world: World
