@@ -154,9 +154,8 @@ class SaveOptions:
         common: "same": the common state must be equal on all ranks; "union": it is the union of the ranks' dicts, for
             pipeline stages with different keys. Values of several ranks under one key must be equal bit by bit. Common
             states are sent only if ranks differ, one of each kind.
-        report: Function that each rank calls once with its `SaveReport`, after the commit; `convert` calls it on rank 0
-            only. The log has the same information. Its exceptions are logged, since the checkpoint is published by
-            then.
+        report: Function that each rank (in `convert`, only rank 0) calls with its `SaveReport` after the commit. The
+            log has the same information. Its exceptions are logged, since the checkpoint is published by then.
 
     Examples:
         >>> SaveOptions(durable=False).checksums

@@ -181,15 +181,7 @@ def share(
     steps: Sequence[str] = (),
     given: Given | None = None,
 ) -> tuple[T, list[U]]:
-    """Return this rank's result of a function, and a message about each rank's result, by rank; one all-gather.
-
-    Args:
-        world: Ranks that take part.
-        phase: Name of the phase, for errors.
-        fn: Function as for `agree`.
-        message: Function from a result to the message that other ranks get.
-        steps: Names of the steps, as for `agree`.
-        given: Arguments that must be equal on every rank, as for `agree`.
+    """Return this rank's result of `fn`, and every rank's `message(result)`, by rank; one all-gather.
 
     Raises:
         RemoteError: see `gather`.

@@ -265,7 +265,7 @@ def test_a_folder_of_a_saves_storage_has_its_refusals() -> None:
 @pytest.mark.parametrize("name", ["report", "progress"])
 def test_options_that_cant_be_called_are_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     wrong: dict[str, Any] = {name: 3}
-    with pytest.raises(MetadataError, match=rf"save: options.{name} doesn't fit\n  found 3, expected a function"):
+    with pytest.raises(MetadataError, match=rf"save: invalid options.{name}\n  found 3, expected a function"):
         st.save(tree(OLD, "native"), tmp_path / "step", options=st.SaveOptions(**wrong))
     assert not (tmp_path / "step").exists()
 
