@@ -93,7 +93,7 @@ def check_whole(folder: Path) -> None:
 def test_a_rank_that_is_cut_off_takes_nothing_of_what_is_committed(backend: str, moment: str, tmp_path: Path) -> None:
     notes = save_cut_off(tmp_path, backend, moment, leaving_it)
     check_whole(tmp_path)
-    assert any("what this rank wrote stays" in note for note in notes)
+    assert any("the files of this rank stay" in note for note in notes)
 
 
 def tidying_up(request: AsyncRequest[Any]) -> None:

@@ -69,7 +69,7 @@ def abandoning(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("save: what a failed save wrote stays in %s: %s", place, error)
+        logger.warning("save: files of a failed save stay in %s: %s", place, error)
 
 
 def is_save_folder(name: str) -> bool:

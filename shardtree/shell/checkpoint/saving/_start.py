@@ -246,7 +246,7 @@ def end(pending: PendingSave) -> None:
             sibling(pending.save_id).remove()  # with all files, since they belong to this save only
     except Exception as error:
         # This must not hide the save's own error; a later save removes the remaining files.
-        logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
+        logger.warning("save: files of a failed save stay in or beside %s: %s", storage.where(), error)
 
 
 def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> bool:
