@@ -52,7 +52,7 @@ class DistributedWorld(World):
 
     def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
         self.check_rank("gather", root)
-        # What fits into a head reaches every rank at no cost; of what doesn't, ranks but the root hear the length.
+        # A value that fits into a head reaches every rank at no cost; of a longer one, only its length and `brief` do.
         data = pack("gather", value)
         frame = self._frame(pack("gather", (0, data)))
         if len(frame) > self._head:

@@ -107,7 +107,7 @@ class World(ABC):
                 ranks disagree about the number of bytes and the world can detect it.
         """
         self.check_buffers(outgoing, incoming)
-        # As arrays: a pickled array contains its own elements only, a pickled tensor the whole storage that it views.
+        # Arrays are sent, since a pickled tensor contains the whole storage that it views.
         rows = [outgoing[rank].numpy() if rank in outgoing else None for rank in range(self.size)]
         pieces = {rank: data for rank, data in enumerate(self.all_to_all(rows)) if data is not None and data.size}
         sizes = {rank: data.size for rank, data in pieces.items()}
@@ -131,31 +131,31 @@ class World(ABC):
     # What subclasses check before they send anything, in the errors' common form
 
     def check_rank(self, what: str, rank: int) -> None:
-        """Raise unless the world has such a rank; the error begins with the name of the collective."""
+        """Raise if a rank isn't in the world; the error begins with the name of the collective."""
         if not 0 <= rank < self.size:
-            raise WorldError(error_text(f"{what}: no such rank", found=rank, expected=f"0 to {self.size - 1}"))
+            raise WorldError(error_text(f"{what}: invalid rank", found=rank, expected=f"0 to {self.size - 1}"))
 
     def check_peer(self, what: str, rank: int) -> None:
-        """Raise unless the world has such a rank, and it isn't this one."""
+        """Raise if a rank isn't in the world, or is this one."""
         self.check_rank(what, rank)
         if rank == self.rank:
-            raise WorldError(error_text(f"{what}: rank {rank} can't exchange messages with itself"))
+            raise WorldError(error_text(f"{what}: rank {rank} cannot exchange messages with itself"))
 
     def check_buffers(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        """Raise unless all peers are other ranks of the world, and all buffers contiguous bytes in the CPU's memory."""
+        """Raise unless peers are other ranks of the world and buffers contiguous bytes in the CPU's memory."""
         for peer, buffer in (*outgoing.items(), *incoming.items()):
             self.check_peer("exchange", peer)
             plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
             if not plain:
                 found = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
                 expected = "contiguous bytes in the CPU's memory, uint8 of one axis"
-                raise WorldError(error_text(f"exchange: the buffer for rank {peer}", found=found, expected=expected))
+                raise WorldError(error_text(f"exchange: bad buffer for rank {peer}", found=found, expected=expected))
 
     def check_one_each(self, values: Sequence[object]) -> None:
         """Raise unless there is one value for each rank."""
         if len(values) != self.size:
-            found, expected = plural(len(values), "value"), f"{self.size}, one each"
-            raise WorldError(error_text(f"all_to_all: rank {self.rank}", found=found, expected=expected))
+            found, expected = plural(len(values), "value"), f"{self.size}, one for each rank"
+            raise WorldError(error_text(f"all_to_all: values of rank {self.rank}", found=found, expected=expected))
 
 
 # Values are pickled for sending them between ranks.
