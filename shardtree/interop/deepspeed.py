@@ -56,22 +56,22 @@ def save_universal(
     Tensors are read and written a few MiB at a time. `latest_universal` comes last: until then there is no checkpoint.
 
     Args:
-        checkpoint: of any format, opened; states are `optimizer.state.<state>.<parameter>`, the master is `param`. A
-            parameter without one gets its weight, in float32.
-        folder: becomes the root, for DeepSpeed's `load_checkpoint` with `load_universal`.
-        tag: the name of the checkpoint's own folder in it.
-        stage: of ZeRO, that of the job that will load it: DeepSpeed looks for a model file of another name under 3.
-        parameter_groups: names of the trained parameters by the optimizer's groups, where there are several.
-        common: beside the model, in place of the checkpoint's common state: a dict, in which `optimizer` has
-            `param_groups` alone. What DeepSpeed's model file needs and isn't in it gets a default.
-        leave_out: patterns of keys that aren't written. Anything else that has no place there is an error.
-        durable: whether all is on the medium before the checkpoint counts.
-        progress: called with the bytes that were written since the last call.
+        checkpoint: Opened checkpoint of any format. The keys of states are `optimizer.state.<state>.<parameter>`, with
+            `param` for the float32 master; a parameter without a master gets its weight in float32.
+        folder: Root folder for DeepSpeed's `load_checkpoint` with `load_universal`.
+        tag: Name of the checkpoint's own folder in the root.
+        stage: ZeRO stage of the job that will load it: under stage 3 DeepSpeed looks for a model file of another name.
+        parameter_groups: Names of the trained parameters of each of the optimizer's groups, if there are several.
+        common: Values of the model file that replace the checkpoint's common state: a dict, whose `optimizer` has
+            `param_groups` alone. Values that DeepSpeed needs and the dict lacks get a default.
+        leave_out: Patterns of keys that aren't written. Any other key without a place in the format is an error.
+        durable: Whether all files are on the medium before the checkpoint counts.
+        progress: Function that is called with the number of bytes written since its last call.
 
     Raises:
-        AlreadyACheckpoint: the folder has one.
-        StorageError: another save to the folder is in progress, or a file can't be written.
-        KeyMismatch: a state's parameter isn't there, a pattern names nothing, or something has no place in a Universal
+        AlreadyACheckpoint: The folder has a checkpoint.
+        StorageError: Another save to the folder is in progress, or a file can't be written.
+        KeyMismatch: The parameter of a state is missing, a pattern matches nothing, or a key has no place in a Universal
             Checkpoint.
         UnsupportedValue: a name can't be that of a folder, or the common state can't be stored.
 
@@ -135,11 +135,11 @@ def _write_states(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """What is written of a checkpoint.
+    """The keys of a checkpoint that are written.
 
     Attributes:
-        weights: the model's tensors.
-        states: the names of the states of each trained parameter.
+        weights: Keys of the model's tensors.
+        states: Names of the states of each trained parameter.
     """
 
     weights: list[str]
@@ -182,7 +182,7 @@ def _check_names(names: Sequence[str]) -> None:
 def _fields(
     checkpoint: OpenCheckpoint, common: Any, parts: _Parts, parameter_groups: Sequence[Sequence[str]] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the model file holds beside tensors, and what the optimizer's file does."""
+    """Return the plain values of the model file and those of the optimizer's file."""
     optimizer = common.get("optimizer", {}) if isinstance(common, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.keys() - {"param_groups"}:
         found = "no dict" if optimizer is None else f"'optimizer' with {', '.join(map(repr, optimizer))}"

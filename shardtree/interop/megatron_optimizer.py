@@ -182,7 +182,7 @@ def _with_optimizers(optimizers: _Optimizers, numbers: Collection[int | None], c
 
 
 def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor]]:
-    """Return what a rank holds of a live distributed optimizer's states as flat shards, by key.
+    """Return a rank's states of a live distributed optimizer as flat shards, by key.
 
     Keys are `optimizer.state.<state>.<key of the model>`, with `param` for the float32 master. Saved, they load in any
     layout; as the target of a load with ``donate=True`` they fill the optimizer. Nothing is gathered or copied: data

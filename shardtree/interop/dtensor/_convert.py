@@ -184,11 +184,11 @@ def dtensor_layout(
     of `from_dtensors`, whose trees on all ranks have these shards; local tensors aren't accessed.
 
     Args:
-        tree: with DTensors, also on the meta device.
-        key: as there.
-        within: as there.
-        strided: as there.
-        replicated: as there.
+        tree: Tree of DTensors, also on the meta device.
+        key: Argument of `from_dtensors`.
+        within: Argument of `from_dtensors`.
+        strided: Argument of `from_dtensors`.
+        replicated: Argument of `from_dtensors`.
 
     Examples:
         >>> len(dtensor_layout({"step": 3}))

@@ -36,14 +36,13 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class ModuleKeys:
-    """What of a module and a checkpoint has no counterpart.
+    """Keys that only one of a module and a checkpoint has.
 
     Attributes:
-        missing: what of the module holds tensors and isn't stored, by stored key, sorted; it keeps its values. Names
-            that a hook reports are here too.
-        unused: keys of stored tensors that the module has no name for, sorted, and of what its own `load_state_dict`
-            doesn't take.
-        kept: what else isn't stored and keeps its values, by key, sorted: extra states without tensors, and the counter
+        missing: Stored keys, sorted, of the module's tensors that aren't stored and keep their values; also names that
+            a hook reports.
+        unused: Keys, sorted, of stored tensors that the module has no name for or its `load_state_dict` doesn't take.
+        kept: Keys, sorted, of other values that aren't stored and stay: extra states without tensors, and the counter
             that a batch norm of an old checkpoint lacks.
     """
 
@@ -98,7 +97,7 @@ def load_module(
             whole on each rank.
         strided: the meaning of a `_StridedShard`, as for `from_dtensors`.
         strategies: the dispatch table; None for the process's.
-        options: how it is read.
+        options: Options of the load.
 
     Returns:
         The keys that only one of the two has.
@@ -175,7 +174,7 @@ class _Loading:
 
 
 def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], str], shapes: Shapes) -> _Loading:
-    """Return what is stored for a module, of which nothing is filled yet."""
+    """Return the state of a load into a module that has matched names and read no tensor yet."""
     state = module.state_dict(keep_vars=True)
     every = dict(all_tensors(module))
     tensors = {name: tensor for name, tensor in every.items() if not is_lazy(tensor)}
@@ -230,7 +229,7 @@ def _load_hooked(loading: _Loading) -> None:
 
 
 def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, strict: bool) -> ModuleKeys:
-    """Return what has no counterpart, or raise where that is an error."""
+    """Return the keys without a counterpart, or raise if they are an error."""
     rest = loading.rest
     # Of extra states torch itself says whether they are missing, and hooks may have changed that.
     others = (name for name in rest if name.rpartition(".")[2] != EXTRA_STATE)

@@ -1,4 +1,4 @@
-"""What is stored, read into a module's tensors, or as values for hooks that ask for them."""
+"""Stored values, read into a module's tensors or for hooks that ask for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._placed import Strided, is_dtensor
 
 @dataclass(frozen=True, eq=False)
 class ModuleSource:
-    """A checkpoint, and how it is read into a module; the fields are the arguments of `load_module`."""
+    """A checkpoint with the arguments of `load_module`, which are its fields."""
 
     checkpoint_dir: Directory
     cast: bool
@@ -81,10 +81,10 @@ def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return what is loaded, by stored key: each rank's parts.
+    """Return the target of the load: this rank's shards, by stored key.
 
     Raises:
-        MetadataError: there are plain tensors, and this rank isn't in the mesh `within`.
+        MetadataError: The module has plain tensors, and this rank isn't in the mesh `within`.
     """
     own = {name: tensor for name, tensor in (names.targets | names.aliases).items() if name not in common}
     replicated = None if source.within is None else lambda *_: True
@@ -184,7 +184,7 @@ def read_value(
         stored: what it asks for.
 
     Raises:
-        ShapeError: its dtype is another one, and it isn't converted, or would be without its scales.
+        ShapeError: The stored dtype differs, and the value isn't converted, or would be without its scales.
     """
     if stored.shape is None:
         return common[stored.key] if stored.common else source.tree[source.objects[stored.key]].data

@@ -22,9 +22,9 @@ class UnreadValue(NamedTuple):
     """A stored value that isn't read yet.
 
     Attributes:
-        key: its stored key.
-        shape: the tensor's shape; None for any other value.
-        common: whether it is a value of the common state, which has been read.
+        key: Stored key.
+        shape: Shape of a tensor; None for any other value.
+        common: Whether the value belongs to the common state, which has been read.
     """
 
     key: str
@@ -37,9 +37,9 @@ class Fill:
     """A stored tensor that goes into a module's tensor.
 
     Attributes:
-        name: the tensor's name, by which `load_state_dict` looks for it.
-        tensor: a parameter or buffer of the module.
-        stored: its source.
+        name: Name of the tensor in `load_state_dict`.
+        tensor: Parameter or buffer of the module.
+        stored: Stored value that goes into it.
     """
 
     name: str
@@ -70,13 +70,13 @@ def all_tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str
 def stored_by_name(
     keys: Mapping[str, str], key: Callable[[str], str], stored: Mapping[str, UnreadValue], hooked: Iterable[str]
 ) -> dict[str, UnreadValue]:
-    """Return what is stored, by the names of a module's state dict.
+    """Return the stored values by the names of a module's state dict.
 
     Args:
-        keys: the stored key of each known name.
-        key: returns the stored key for a name.
-        stored: what is stored, by key.
-        hooked: the prefixes of modules whose hooks may know other names than those.
+        keys: Stored key of each known name.
+        key: Function from a name to its stored key.
+        stored: Stored values, by key.
+        hooked: Prefixes of modules whose hooks may know further names.
     """
     if key is str:
         return dict(stored)
@@ -136,7 +136,7 @@ def by_stored_key(fills: Iterable[Fill]) -> Named:
 def _sort_out(
     stored_keys: Mapping[Any, list[str]], tensors: Mapping[Any, torch.Tensor], names: Mapping[Any, list[str]]
 ) -> Named:
-    """Return what is filled, what is compared with it, and what is copied, of memories by their stored keys."""
+    """Return the tensors to fill, those to compare with them, and the copies to make, from memories and stored keys."""
     targets, aliases, copies = Tensors(), Tensors(), list[tuple[torch.Tensor, torch.Tensor]]()
     holder: dict[str, Any] = {}
     for number, keys in stored_keys.items():
@@ -205,7 +205,7 @@ def overlapping(tensors: Tensors) -> list[str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """Return what is equal for two parameters that are one tensor: the same object, or the same view of one memory."""
+    """Return an identity that two parameters share if they are one object, or the same view of one memory."""
     is_apart = hasattr(tensor, "placements") or is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor)
     if is_apart or tensor.layout is not torch.strided:
         return id(tensor)

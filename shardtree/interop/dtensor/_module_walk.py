@@ -189,7 +189,7 @@ def settle(state: Walk, fill: Callable[[Sequence[Fill]], None]) -> None:
 
 
 def fills_of(pending: Iterable[_Visit | _PostHook]) -> list[Fill]:
-    """Return what is to be filled of what is pending."""
+    """Return the fills of the pending visits."""
     return [each for step in pending if isinstance(step, _Visit) for each in step.fills]
 
 
@@ -260,7 +260,7 @@ def _visit(
     prefix: str,
     state: Walk,
 ) -> _Visit:
-    """Return what torch's `_load_from_state_dict` takes of a state dict, and what it says of it."""
+    """Return the visit of a module: the entries that torch's `_load_from_state_dict` takes, and the keys it reports."""
     extra = f"{prefix}{EXTRA_STATE}"
     takes_extra = type(module).set_extra_state is not torch.nn.Module.set_extra_state
     fills = [Fill(name, each, own[name]) for name, each in tensors.items() if name in own and _fits(each, own[name])]

@@ -65,11 +65,11 @@ def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
     """Return the mesh of all ranks that hold a tensor: its slice and all parallel ones, which the first axis counts.
 
     Args:
-        device_mesh: of the tensor.
+        device_mesh: DeviceMesh of the tensor.
         within: The mesh that it is a slice of, as a DeviceMesh or a `Mesh`; its root mesh by default.
 
     Raises:
-        MetadataError: it isn't a slice of that mesh.
+        MetadataError: The DeviceMesh isn't a slice of that mesh.
     """
     outer = root_of(device_mesh) if within is None else within
     return widened(mesh_of(device_mesh), outer if isinstance(outer, Mesh) else mesh_of(outer))
@@ -253,12 +253,12 @@ class PlacedTensor:
     """A tensor of a tree and its layout.
 
     Attributes:
-        path: in the tree.
-        key: its name.
-        tensor: a DTensor, or a plain tensor that is replicated.
-        device_mesh: of the tensor.
-        mesh: all ranks that hold shards of it.
-        spec: its partition spec on that mesh.
+        path: Path of the tensor in the tree.
+        key: Key of the tensor.
+        tensor: DTensor, or plain tensor that is replicated.
+        device_mesh: DeviceMesh of the tensor.
+        mesh: Mesh of all ranks that hold shards of it.
+        spec: Partition spec on that mesh.
     """
 
     path: TreePath
