@@ -71,8 +71,8 @@ def save_universal(
     Raises:
         AlreadyACheckpoint: The folder has a checkpoint.
         StorageError: Another save to the folder is in progress, or a file can't be written.
-        KeyMismatch: The parameter of a state is missing, a pattern matches nothing, or a key has no place in a Universal
-            Checkpoint.
+        KeyMismatch: The parameter of a state is missing, a pattern matches nothing, or a key has no place in the
+            format.
         UnsupportedValue: a name can't be that of a folder, or the common state can't be stored.
 
     Examples:
