@@ -1,12 +1,12 @@
 """A world of Ray's actors, held to its promises: python ray_world.py."""
 
 import asyncio
+import pickle
 from collections import Counter, defaultdict
 
 import ray
 
 from shardtree.errors import WorldError
-from shardtree.kit import pack, unpack
 from shardtree.world import World
 
 
@@ -41,25 +41,25 @@ class RayWorld(World):
             raise WorldError(f"{what}: rank {self.rank} waited {self.timeout:g} seconds") from error
 
     def all_gather(self, value):
-        values = self.meet("all_gather", pack("all_gather", value))
-        return [unpack("all_gather", values[rank]) for rank in range(self.size)]
+        values = self.meet("all_gather", pickle.dumps(value))
+        return [pickle.loads(values[rank]) for rank in range(self.size)]
 
     def broadcast(self, value, root=0):
-        values = self.meet("broadcast", pack("broadcast", value) if self.rank == root else b"")
-        return unpack("broadcast", values[root])
+        values = self.meet("broadcast", pickle.dumps(value) if self.rank == root else b"")
+        return pickle.loads(values[root])
 
     def barrier(self):
         self.meet("barrier", b"")
 
     def all_to_all(self, values):
-        rows = self.meet("all_to_all", [pack("all_to_all", value) for value in values])
-        return [unpack("all_to_all", rows[rank][self.rank]) for rank in range(self.size)]
+        rows = self.meet("all_to_all", [pickle.dumps(value) for value in values])
+        return [pickle.loads(rows[rank][self.rank]) for rank in range(self.size)]
 
     def send(self, value, to):
-        self.meet(("send", self.rank, to), pack("send", value), members=2)
+        self.meet(("send", self.rank, to), pickle.dumps(value), members=2)
 
     def recv(self, source):
-        return unpack("recv", self.meet(("send", source, self.rank), b"", members=2)[source])
+        return pickle.loads(self.meet(("send", source, self.rank), b"", members=2)[source])
 
 
 @ray.remote(num_cpus=0)
