@@ -1,4 +1,4 @@
-"""What is in a checkpoint of ZeRO-1, 2 or 3: masters and moments as ranges of their parameters, weights beside them."""
+"""Contents of a ZeRO-1, 2 or 3 checkpoint: masters and moments as ranges of their parameters, weights beside them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ._listing import LATEST, LATEST_UNIVERSAL, check_count, tag_folder, zero_fi
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
-    """Return what is in the files of a save, from their pickles alone.
+    """Return the contents of a save, read from its files' pickles alone.
 
     Raises:
         CorruptCheckpoint: a rank's file is missing, is of another save, or the files contradict each other.

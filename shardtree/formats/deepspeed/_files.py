@@ -1,4 +1,4 @@
-"""What DeepSpeed's files say: the model's tensors, parameters in flat vectors, their states, and the common state."""
+"""Contents of DeepSpeed's files: model tensors, parameters in flat vectors, their states, and the common state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NOT_COMMON = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """What the model files say.
+    """Contents of the model files.
 
     Attributes:
         where: the first file, for messages.
@@ -73,11 +73,11 @@ def read_model(
     paddings: Sequence[Sequence[int]] | None,
     tensors: Tensors,
 ) -> Model:
-    """Return what the model files say, and add the tensors that aren't trained: buffers, frozen parameters.
+    """Return the contents of the model files, and add the tensors that aren't trained: buffers, frozen parameters.
 
     Args:
         checkpoint: where the files are.
-        files: by data-parallel rank; their numbers are their positions.
+        files: Model files by data-parallel rank; their numbers are their positions.
         paddings: elements after each parameter of each group, where the optimizer's files have them; else None.
         tensors: filled with the model's own tensors.
 
@@ -204,17 +204,17 @@ _MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Optimizer:
-    """What the optimizer files say. A group is what has flat vectors: a param group, or a sub-group of ZeRO-3.
+    """Contents of the optimizer files. A group has flat vectors: it is a param group, or a sub-group of ZeRO-3.
 
     Attributes:
         is_zero3: whether parameters are cut each by itself.
-        ranks: how many ranks saved.
+        ranks: Number of ranks that saved.
         paddings: elements after each parameter of each group; None where there are none.
-        masters: of each group, by rank.
-        states: by rank, a group's states by its number.
-        param_groups: by rank, hyperparameters; () where the files have none.
+        masters: Flat vectors of masters of each group, by rank.
+        states: States of a group by its number, for each rank.
+        param_groups: Hyperparameters of each rank; () where the files have none.
         owners: the groups of each of them.
-        steps: by rank, the step of all, where it is in none of these.
+        steps: Common step of each rank, if its states and hyperparameters have none.
         scaler: what the loss scaler was.
     """
 
@@ -236,13 +236,13 @@ class Optimizer:
 
 
 def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: int, saved_by: int) -> Optimizer:
-    """Return what the optimizer files say.
+    """Return the contents of the optimizer files.
 
     Args:
         checkpoint: where they are.
-        files: by rank.
+        files: Optimizer files by rank.
         first: the number of the first file.
-        saved_by: how many ranks saved, by the model file, for files that don't say it; 0 where it doesn't either.
+        saved_by: Number of ranks that saved by the model file, for optimizer files without it; 0 if that lacks it too.
 
     Raises:
         CorruptCheckpoint: a file isn't as DeepSpeed writes it, or files have different groups.
@@ -281,7 +281,7 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
 
 
 def _ranks(count: ValueAt) -> int:
-    """Return how many ranks saved: one number, or one for each group."""
+    """Return the number of ranks that saved, from one number or one for each group."""
     counts = count.items() if isinstance(count.value, (list, tuple)) else [count]
     return max((each.count() for each in counts), default=0)
 

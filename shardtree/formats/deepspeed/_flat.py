@@ -28,8 +28,8 @@ class Parameter(NamedTuple):
     """A parameter of a group, in the order in which the flat vectors have them.
 
     Attributes:
-        name: its name.
-        shape: its global shape.
+        name: Name of the parameter.
+        shape: Global shape.
         padding: elements after it that belong to none.
     """
 
@@ -45,9 +45,9 @@ def group_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
     the vectors themselves. All padding is at the end.
 
     Args:
-        key: from a parameter's name to the state's key.
-        parameters: of the group.
-        vectors: of the state, by rank.
+        key: Function from a parameter's name to the state's key.
+        parameters: Parameters of the group, in order.
+        vectors: Flat vectors of the state, by rank.
     """
     spans = []
     begin = 0
@@ -75,9 +75,9 @@ def split_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
     A rank's vector has its part of each parameter, one after the other; the last parts are padded at their end.
 
     Args:
-        key: from a parameter's name to the state's key.
-        parameters: of the sub-group.
-        vectors: of the state, by rank.
+        key: Function from a parameter's name to the state's key.
+        parameters: Parameters of the sub-group, in order.
+        vectors: Flat vectors of the state, by rank.
     """
     at = 0
     for parameter in parameters:
@@ -111,7 +111,7 @@ def split_paddings(parameters: Sequence[Parameter], ranks: int) -> list[list[tup
 
 
 def split_length(parameters: Sequence[Parameter], ranks: int) -> int:
-    """Return how many elements a rank's vector has, of parameters that are each cut by themselves.
+    """Return the length of a rank's vector of parameters that are each cut into equal parts.
 
     Examples:
         >>> split_length([Parameter("w", (3, 5)), Parameter("gain", (1,))], 4)

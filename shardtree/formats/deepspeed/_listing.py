@@ -34,8 +34,8 @@ class ZeroFiles:
 
     Attributes:
         folder: that they are in, with a slash; empty if it is the checkpoint's own.
-        models: of the model, by data-parallel rank: one for ZeRO-1 and 2.
-        optimizers: of the optimizer, by data-parallel rank.
+        models: Model files by data-parallel rank; one for ZeRO-1 and 2.
+        optimizers: Optimizer files by data-parallel rank.
     """
 
     folder: str
@@ -163,10 +163,10 @@ def check_count(storage: Storage, folder: str, kind: str, count: int, expected: 
 
     Args:
         storage: where they are.
-        folder: in it.
-        kind: of files, for the message.
-        found: how many there are.
-        expected: how many ranks saved.
+        folder: Folder of the files in the storage.
+        kind: Kind of files, for the error.
+        found: Number of files.
+        expected: Number of ranks that saved.
         by: what says so.
 
     Raises:

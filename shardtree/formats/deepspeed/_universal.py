@@ -33,7 +33,7 @@ MASTER, STEP = "fp32", "step"
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
-    """Return what is in a Universal Checkpoint: states by the folders, weights and buffers by the model files.
+    """Return the contents of a Universal Checkpoint: states by their folders, weights and buffers by the model files.
 
     A folder that isn't a trained parameter's isn't read: it has a buffer, a frozen parameter or a tied name as float32,
     and the model file has the true one.

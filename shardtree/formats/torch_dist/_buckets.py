@@ -51,8 +51,8 @@ class Bucket:
         name: the bucket's key without its last part.
         group: the model-parallel rank that it belongs to.
         buffer: the buffer that it is a part of, by number and dtype.
-        number: its place in the buffer.
-        dtype: of the parameters, as torch names it.
+        number: Number of the bucket in its buffer.
+        dtype: Dtype of the parameters, by torch's name.
         states: what is stored of them, masters and moments, each with its dtype; ascending.
         edges: where stored chunks begin, and the bucket's length; ascending.
     """
@@ -70,10 +70,10 @@ class BucketPiece(NamedTuple):
     """A stored chunk of a tensor of the model.
 
     Attributes:
-        key: of the tensor.
-        offset: of the chunk.
-        shape: of the chunk.
-        global_shape: of the tensor.
+        key: Key of the tensor.
+        offset: Offset of the chunk.
+        shape: Shape of the chunk.
+        global_shape: Global shape of the tensor.
     """
 
     key: str
@@ -190,7 +190,7 @@ class Unit(NamedTuple):
 
     Attributes:
         bucket: that it lies in.
-        begin: its first element there.
+        begin: First element in the bucket.
         end: one past its last one.
         candidates: what it may be, by its values.
     """
@@ -213,7 +213,7 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
 
     Args:
         bucket: what is read.
-        sizes: of all candidates, in elements, each once.
+        sizes: Sizes of all candidates, in elements, each once.
         matches: returns the candidates whose values are those of a range of masters, rounded.
 
     Raises:

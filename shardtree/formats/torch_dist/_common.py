@@ -159,7 +159,7 @@ def named_values(common: Any) -> dict[str, Value]:
     a subclass, as a Counter.
 
     Args:
-        common: as `common_with_holes` gives it.
+        common: Common state, such as `common_with_holes` returns.
 
     Raises:
         TreeError: it isn't a dict, or two values have one name.

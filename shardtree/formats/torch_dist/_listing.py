@@ -45,12 +45,12 @@ class Archives:
         names: the key of each one's tensor, or the name of its object.
         chunk: the row of each one's shape, -1 for an object, int64 (archives,).
         shapes: right-aligned, int64 (chunks, axes).
-        axes: how many axes each shape has, int64 (chunks,).
+        axes: Number of axes of each shape, int64 (chunks,).
         start: where each one's payload begins in a virtual file of nothing but payloads, int64 (archives,).
-        payload: in bytes; an object is all payload, int64 (archives,).
+        payload: Bytes of each payload; an object is all payload, int64 (archives,).
         file: number of the file, int64 (archives,).
         byte: where the archive begins in the file, int64 (archives,).
-        length: of the archive, in bytes, int64 (archives,).
+        length: Length of each archive in bytes, int64 (archives,).
         files: names of the files.
         refusals: why an archive can't be read, by its number.
         virtual: the virtual file.
@@ -88,8 +88,8 @@ def archives_of(
         names: key of the tensor, or name of the object, of each.
         places: where archives lie.
         rows: the number of each one's place, int64 (archives,).
-        shapes: of each one's tensor, right-aligned, int64 (tensors, axes); objects follow after the tensors.
-        axes: how many axes each shape has, int64 (tensors,).
+        shapes: Shape of each tensor, right-aligned, int64 (tensors, axes); objects follow after the tensors.
+        axes: Number of axes of each shape, int64 (tensors,).
         payload: bytes of each tensor, int64 (tensors,); an object is all payload.
 
     Raises:
@@ -135,10 +135,10 @@ def _check_apart(
 
     Args:
         files: names of the files.
-        names: of the archives, in any order.
+        names: Names of the archives, in any order.
         file: number of each archive's file, int64 (archives,); all columns are in the order of files and bytes.
         byte: where each archive begins, int64 (archives,).
-        length: of each archive, int64 (archives,).
+        length: Length of each archive, int64 (archives,).
         order: positions of the archives in `names`, int64 (archives,).
     """
     if len({"/".join(PurePosixPath(name).parts) for name in files}) != len(files):
@@ -163,9 +163,9 @@ class ChunkBoxes:
     """The chunks of one tensor: boxes of it, or flat ranges of such boxes.
 
     Attributes:
-        global_shape: of the tensor.
-        offsets: of each box, int64 (boxes, axes).
-        shapes: of each box, int64 (boxes, axes).
+        global_shape: Global shape of the tensor.
+        offsets: Offset of each box, int64 (boxes, axes).
+        shapes: Shape of each box, int64 (boxes, axes).
         flat: first element of each flat range, and one past its last one, int64 (boxes, 2); None for whole boxes.
     """
 
@@ -234,15 +234,15 @@ _MOST_NUMBERS = 2**25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchiveListing:
-    """What is in a checkpoint and where.
+    """Tensors, objects and values of a checkpoint, with the archives that hold them.
 
     Loads are planned on one virtual file of all payloads, with a byte between two of them so that no run spans both:
     where a payload begins in its archive isn't known before the archive is opened.
 
     Attributes:
-        index: of tensors and objects; its only file is the virtual one.
+        index: Index of tensors and objects; its only file is the virtual one.
         archives: that hold them.
-        contents: of `.metadata`.
+        contents: Content of `.metadata`.
         unknown: why a tensor can't be read, by its key; such tensors aren't in the index.
         values: the numbers of archives of plain values and objects, by name.
     """
@@ -255,7 +255,7 @@ class ArchiveListing:
 
 
 def read_listing(checkpoint: Checkpoint) -> ArchiveListing:
-    """Return what is in a checkpoint and where, read once.
+    """Return the listing of a checkpoint, which is read once.
 
     Raises:
         CorruptCheckpoint: `.metadata` isn't sound.
@@ -265,7 +265,7 @@ def read_listing(checkpoint: Checkpoint) -> ArchiveListing:
 
 
 def parse(checkpoint: Checkpoint) -> ArchiveListing:
-    """Return what one rank reads of a checkpoint for all: `.metadata` of a large one takes many seconds to parse."""
+    """Return the listing, which one rank reads for all: a large `.metadata` takes many seconds to parse."""
     try:
         # It makes an object for each tensor and no garbage, through which the collector would look.
         with collector_paused():

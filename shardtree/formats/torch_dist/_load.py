@@ -69,7 +69,7 @@ def read_archives(
         checkpoint: where the files are, and how they are read.
         listing: on which the plan was made.
         plan: what to read.
-        memories: for each requested shard its memory, a contiguous tensor, written in place.
+        memories: Memory of each requested shard, a contiguous tensor, written in place.
 
     Raises:
         CorruptCheckpoint: an archive isn't what was saved.
@@ -98,7 +98,7 @@ def archives_cost(
     directory, takes a few hundred bytes more.
 
     Args:
-        checkpoint: how the files are read.
+        checkpoint: Checkpoint with the options of the reads.
         listing: on which the plan was made.
         shards: that would be filled.
         plan: what would be read.
@@ -311,7 +311,7 @@ def _differing(checkpoint: Checkpoint, listing: ArchiveListing, share: int, shar
 
 
 def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-    """Return how to tell whose states are where, if keys may be states; or whether they are those of their weights."""
+    """Return the resolution of states that are stored without their parameters' keys, None if no key may be one."""
     listing = read_listing(checkpoint)
     if _has_states(listing, None if listed else keys):
 

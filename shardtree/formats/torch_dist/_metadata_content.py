@@ -1,4 +1,4 @@
-"""What `.metadata`, a pickle, says, in columns; and what it may name: none of it is imported, each becomes a stub."""
+"""Content of `.metadata`, a pickle, in columns, and the names that it may use: none is imported, all become stubs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ArchivePlaces:
     Attributes:
         file: names of the files, one for each place.
         byte: where each archive begins in its file, int64 (places,).
-        length: in bytes, int64 (places,).
+        length: Length of each archive in bytes, int64 (places,).
         refusals: why an archive can't be read, as text, by its place's number.
     """
 
@@ -43,8 +43,8 @@ class TensorEntry:
     Attributes:
         dtype: None if this torch lacks it.
         shape: global shape.
-        offsets: of its chunks, int64 (chunks, axes).
-        shapes: of its chunks, int64 (chunks, axes).
+        offsets: Offset of each chunk, int64 (chunks, axes).
+        shapes: Shape of each chunk, int64 (chunks, axes).
         places: numbers of its chunks' places, int64 (chunks,).
         grid_shape: the shape of the whole tensor, if `shape` is a grid of flattened cells; else None.
     """
@@ -70,12 +70,12 @@ class TensorEntries(Mapping[str, TensorEntry]):
     As columns they go to other ranks in a small part of the time that entries would take.
 
     Attributes:
-        number: of each key, from 0.
+        number: Number of each key, from 0.
         kinds: the dtype of each tensor, None if this torch lacks it.
         wholes: the global shape of each.
         edges: the number of each one's first chunk, and how many chunks there are in all.
-        offsets: of the chunks, left-aligned, int64 (chunks, axes).
-        shapes: of the chunks, left-aligned, int64 (chunks, axes).
+        offsets: Offset of each chunk, left-aligned, int64 (chunks, axes).
+        shapes: Shape of each chunk, left-aligned, int64 (chunks, axes).
         places: numbers of the chunks' places, int64 (chunks,).
         grid_shapes: true shapes of those that are grids of flattened cells, by key.
     """
@@ -106,7 +106,7 @@ class TensorEntries(Mapping[str, TensorEntry]):
         return iter(self.number)
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
+        """Return the number of tensors."""
         return len(self.number)
 
 
@@ -115,10 +115,10 @@ class MetadataFile:
     """The content of `.metadata`.
 
     Attributes:
-        tensors: by key.
+        tensors: Entries of the tensors, by key.
         values: the number of the place of each pickled value, by name.
         paths: where in the nested state each name was; None if that isn't stored.
-        places: of all archives.
+        places: Places of all archives.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -276,7 +276,7 @@ class _StubClass(Stub):
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value of `.metadata` is, for messages.
+    """Return the type of a value of `.metadata` in words, for errors.
 
     Examples:
         >>> kind_of(Stub("some.Class")), kind_of([])

@@ -80,7 +80,7 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
 
     Raises:
         CheckpointingException: the file isn't sound, or isn't regular enough; read it without a scan to know which.
-        ValueError: likewise; and so do TypeError, KeyError and OverflowError.
+        ValueError: The same, as are TypeError, KeyError and OverflowError.
     """
     classes = metadata_classes()
     scan = MetadataScan(classes)

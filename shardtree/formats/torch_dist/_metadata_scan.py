@@ -43,13 +43,13 @@ _MOST_SHORT = 100_000
 
 @dataclass(slots=True)
 class ScanColumns:
-    """What a scan took, in columns; a `Run` names the rows of one of the three tables.
+    """Columns that a scan took; a `Run` names the rows of one of the three tables.
 
     Attributes:
         shapes: all shapes and offsets; the columns below are rows of it.
         chunk_offset: (chunks,), in parts.
         chunk_shape: (chunks,), in parts.
-        chunks: how many there are.
+        chunks: Number of chunks.
         pair_key: (pairs,).
         pair_offset: (pairs,), -1 for what has none, in parts.
         pair_file: (pairs,).
@@ -58,8 +58,8 @@ class ScanColumns:
         tensor_key: (tensors,).
         tensor_dtype: what the file has in its place, (tensors,).
         tensor_shape: (tensors,), in parts.
-        tensor_chunks: its first and last chunk, (tensors,).
-        runs: how many runs there are.
+        tensor_chunks: First and last chunk of each tensor, (tensors,).
+        runs: Number of runs.
     """
 
     shapes: Shapes = field(default_factory=no_shapes)
@@ -145,7 +145,7 @@ class MetadataScan:
         Args:
             machine: what reads the file.
             at: the position.
-            kind: of the records.
+            kind: Kind of the records.
             batches: the opcodes between two batches: what came before goes into the list or dict, and more follows.
         """
         data, end = machine.data, at
@@ -288,7 +288,7 @@ class MetadataScan:
         return [Run(first, last), Run(first, last)], int(total.sum())
 
     def _kind(self, machine: Machine, code: bytes, patterns: Patterns, base: int) -> tuple[Any, int]:
-        """Return what is the dtype in a tensor's properties, and how many numbers of the memo they take."""
+        """Return the dtype in a tensor's properties, and the count of memo numbers that they take."""
         match = patterns.kind.fullmatch(code)
         what, dtype, layout, of_layout, memory, of_memory = match.groups() if match else (b"",) * 6
 
@@ -311,7 +311,7 @@ _FUNCTIONS = {"_get_layout", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
 
 
 def _dtype_of(properties: Any) -> Any:
-    """Return what is the dtype in properties that were read as an object."""
+    """Return the dtype in a tensor's properties that were read as an object."""
     if type(properties) is not Stub or properties.type_name.rpartition(".")[2] != "TensorProperties":
         raise Irregular("no properties")
     if type(properties.state) is not tuple or not properties.state:
@@ -325,7 +325,7 @@ def _is_class_name(name: str, value: Any) -> bool:
 
 
 def _before(counts: Column) -> Column:
-    """Return how many numbers of the memo all earlier records take, int64 (records,)."""
+    """Return the count of memo numbers that all earlier records take, int64 (records,)."""
     return np.cumsum(counts) - counts
 
 

@@ -34,7 +34,7 @@ class WrittenContents:
         files: the data files' names.
         file: number of each box's file, int64 (boxes,).
         byte: where its archive begins, int64 (boxes,).
-        length: of its archive in bytes, int64 (boxes,).
+        length: Length of each box's archive in bytes, int64 (boxes,).
         objects: each object's archive by unique key, sorted.
     """
 
@@ -246,13 +246,13 @@ def _file_names(writer: PickleWriter, files: Sequence[str], rows: Column) -> Cal
 
 
 def _axes(columns: ShardColumns) -> Column:
-    """Return how many axes each box's tensor has."""
+    """Return the number of axes of each box's tensor."""
     axes: Column = np.array([len(kind.global_shape) for kind in columns.kinds], dtype=np.int64)[columns.key]
     return axes
 
 
 def _begin(writer: PickleWriter, cls: Global, field: str) -> bytes:
-    """Return how an object and its state begin: up to its first field's name."""
+    """Return the opcodes that begin an object and its state, up to its first field's name."""
     return _plain_opcodes(writer, cls) + b")\x81}(" + _plain_opcodes(writer, field)
 
 
@@ -285,7 +285,7 @@ class Records:
 
     Attributes:
         first: number of the first record.
-        opcodes: of all.
+        opcodes: Opcodes of all records.
         edge: where each begins, and the end, int64 (records + 1,).
     """
 

@@ -58,7 +58,7 @@ def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, 
 
 
 def _pairs(checkpoint: Checkpoint) -> Mapping[str, Comparison]:
-    """Return what can be compared, by the master's key."""
+    """Return the states that can be compared, by the master's key."""
     return dict(_comparable(read_listing(checkpoint).index))
 
 
@@ -89,10 +89,10 @@ def differing(
 
     Args:
         checkpoint: what is read.
-        listing: of it.
+        listing: Listing of the checkpoint.
         read: reads stored tensors.
         share: which share of all chunks to compare.
-        shares: how many there are.
+        shares: Number of shares.
     """
     pairs, index = checkpoint.once(_pairs), listing.index
     keys, reasons = index.keys(), dict[str, str]()

@@ -207,9 +207,9 @@ class Match:
 
     Attributes:
         bucket: that it lies in.
-        begin: its first element there.
+        begin: First element in the bucket.
         end: one past its last one.
-        pieces: of the model that it holds, one after the other.
+        pieces: Chunks of the model that it holds, one after the other.
     """
 
     bucket: Bucket
@@ -221,7 +221,7 @@ class Match:
 def decide(
     groups: Sequence[Sequence[Unit]], orders: Sequence[Order], states: Callable[[Unit], Hashable]
 ) -> list[Match]:
-    """Return what each parameter of each model-parallel rank is.
+    """Return the identity of each parameter of each model-parallel rank.
 
     Args:
         groups: the parameters of each rank, in the order of its buckets.

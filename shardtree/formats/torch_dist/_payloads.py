@@ -36,12 +36,12 @@ _UNKNOWN, SCATTERED = -1, -2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """What is known of the payloads of a checkpoint's archives; filled as they are looked up.
+    """Places and checksums of a checkpoint's payloads, filled as archives are looked up.
 
     Attributes:
         begin: where each begins in its file, `SCATTERED` if it has to be decoded, int64 (archives,).
-        crc32: of its bytes, 0 if none is recorded, int64 (archives,).
-        lengths: of the files that archives were looked up in, in bytes.
+        crc32: CRC32 of each payload, 0 if none is recorded, int64 (archives,).
+        lengths: Lengths, in bytes, of the files in which archives were looked up.
         places: The tensors whose bytes are in another order than row-major, as their files have them, by archive.
     """
 
@@ -254,7 +254,7 @@ Decode = Callable[[Buffer, str, LoadOptions], Any]
 def decoded_at(
     checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, decode: Decode = decode_with_holes
 ) -> Any:
-    """Return what an archive of an open file holds.
+    """Return the payload's place and checksum in an archive of an open file.
 
     Raises:
         CorruptCheckpoint: it isn't what was saved.

@@ -1,4 +1,4 @@
-"""What nearly all of `.metadata` repeats: records, as regular expressions of opcodes, and columns of whole numbers.
+"""Repeating parts of `.metadata`: records, as regular expressions of opcodes, and columns of whole numbers.
 
 Many short byte ranges of the pickle are decoded side by side by NumPy.
 """
@@ -169,14 +169,14 @@ class Shapes:
     """A table of shapes and offsets, and which number of the pickle's memo belongs to which.
 
     Attributes:
-        axes: how many numbers each row has, int64 (rows,), in parts.
+        axes: Count of numbers in each row, int64 (rows,), in parts.
         values: left-aligned, int64 (rows, axes), in parts.
-        number: in the memo, ascending, -1 for a row that has none, int64 (rows,), in parts.
+        number: Memo number of each row, ascending, -1 for a row without one, int64 (rows,), in parts.
         single: tuples that were added one by one since the last part.
-        length: how many rows there are.
+        length: Number of rows.
         lookup: numbers of the memo, ascending, and their rows, while `is_sorted`.
         is_sorted: whether no row with a number was added since.
-        sortings: how often they were sorted.
+        sortings: Count of sortings so far.
     """
 
     axes: list[Column]
@@ -284,7 +284,7 @@ def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], b
 
 
 def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
-    """Return how many entries tuples of whole numbers have, the entries, and the tuples' first opcodes."""
+    """Return the lengths of tuples of whole numbers, their entries, and their first opcodes."""
     opening = buffer[at]
     at = at + (opening == ord("("))
     columns: list[Column] = []
@@ -309,10 +309,10 @@ class PickledShapes:
 
     Attributes:
         is_new: whether each is written out, bool (shapes,).
-        number: of the memo that each refers to: a shape, or torch.Size, int64 (shapes,).
-        axes: of those that are written out, int64 (new,).
-        values: of those, left-aligned, int64 (new, axes).
-        memo_counts: how many numbers of the memo each takes; the shape's own is the last, int64 (shapes,).
+        number: Memo number that each refers to: a shape, or torch.Size, int64 (shapes,).
+        axes: Number of axes of each shape that is written out, int64 (new,).
+        values: Entries of those shapes, left-aligned, int64 (new, axes).
+        memo_counts: Count of memo numbers that each takes; the shape's own is the last, int64 (shapes,).
     """
 
     is_new: NDArray[np.bool_]

@@ -44,7 +44,7 @@ from ._write import RankFile, data_file, file_layout, write_file
 
 
 def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents:
-    """Return what all ranks wrote, given by rank, as one value.
+    """Return the parts that ranks wrote, given by rank, as one value.
 
     Raises:
         StorageError: a file isn't there as its rank wrote it.
@@ -91,7 +91,7 @@ class StoredValue:
     """A plain value of the common state.
 
     Attributes:
-        name: its path, joined by dots.
+        name: Path of the value, joined by dots.
         path: where it stands in the common tree.
         archive: where it is stored.
     """
@@ -103,13 +103,13 @@ class StoredValue:
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """What the rows of one save have found out and done on a rank, for those that come after.
+    """Findings of one save on a rank, which its later rows use.
 
     Attributes:
-        backend: of the two, the one that the shards are saved in.
+        backend: The one of the two formats in which the shards are saved.
         contents: what all ranks have stored, once rank 0 has checked it.
         values: the plain values of the common state, once they are written.
-        names: of the files that rank 0 has begun to write before the commit; a save that fails removes them.
+        names: Names of the files that rank 0 has begun to write before the commit; a save that fails removes them.
     """
 
     backend: str

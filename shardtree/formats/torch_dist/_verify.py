@@ -53,8 +53,8 @@ class LargeRecord:
 
     Attributes:
         file: number of the file.
-        number: of the archive.
-        begin: its first byte in the file.
+        number: Number of the archive.
+        begin: First byte of the archive in the file.
         end: one past its last byte.
         crc32: that was recorded.
         what: the message if its bytes have another one.
@@ -70,11 +70,11 @@ class LargeRecord:
 
 @dataclass(slots=True, eq=False)
 class _BatchResult:
-    """What is known of archives of one file.
+    """Findings about the archives of one file.
 
     Attributes:
-        file: its number.
-        damage: of the archives.
+        file: Number of the file.
+        damage: Damage of the archives.
         spans: the byte ranges of the file that have a CRC32.
         large: records among them that haven't been read yet.
         refused: The errors of values that a load with the same options refuses, by name.
@@ -160,7 +160,7 @@ class _Batch:
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is damaged: `.metadata` as a whole, each data file archive by archive; and what has no checksum.
+    """Return the damage: `.metadata` as a whole, each data file archive by archive; and the bytes without a checksum.
 
     `.metadata` has none: it is reported as damaged if it contradicts itself or the archives.
     """
@@ -196,7 +196,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is wrong with Lightning's archive beside the data files, and which of its bytes have no checksum."""
+    """Return the damage of Lightning's archive beside the data files, and its bytes without a checksum."""
     if not has_meta(checkpoint):
         return ()
     findings = verify_archive(checkpoint, META_FILE)
@@ -211,7 +211,7 @@ def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def _check_file(checkpoint: Checkpoint, listing: ArchiveListing, file: int) -> tuple[list[Damage], int, list[int]]:
-    """Return what is wrong with a file as a whole, its length, and the archives in it that can be checked."""
+    """Return the damage of a file as a whole, its length, and the archives in it that can be checked."""
     archives, storage = listing.archives, checkpoint.storage
     name = archives.files[file]
     inside = np.flatnonzero(archives.file == file).tolist()

@@ -46,8 +46,8 @@ class ArchivedBox:
     """A box of a shard, which is written as an archive of one tensor.
 
     Attributes:
-        shard: of which it is a part.
-        shape: of the box and of the archived tensor, prepended axes included.
+        shard: Shard that the box is a part of.
+        shape: Shape of the box and of the archived tensor, prepended axes included.
         begin: the first element of a flat shard's data that belongs to it, -1 for a shard that is a box itself.
     """
 
@@ -71,7 +71,7 @@ class FileLayout:
         pieces: the boxes of the rank's shards.
         columns: the same boxes as columns, a row a piece.
         byte: where each archive begins, objects first, int64 (archives,).
-        length: of each archive, int64 (archives,).
+        length: Length of each archive, int64 (archives,).
     """
 
     objects: tuple[tuple[str, bytes], ...]
@@ -142,14 +142,14 @@ _ZEROS = memoryview(bytes(64))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
-    """What one rank wrote, sent to rank 0 for the commit.
+    """Files of one rank, sent to rank 0 for the commit.
 
     Attributes:
         file: the name of its data file, None if it had nothing to write.
-        file_length: in bytes.
+        file_length: Length of the file in bytes.
         columns: the boxes that it wrote, a row an archive.
         byte: where each archive begins, int64 (boxes,).
-        length: of each archive in bytes, int64 (boxes,).
+        length: Length of each archive in bytes, int64 (boxes,).
         objects: unique key, first byte and length in bytes of each object's archive.
     """
 
