@@ -25,6 +25,7 @@ from ..shell.table.index import (
     item_sizes,
     reasoned,
     texts,
+    unproven_of,
     untaken_of,
 )
 
@@ -39,6 +40,7 @@ class TensorRow:
         shape: of the whole tensor.
         length: bytes of all its elements.
         grid: how it is cut; None where the format doesn't say.
+        is_proven: Whether the checkpoint proves that it is that large; else a file may be missing.
     """
 
     key: str
@@ -46,6 +48,7 @@ class TensorRow:
     shape: tuple[int, ...]
     length: int
     grid: Grid | None
+    is_proven: bool = True
 
     @property
     def elements(self) -> int:
@@ -118,13 +121,13 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Stored
         >>> import torch
         >>> whole = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
         >>> contents_of({"w": whole}).tensors
-        (TensorRow(key='w', dtype='float32', shape=(2, 3), length=24, grid=None),)
+        (TensorRow(key='w', dtype='float32', shape=(2, 3), length=24, grid=None, is_proven=True),)
     """
     if isinstance(metadata, IndexMetadata):
         index = metadata.index
         items = map(ShardedObject.empty_from_unique_key, index.object_names())
         objects = tuple(map(_object, items, index.object_length.tolist()))
-        return StoredContents(_indexed_tensors(index), objects, untaken_of(metadata))
+        return StoredContents(_indexed_tensors(index, unproven_of(metadata)), objects, untaken_of(metadata))
     tensors = tuple(
         TensorRow(one.key, dtype_name(one.dtype), one.global_shape, prod(one.global_shape) * one.dtype.itemsize, None)
         for one in metadata.values()
@@ -219,7 +222,7 @@ def _names_in(checkpoints: Sequence[StoredContents]) -> set[str]:
     return names | {name for contents in checkpoints for row in contents.objects for name in (row.key, row.unique_key)}
 
 
-def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
+def _indexed_tensors(index: Index, unproven: Collection[str]) -> tuple[TensorRow, ...]:
     # By columns: making a shard of each key would take most of the time where there are very many.
     grids = chunk_grids(index.chunk_key, index.chunk_offset, index.chunk_shape, index.chunk_start, index.key_axes)
     names = texts(index.dtype_text, index.dtype_start)
@@ -228,7 +231,14 @@ def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
     keys, width = index.keys(), index.key_shape.shape[1]
     shapes, axes, dtypes = index.key_shape.tolist(), index.key_axes.tolist(), index.key_dtype.tolist()
     return tuple(
-        TensorRow(key, names[dtype], tuple(shape[width - count :]), _length(shape, sizes[dtype], nbytes), grid)
+        TensorRow(
+            key,
+            names[dtype],
+            tuple(shape[width - count :]),
+            _length(shape, sizes[dtype], nbytes),
+            grid,
+            key not in unproven,
+        )
         for key, shape, count, dtype, grid, nbytes in zip(keys, shapes, axes, dtypes, grids, lengths, strict=True)
     )
 

@@ -108,7 +108,11 @@ def _show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 def tensor_table(rows: Sequence[TensorRow]) -> Table:
     """Return a row for each tensor."""
-    cells = [(row.key, row.dtype, shape_text(row.shape), cut_text(row.grid), size(row.length)) for row in rows]
+    shapes = [shape_text(row.shape) + " ?" * (not row.is_proven) for row in rows]
+    cells = [
+        (row.key, row.dtype, shape, cut_text(row.grid), size(row.length))
+        for row, shape in zip(rows, shapes, strict=True)
+    ]
     return Table(_TENSOR, cells)
 
 
@@ -138,6 +142,11 @@ def facts_of(findings: CheckpointFindings) -> Iterable[tuple[str, str]]:
         by_dtype[row.dtype] += row.elements
     if by_dtype:
         yield "elements", ", ".join(f"{count:,} {name}" for name, count in by_dtype.most_common())
+    if unproven := sum(not row.is_proven for row in findings.everything.tensors):
+        yield (
+            "unproven",
+            f"{plural(unproven, 'shape')}, marked ?: larger if a file is missing, which nothing here tells",
+        )
     if findings.everything.objects:
         yield "objects", _count(StoredContents((), findings.everything.objects))
     # The count of files stops at a limit.
@@ -228,6 +237,7 @@ def _tensor_record(row: TensorRow) -> dict[str, Any]:
         "shape": row.shape,
         "elements": row.elements,
         "bytes": row.length,
+        "shape_proven": row.is_proven,
         "cut": None if grid is None else {"kind": grid.kind, "counts": grid.counts, "chunks": grid.chunks},
     }
 

@@ -27,7 +27,7 @@ from ..core.trees import (
     scaled_values,
 )
 from ..errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
-from ..inspection import BoxReader, OpenCheckpoint, boxes
+from ..inspection import BoxReader, OpenCheckpoint, boxes, refuse_unproven
 from ..shell.checkpoint import Metadata, load_common
 from ..shell.checkpoint.saving import take_apart
 from ..shell.table.index import reasoned, stored_kinds, untaken_of
@@ -326,6 +326,7 @@ def plan_conversion(
     reads: list[Fetch] = []
     reader = BoxReader(tree, SourceKey)
     source, left_out, others = source_tree(reader, leave_out, reads.append)
+    refuse_unproven("convert", tree.metadata, source)
     output = take_apart(_output(dict(source), transform))
     _refuse_plain_values(output.common)
     check_output(output.tensors, output.objects)

@@ -56,11 +56,6 @@ _CLUES = (
         "Load another checkpoint, such as the step before.",
     ),
     (
-        r"shard-\d+-.*\.safetensors",
-        "the ranks' parts of a model, as torch.distributed.checkpoint's HuggingFaceStorageWriter saves them",
-        "Save with enable_consolidation=True, or consolidate them with torch.",
-    ),
-    (
         r".*\.safetensors",
         "several safetensors files, and no index that says which make up the model",
         "Name one of the files, or fetch the index too.",

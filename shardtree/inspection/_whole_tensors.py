@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..core.ambient import shielded
-from ..errors import error_text
+from ..core.mapping import ShardedTensor
+from ..errors import ShapeError, error_text
 from ..shell.checkpoint import open_together, sharded_metadata, tensors_of
 from ..shell.checkpoint.loading import (
     Destination,
@@ -26,7 +27,7 @@ from ..shell.checkpoint.loading import (
 )
 from ..shell.storage import Directory
 from ..shell.table import Checkpoint, LoadOptions, Strategies
-from ..shell.table.index import untaken_of
+from ..shell.table.index import unproven_of, untaken_of
 from ..shell.world import agree, current_world, share
 
 logger = logging.getLogger("shardtree")
@@ -56,7 +57,12 @@ def load_plain_tensors(
     how = LoadOptions() if options is None else options
     checkpoint = open_together(checkpoint_dir, ranks, how, strategies)
     resolve(checkpoint, None, strategies, partial(_all_keys, checkpoint, strategies))
-    list_tensors = partial(tensors_of, checkpoint, None, strategies)
+
+    def list_tensors() -> dict[str, ShardedTensor]:
+        tensors = tensors_of(checkpoint, None, strategies)
+        refuse_unproven("load", sharded_metadata(checkpoint, None, None, strategies), tensors)
+        return tensors
+
     target, places = share(ranks, "load: metadata", list_tensors, lambda _: place_of(checkpoint.storage, ranks.size))
     twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
 
@@ -73,6 +79,26 @@ def load_plain_tensors(
     if how.report is not None:
         how.report(replace(amount, left_out=tuple(reasons), exchange=reading.exchange.why))
     return dict(zip(target, tensors, strict=True))
+
+
+def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None:
+    """Raise if a tensor that is read whole, without a target, may be larger than its files say.
+
+    Args:
+        doing: Name of the action, for the message.
+        metadata: A checkpoint's metadata.
+        keys: Keys that are read.
+
+    Raises:
+        ShapeError: Names them, with the reason.
+    """
+    reasons = unproven_of(metadata)
+    if wrong := [key for key in keys if key in reasons]:
+        why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
+        fix = (
+            f"In this format {why}. Say the saved shapes by LoadOptions(shapes={{key: shape}}), or load into a target."
+        )
+        raise ShapeError(error_text(f"{doing}: tensors of unproven shapes", offenders=map(repr, wrong), fix=fix))
 
 
 def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:

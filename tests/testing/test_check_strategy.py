@@ -35,6 +35,7 @@ from shardtree.testing.conformance._promises import OF_ACTIONS, PROMISES
 from shardtree.trees import map_shards
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
 from tests.testing.writers import (
+    write_dcp_safetensors,
     write_deepspeed,
     write_dtensor_files,
     write_legacy,
@@ -48,6 +49,7 @@ WRITERS = {
     ("zarr", 1): write_legacy,
     ("dtensor_files", 1): write_dtensor_files,
     ("torch_checkpointing", 1): write_torch_checkpointing,
+    ("dcp_safetensors", 1): write_dcp_safetensors,
     ("deepspeed", 1): write_deepspeed,
     ("universal", 1): write_universal,
 }

@@ -12,7 +12,14 @@ from optree import tree_leaves
 from shardtree.core.codec import bit_view
 from shardtree.errors import UnsupportedValue
 from shardtree.formats.archives import encode_archive
-from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.kit import HeaderEntry, encode_header, kind_in_file, tensor_buffers
+from shardtree.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from shardtree.shell.storage import storage_at
 from shardtree.storage import Directory, MemoryStorage, Storage
 from shardtree.testing import assemble
@@ -81,6 +88,34 @@ def write_universal(trees: Any, place: Directory) -> None:
     """Write the same as a Universal Checkpoint of a model of which nothing is trained."""
     write_deepspeed(trees, place)
     put(storage_at(place), "zero/optimizer_state.pt", {"param_groups": []})
+
+
+def write_dcp_safetensors(trees: Any, place: Directory) -> None:
+    """Write what all ranks hold as DCP's safetensors writer does: a file for each shard that is written, with its offset."""
+    storage = storage_at(place)
+    leaves = [leaf for tree in trees for _, leaf in leaves_with_paths(tree)]
+    if plain(trees[0]) or any(isinstance(leaf, ShardedObject) for leaf in leaves):
+        raise UnsupportedValue("these files have no place for other values than tensors")
+    shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id)]
+    files = [part_file(shard) for shard in shards] or [encode_header([], part_texts({}), alignment=8)]
+    for number, data in enumerate(files, start=1):
+        name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        storage.write(name, [memoryview(data)], durable=False)
+
+
+def part_file(shard: ShardedTensor) -> bytes:
+    """Return a file with one shard, at its offset."""
+    shape = (1,) * shard.prepend_axis_num + shard.local_shape
+    kind = kind_in_file(shard.dtype, shape)
+    if shard.flattened_range is not None or kind is None or shard.key in ("", "__metadata__"):
+        raise UnsupportedValue(f"{shard.key!r} as a box in a safetensors file")
+    data = b"".join(tensor_buffers(shard.data))
+    texts = part_texts({shard.key: {"saved_offsets": list(shard.global_offset)}})
+    return encode_header([HeaderEntry(shard.key, *kind, 0, len(data))], texts, alignment=8) + data
+
+
+def part_texts(offsets: dict[str, Any]) -> dict[str, str]:
+    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
 
 def array_files(key: str, whole: torch.Tensor) -> dict[str, bytes]:

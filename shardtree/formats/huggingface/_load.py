@@ -166,12 +166,11 @@ def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContent
         CorruptCheckpoint: a tensor is in two files, or in another one than is listed; or none is there.
     """
     rows = _rows(listing, files)
-    refusals = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))} | absent(listing, files)
+    refusals = {entry.name: reason for _, entry in rows if (reason := refusal(entry))} | absent(listing, files)
     loadable_rows = sorted(
         ((file, entry) for file, entry in rows if entry.name not in refusals), key=lambda row: row[1].name
     )
-    if len(loadable_rows) * max((len(entry.shape) for _, entry in loadable_rows), default=0) > _MOST_NUMBERS:
-        raise CorruptCheckpoint(error_text(f"open: {listing.name!r}: more tensors with many axes than any model has"))
+    check_numbers([entry for _, entry in loadable_rows], listing.name)
     byte = [files[file].data_start + entry.start for file, entry in loadable_rows]
     index = build_index(
         _columns([entry for _, entry in loadable_rows]),
@@ -181,6 +180,20 @@ def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContent
     )
     needed = dict.fromkeys(listing.files, 0) | {file.name: file.length for file in files}
     return ModelContents(index, refusals, joined_texts((file.name, file.texts) for file in files), needed)
+
+
+def check_numbers(entries: Sequence[HeaderEntry], where: str) -> None:
+    """Raise if columns of these tensors' boxes would take more memory than any model's.
+
+    Args:
+        entries: Tensors of all files.
+        where: Name of the model, for messages.
+
+    Raises:
+        CorruptCheckpoint: They would.
+    """
+    if len(entries) * max((len(entry.shape) for entry in entries), default=0) > _MOST_NUMBERS:
+        raise CorruptCheckpoint(error_text(f"open: {where!r}: more tensors with many axes than any model has"))
 
 
 def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int, HeaderEntry]]:
@@ -216,8 +229,8 @@ def absent(listing: ModelListing, files: Sequence[WeightFile]) -> dict[str, str]
     }
 
 
-def _refusal(entry: HeaderEntry) -> str:
-    """Return why a tensor can't be loaded; an empty text if it can."""
+def refusal(entry: HeaderEntry) -> str:
+    """Return the reason that a tensor can't be loaded; an empty text if it can."""
     # An error of this tensor alone: the others of the model still load.
     if not entry.name:
         return "it has no name"

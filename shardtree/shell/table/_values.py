@@ -40,8 +40,7 @@ class LoadOptions:
 
     Attributes:
         verify: Blocks that are checked against their hashes. "whole": blocks that are read whole or nearly (with at
-            most 64 KiB missing), and all touched blocks of files up to 4 MiB; "all": all touched blocks; None: no
-            block.
+            most 64 KiB missing), and all touched blocks of files up to 4 MiB; "all": all touched blocks; None: none.
         exchange: Whether one rank of a `load` reads elements that several ranks want, and sends them to the others:
             "always", "never", or "auto": if ranks are on several machines, the storage is an object store or a network
             file system, and it saves at least 128 MiB a rank.
@@ -55,8 +54,8 @@ class LoadOptions:
         report: Function that is called once with this rank's `ReadReport`, at the end of a `load`.
         threads: Number of threads that check files in `verify`; None for torch's number, up to a few.
         parameter_names: Names of an optimizer's parameters, for checkpoints that have only their numbers, or whose
-            values alone don't identify them. In the order in which the optimizer got the parameters, as one sequence
-            or one for each group.
+            values alone don't identify them: in the optimizer's order, as one sequence or one for each group.
+        shapes: Shapes of tensors by key, where files don't prove them; files that make others are an error.
 
     Examples:
         >>> LoadOptions(verify="all", exchange="never").allow_pickle
@@ -72,6 +71,7 @@ class LoadOptions:
     report: Callable[[ReadReport], None] | None = None
     threads: int | None = None
     parameter_names: Sequence[str] | Sequence[Sequence[str]] | None = None
+    shapes: Mapping[str, Sequence[int]] | None = None
 
 
 class ReadCache:

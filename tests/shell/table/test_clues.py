@@ -15,7 +15,6 @@ FOLDERS = {
     "mp_rank_00/model_optim_rng.pt": "before torch_dist",
     "__0.metadata": "use_collectives=False",
     "__0_0.distcp": "wasn't finished",
-    "shard-00001-model-00001-of-00001.safetensors": "enable_consolidation=True",
     "model-00001-of-00002.safetensors": "fetch the index too",
     ".zarray": "Name the array's group",
     "pytorch_model.bin": "safe_serialization=True",

@@ -67,6 +67,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
             load; None if that is the plan's own cost.
         gaps: Reasons why elements of a tensor have no values, by the tensor's key.
         files: Function that returns the minimum length of each file that must exist; None if the index lists the files.
+        unproven: Reasons why a tensor may be larger than its files say, by key.
     """
 
     index: Index
@@ -77,6 +78,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     cost: Callable[[Sequence[ShardedTensor], LoadPlan], ReadCost] | None = None
     gaps: Mapping[str, str] = field(default_factory=dict)
     files: Callable[[], Mapping[str, int]] | None = None
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> Index:
@@ -203,6 +205,11 @@ def untaken_of(metadata: object) -> Mapping[str, str]:
     if isinstance(metadata, DeferredMetadata):
         metadata = metadata.stored
     return metadata.untaken if isinstance(metadata, IndexMetadata) else {}
+
+
+def unproven_of(metadata: object) -> Mapping[str, str]:
+    """Return the reasons that shapes in a checkpoint's metadata may be too small, by key."""
+    return metadata.unproven if isinstance(metadata, IndexMetadata) else {}
 
 
 def reasoned(untaken: Mapping[str, str], name: str) -> str:

@@ -1,0 +1,292 @@
+"""Ranks' parts as one checkpoint: offsets from the headers of all files, tensors that the parts tile.
+
+No file lists the others, and no header has a global shape. A tensor's shape is therefore the smallest that its parts
+fit into. Where the last parts are missing, the rest tiles a smaller tensor: only who knows the shape can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...kit import (
+    Checkpoint,
+    Damage,
+    Finding,
+    HeaderEntry,
+    Index,
+    IndexMetadata,
+    ReadReport,
+    ShardColumns,
+    ShardedTensor,
+    StoredFile,
+    TensorKind,
+    Unchecked,
+    as_int,
+    box_column,
+    build_index,
+    check_taken,
+    collector_paused,
+    kind_from_file,
+    load_from_index,
+    parse_json,
+    shared_groups,
+    stored_columns,
+    untaken_findings,
+)
+from ..huggingface import TEXTS, ModelListing, WeightFile, check_numbers, joined_texts, read_headers, refusal
+from ._listing import part_files
+
+_OFFSETS, _OFFSET, _VERSION, _KNOWN_VERSION = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION", "1.0"
+_MOST = 2**63 - 1
+
+_UNPROVEN = "no file says its shape, or how many files there are; where a rank's file is missing, it seems smaller"
+_WHY = "this format carries no checksums, shapes or count of files: headers, lengths and overlaps are compared"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartContents:
+    """What ranks' files hold together.
+
+    Attributes:
+        index: Tensors, each with its parts as chunks.
+        refusals: Reasons that a tensor can't be loaded, by key.
+        texts: Strings that the files keep beside tensors and offsets.
+    """
+
+    index: Index
+    refusals: Mapping[str, str]
+    texts: Mapping[str, str | dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of a tensor.
+
+    Attributes:
+        file: Number of its file.
+        entry: Its entry in the file's header.
+        kind: Dtype and shape of the part.
+        offset: Offset of the part in the tensor.
+    """
+
+    file: int
+    entry: HeaderEntry
+    kind: TensorKind
+    offset: tuple[int, ...]
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The end of the part along each axis."""
+        return tuple(start + size for start, size in zip(self.offset, self.kind.global_shape, strict=True))
+
+
+def read_contents(checkpoint: Checkpoint) -> PartContents:
+    """Return what ranks' files hold together; their headers are read once.
+
+    Raises:
+        CorruptCheckpoint: A file is gone or not sound, parts overlap or leave holes, or they contradict what
+            ``LoadOptions(shapes=...)`` says.
+        UnsupportedValue: The files are of another version of the format.
+    """
+    contents: PartContents = checkpoint.once(parse)
+    _check_told(checkpoint, contents.index)
+    return contents
+
+
+def parse(checkpoint: Checkpoint) -> PartContents:
+    """Return what one rank reads of all files for all ranks.
+
+    Raises:
+        CorruptCheckpoint: A file is gone or not sound, or parts overlap or leave holes.
+        UnsupportedValue: The files are of another version of the format.
+    """
+    where = checkpoint.storage.where()
+    with collector_paused():
+        listing = ModelListing(where, part_files(checkpoint.storage.names(), where))
+        return joined(where, read_headers(checkpoint.storage, listing))
+
+
+def joined(where: str, files: Sequence[WeightFile]) -> PartContents:
+    """Return what files hold together, given their headers.
+
+    Args:
+        where: The folder, for messages.
+        files: Headers of all ranks' files.
+
+    Raises:
+        CorruptCheckpoint: Offsets aren't sound, or parts overlap or leave holes.
+        UnsupportedValue: The files are of another version of the format.
+    """
+    check_numbers([entry for file in files for entry in file.entries], where)
+    refusals = {entry.name: reason for file in files for entry in file.entries if (reason := refusal(entry))}
+    parts: dict[str, list[Part]] = {}
+    for number, file in enumerate(files):
+        for part in _parts(number, file, refusals):
+            parts.setdefault(part.entry.name, []).append(part)
+    parts = dict(sorted(parts.items()))
+    kinds = {key: _whole(key, own, files) for key, own in parts.items()}
+    rows = [part for own in parts.values() for part in own]
+    columns = _columns(kinds, parts)
+    _check_tiled(where, columns, parts, files)
+    index = build_index(
+        columns,
+        np.array([part.file for part in rows], dtype=np.int64),
+        np.array([files[part.file].data_start + part.entry.start for part in rows], dtype=np.int64),
+        files=[StoredFile(file.name, file.length) for file in files],
+    )
+    own_texts = (_OFFSETS, _VERSION)
+    texts = [(file.name, {name: text for name, text in file.texts.items() if name not in own_texts}) for file in files]
+    return PartContents(index, refusals, joined_texts(texts))
+
+
+def _parts(number: int, file: WeightFile, refusals: Mapping[str, str]) -> Iterator[Part]:
+    offsets = _offsets(file)
+    for entry in file.entries:
+        if entry.name in refusals:
+            continue
+        dtype, shape = kind_from_file(entry.tag, entry.shape)
+        part = Part(number, entry, TensorKind(dtype, shape, 0), _offset(file, entry.name, offsets, len(shape)))
+        if any(stop > _MOST for stop in part.stop):
+            raise _unsound(file, f"{entry.name[:200]!r}: an end of {max(part.stop)}", "offsets inside a tensor")
+        yield part
+
+
+def _offsets(file: WeightFile) -> Mapping[str, Any]:
+    if (version := file.texts.get(_VERSION, _KNOWN_VERSION)) != _KNOWN_VERSION:
+        what = f"open: {file.name!r} is of another version of {_OFFSETS}"
+        fix = "Load it with the program that wrote it."
+        raise UnsupportedValue(error_text(what, found=version[:100], expected=_KNOWN_VERSION, fix=fix))
+    if _OFFSETS not in file.texts:
+        raise _unsound(file, f"no {_OFFSETS}", "where each of its tensors lies in the whole one")
+    offsets = parse_json(file.texts[_OFFSETS].encode(), f"open: {_OFFSETS} of {file.name!r}")
+    return offsets if isinstance(offsets, dict) else {}
+
+
+def _offset(file: WeightFile, key: str, offsets: Mapping[str, Any], axes: int) -> tuple[int, ...]:
+    place = offsets.get(key)
+    values = place.get(_OFFSET) if isinstance(place, dict) else None
+    numbers = [as_int(value) for value in values] if isinstance(values, list) else []
+    sound = [number for number in numbers if number is not None and number >= 0]
+    if not isinstance(values, list) or len(sound) != len(values) or len(sound) != axes:
+        raise _unsound(file, f"{key[:200]!r}: {place!r}"[:500], f"{{{_OFFSET!r}: [...]}} of {axes} axes")
+    return tuple(sound)
+
+
+def _unsound(file: WeightFile, found: str, expected: str) -> CorruptCheckpoint:
+    what, fix = f"open: the header of {file.name!r} is not sound", "It was damaged or edited; fetch it again."
+    return CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
+
+
+def _whole(key: str, parts: Sequence[Part], files: Sequence[WeightFile]) -> TensorKind:
+    """Return the kind of the smallest tensor that parts fit into."""
+    first = parts[0]
+    for part in parts:
+        if part.kind.dtype != first.kind.dtype or len(part.offset) != len(first.offset):
+            what = f"open: files have parts of several tensors named {key[:200]!r}"
+            found = [f"{files[each.file].name!r}: {each.kind}" for each in (first, part)]
+            fix = "They are of different saves; take the files of one."
+            raise CorruptCheckpoint(error_text(what, found=" and ".join(found), fix=fix))
+    ends = (part.stop for part in parts)
+    return TensorKind(first.kind.dtype, tuple(map(max, zip(*ends, strict=True))), 0)
+
+
+def _columns(kinds: Mapping[str, TensorKind], parts: Mapping[str, Sequence[Part]]) -> ShardColumns:
+    rows = [part for own in parts.values() for part in own]
+    number = np.repeat(np.arange(len(parts)), [len(own) for own in parts.values()])
+    offset = box_column([part.offset for part in rows], fill=0)
+    return stored_columns(kinds, number, offset, box_column([part.kind.global_shape for part in rows], fill=1))
+
+
+def _check_tiled(
+    where: str, columns: ShardColumns, parts: Mapping[str, Sequence[Part]], files: Sequence[WeightFile]
+) -> None:
+    """Raise where parts overlap or leave holes."""
+    # Counted as Python's numbers: offsets come from a file, and the product of large ones wouldn't fit a column.
+    wrong: dict[str, str] = {}
+    for key, kind in zip(columns.keys, columns.kinds, strict=True):
+        size, stored = prod(kind.global_shape), sum(prod(part.kind.global_shape) for part in parts[key])
+        if size > stored:
+            wrong[key] = f"{size - stored} of the {size} elements that shape {kind.global_shape} has are in no file"
+        elif size < stored:
+            wrong[key] = "parts overlap"
+    even = [number for number, key in enumerate(columns.keys) if key not in wrong]
+    rows = np.flatnonzero(np.isin(columns.key, even))
+    shared = shared_groups(columns.key[rows], columns.offset[rows], columns.shape[rows])
+    wrong |= {columns.keys[number]: "parts overlap, and others are in no file" for number in shared.tolist()}
+    if wrong:
+        lines = (f"{key[:200]!r}: {reason} ({_names(parts[key], files)})" for key, reason in wrong.items())
+        what, count = f"open: the files in {where!r} don't make whole tensors", len(wrong)
+        fix = "Copy every rank's file of one save, and move files of other saves away."
+        raise CorruptCheckpoint(error_text(what, offenders=lines, count=count, fix=fix))
+
+
+def _names(parts: Sequence[Part], files: Sequence[WeightFile]) -> str:
+    names = sorted({files[part.file].name for part in parts})
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_told(checkpoint: Checkpoint, index: Index) -> None:
+    """Raise where the files contradict the shapes that the caller knows."""
+    told = {key: tuple(shape) for key, shape in (checkpoint.options.shapes or {}).items()}
+    numbers = dict(zip(told, index.find_keys(list(told)), strict=True))
+    shapes = {key: index.kind(number).global_shape if number >= 0 else None for key, number in numbers.items()}
+    wrong = [
+        f"{key[:200]!r}: the files make " + ("no such tensor" if shapes[key] is None else f"{shapes[key]}, not {shape}")
+        for key, shape in told.items()
+        if shapes[key] != shape
+    ]
+    if wrong:
+        what = f"open: the files in {checkpoint.storage.where()!r} don't make the tensors of LoadOptions(shapes=...)"
+        fix = "A rank's file is missing, unless the shapes are another model's."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+
+
+def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: No file has a part of a tensor.
+        ShapeError: The parts make another shape than the target's, or have another dtype.
+        UnsupportedValue: A tensor has a dtype that torch lacks, or a target takes any shape and none was told.
+        CorruptCheckpoint: The files aren't sound, or don't fit each other.
+    """
+    contents = read_contents(checkpoint)
+    check_taken(contents.refusals, [shard.key for shard in shards])
+    padded = {shard.key for shard in shards if shard.allow_shape_mismatch} & _unproven(checkpoint, contents).keys()
+    if padded:
+        what = "load: targets of any shape, for tensors whose saved shape no file says"
+        fix = "Say the saved shapes by LoadOptions(shapes=...), or leave allow_shape_mismatch out."
+        raise UnsupportedValue(error_text(what, offenders=map(repr, sorted(padded)), fix=fix))
+    return load_from_index(checkpoint, contents.index, shards)
+
+
+def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
+    """Return every stored tensor by its key, whole and without data, in the shape that its parts make."""
+    contents = read_contents(checkpoint)
+    return IndexMetadata(contents.index, untaken=contents.refusals, unproven=_unproven(checkpoint, contents))
+
+
+def _unproven(checkpoint: Checkpoint, contents: PartContents) -> Mapping[str, str]:
+    return dict.fromkeys(contents.index.keys() - (checkpoint.options.shapes or {}).keys(), _UNPROVEN)
+
+
+def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the strings that files keep beside their tensors, as ``__metadata__``; {} if there are none."""
+    texts = read_contents(checkpoint).texts
+    return {TEXTS: dict(texts)} if texts else {}
+
+
+def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return the contradictions of headers, and that no byte has a checksum."""
+    try:
+        contents = read_contents(checkpoint)
+    except CheckpointingException as error:
+        return (Damage("", str(error)),)
+    names = zip(contents.index.file_names(), contents.index.file_length.tolist(), strict=True)
+    return (*(Unchecked(name, _WHY, length) for name, length in names), *untaken_findings(contents.refusals))
