@@ -145,7 +145,7 @@ def facts_of(findings: CheckpointFindings) -> Iterable[tuple[str, str]]:
     if unproven := sum(not row.is_proven for row in findings.everything.tensors):
         yield (
             "unproven",
-            f"{plural(unproven, 'shape')}, marked ?: larger if a file is missing, which nothing here tells",
+            f"{plural(unproven, 'shape')}, marked ?: larger if a file is missing; nothing here says so",
         )
     if findings.everything.objects:
         yield "objects", _count(StoredContents((), findings.everything.objects))

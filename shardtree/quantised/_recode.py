@@ -43,9 +43,10 @@ def recode(
         plain: patterns of keys of tensors that belong to no quantised weight, though they look like parts of one.
 
     Raises:
-        ShapeError: the form is only read, or the dtype isn't a floating-point one. When it is applied: tensors with
-            the names of a form fit none, or several forms, or FP8 or FP4 values have no scales, or only some parts of a
-            weight are there, or scales lie beside integers or bytes that no form explains; names each.
+        ShapeError: the form is only read, or the dtype isn't a floating-point one. When it is applied: a part of a
+            weight isn't cut into whole blocks, or tensors with the names of a form fit none, or several forms, or FP8
+            or FP4 values have no scales, or only some parts of a weight are there, or scales lie beside integers or
+            bytes that no form explains; names each.
         KeyMismatch: a pattern fits nothing, or nothing that gets the form; or a part would have the key of another
             tensor; names each.
         MetadataError: there are patterns in `also`, and no form that weights get.
@@ -186,7 +187,13 @@ def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
     """Return the shards of a whole weight in another form."""
     if isinstance(to, Form):
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
-        return form.lens(weight).shards
+        shards = form.lens(weight).shards
+        if weight.data is not None and any(part.data is None for part in shards):
+            what = f"recode: {weight.key!r} isn't cut into whole blocks, and a scale needs all of its block"
+            found = f"a box of {weight.local_shape} at {weight.global_offset}"
+            fix = "Redistribute it to boxes of whole blocks before, as docs/trainer-to-engine.md does."
+            raise ShapeError(error_text(what, found=found, fix=fix))
+        return shards
     if not lossless:
         return [weight]
 

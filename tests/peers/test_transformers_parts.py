@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers")
 
 pytest.importorskip("transformers.distributed.checkpoint")
+pytest.importorskip("torch.distributed.checkpoint.hf_storage")  # with which transformers reads
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 FOLDERS = [FIXTURES / f"transformers_parts_{name}" for name in ("1", "fsdp2", "tp2")]

@@ -203,3 +203,15 @@ def test_recode_refuses_what_would_be_lost(tensors: dict[str, torch.Tensor], los
     tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
     with pytest.raises(st.errors.CheckpointingException, match=words):
         recode(FORMS["fp8_rows"], also=["w"], lossless=lossless)(tree)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(600, 4), (384, 2)])
+def test_a_cut_through_blocks_is_refused_before_anything_is_stored(rows: int, ranks: int) -> None:
+    weight = torch.ones(rows, 128)
+    to_fp8 = recode(BLOCKS, also=["w"])
+    for rank in range(ranks):
+        with pytest.raises(ShapeError, match="'w' isn't cut into whole blocks"):
+            to_fp8(st.shard_at({"w": weight}, st.Mesh(tp=ranks), st.P("tp"), rank))
+    parts = to_fp8(st.shard_at({"w": weight[:384]}, st.Mesh(tp=3), st.P("tp"), 1))
+    assert parts["w"].global_offset == (128, 0)
+    assert parts["w_scale_inv"].global_offset == (1, 0)

@@ -91,7 +91,7 @@ def write_universal(trees: Any, place: Directory) -> None:
 
 
 def write_dcp_safetensors(trees: Any, place: Directory) -> None:
-    """Write what all ranks hold as DCP's safetensors writer does: a file for each shard that is written, with its offset."""
+    """Write what all ranks hold as DCP's safetensors writer does, with a file for each shard."""
     storage = storage_at(place)
     leaves = [leaf for tree in trees for _, leaf in leaves_with_paths(tree)]
     if plain(trees[0]) or any(isinstance(leaf, ShardedObject) for leaf in leaves):
