@@ -1,0 +1,125 @@
+"""JAX's arrays as shards, and back: the parts that this process's devices hold, without a copy on CPUs.
+
+This module imports JAX, and the room imports this module only once it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.mapping import ShardedTensor
+from ..errors import KeyMismatch, TreeError, UnsupportedValue, error_text
+
+try:
+    import jax
+    from jax.dtypes import prng_key
+    from jax.tree_util import keystr, tree_flatten_with_path
+except ImportError as missing:
+    raise ImportError(f"{missing}: from_jax needs JAX: pip install 'shardtree[jax]'") from missing
+
+__all__ = ["from_jax", "to_jax"]
+
+Leaves = dict[str, Any]
+"""Values by key, of arrays lists of shards."""
+
+
+def from_jax(tree: Any) -> Leaves:
+    """Return the leaves of a JAX tree by key: of each array a list of shards, one for each device of this process.
+
+    A key is the path's entries joined by dots, such as ``layers.0.weight``; `save` stores one tensor under it, whatever
+    the sharding. Shards have the replica ids that JAX gives them, so that of copies on several devices one is written.
+    On CPUs, shards are JAX's own memory: never write to it, and don't donate the arrays to a jitted function before
+    the save has returned. GPU memory is shared where torch has CUDA; from other devices it is copied to the host.
+
+    Args:
+        tree: A pytree as JAX flattens it, such as a module of Equinox, a state of Flax or of Optax. Typed random keys
+            are stored as their data; leaves that aren't arrays stay as they are.
+
+    Raises:
+        TreeError: Two leaves have one key.
+        UnsupportedValue: Torch can't take an array, as of 4-bit integers.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> leaves = from_jax({"w": jnp.arange(4.0), "step": 3})
+        >>> leaves["w"][0].data, leaves["w"][0].global_offset, leaves["step"]
+        (tensor([0., 1., 2., 3.]), (0,), 3)
+    """
+    leaves = Leaves()
+    for key, leaf in _by_key(tree):
+        if key in leaves:
+            fix = "Rename one: a key is a path's entries joined by dots."
+            raise TreeError(error_text(f"from_jax: two leaves have the key {key!r}", fix=fix))
+        leaves[key] = _shards(key, _data(leaf)) if isinstance(leaf, jax.Array) else leaf
+    return leaves
+
+
+def to_jax(leaves: Mapping[str, Any], like: Any) -> Any:
+    """Return a JAX tree of loaded tensors: what `load` returned for the leaves that `from_jax` made of a tree.
+
+    Args:
+        leaves: Values by key, of each array a list with one tensor for each device, in the order of `from_jax`.
+        like: The tree that `from_jax` was given, or one with the same shardings. Its values aren't used.
+
+    Raises:
+        KeyMismatch: A leaf is missing.
+
+    Examples:
+        >>> import jax.numpy as jnp, shardtree as st
+        >>> state = {"w": jnp.arange(4.0)}
+        >>> st.save(from_jax(state), "state")
+        >>> to_jax(st.load(st.without_data(from_jax(state)), "state"), state)
+        {'w': Array([0., 1., 2., 3.], dtype=float32)}
+    """
+    pairs = _by_key(like)
+    if missing := [repr(key) for key, _ in pairs if key not in leaves]:
+        what, fix = "to_jax: leaves that aren't there", "Pass what load returned for from_jax(like)."
+        raise KeyMismatch(error_text(what, offenders=missing, fix=fix))
+    values = [_array(leaves[key], leaf) if isinstance(leaf, jax.Array) else leaves[key] for key, leaf in pairs]
+    return jax.tree.unflatten(jax.tree.structure(like), values)
+
+
+def _by_key(tree: Any) -> list[tuple[str, Any]]:
+    return [(keystr(path, simple=True, separator="."), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
+
+
+def _data(array: jax.Array) -> jax.Array:
+    return jax.random.key_data(array) if jax.numpy.issubdtype(array.dtype, prng_key) else array
+
+
+def _shards(key: str, array: jax.Array) -> list[ShardedTensor]:
+    shards = []
+    for part in array.addressable_shards:
+        offset = tuple(place.start or 0 for place in part.index)
+        data = _tensor(key, part.data)
+        shape = tuple(data.shape)
+        shards.append(
+            ShardedTensor(key, data, data.dtype, shape, tuple(array.shape), offset, None, replica_id=part.replica_id)
+        )
+    return shards
+
+
+def _tensor(key: str, part: jax.Array) -> torch.Tensor:
+    (device,) = part.devices()
+    platform = device.platform
+    if platform != "cpu" and not (platform == "gpu" and torch.cuda.is_available()):
+        part = jax.device_put(part, jax.local_devices(backend="cpu")[0])
+    try:
+        return torch.from_dlpack(part)
+    except Exception as error:  # of any class: JAX and torch each refuse dtypes in their own way
+        fix = "Convert it to a dtype that torch has, such as int8, before."
+        what = f"from_jax: torch can't take {key!r}"
+        raise UnsupportedValue(error_text(what, found=f"{part.dtype}: {error}", fix=fix)) from error
+
+
+def _array(tensors: Any, like: jax.Array) -> jax.Array:
+    data = _data(like)
+    parts = [
+        jax.device_put(jax.dlpack.from_dlpack(tensor.contiguous()), part.device)
+        for tensor, part in zip(tensors, data.addressable_shards, strict=True)
+    ]
+    array = jax.make_array_from_single_device_arrays(data.shape, data.sharding, parts)
+    return array if data is like else jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
