@@ -284,6 +284,12 @@ def convert(
             " optimizer for the experts. As it was, if not given.",
         ),
     ] = None,
+    shapes: Annotated[
+        Literal["stored"] | None,
+        typer.Option(
+            metavar="stored", help="Take the shapes that parts make, where a format says none: no file is missing."
+        ),
+    ] = None,
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")
     ] = "256MB",
@@ -316,6 +322,7 @@ def convert(
         prune=prune,
         optimizer_in_model_space=optimizer == "model-space",
         expert_parallel=expert_parallel,
+        trusts_shapes=shapes == "stored",
         most_bytes=size_named(max_bytes_in_flight),
         most_file_bytes=None if max_file_size is None else size_named(max_file_size),
         verify=not no_verify,

@@ -16,7 +16,7 @@ from ..core.codec import dtype_from_name
 from ..core.trees import bind, cast, compose
 from ..errors import CheckpointingException, RemoteError, StrategyError, WorldError, error_text, plural, shorten
 from ..formats import huggingface
-from ..inspection import open_checkpoint
+from ..inspection import load_tensors_metadata, open_checkpoint
 from ..interop.megatron_optimizer import model_space
 from ..live import launched_world
 from ..shell.table import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies
@@ -49,6 +49,7 @@ class Conversion:
         prune: whether what the transforms don't pass on is left out.
         optimizer_in_model_space: whether Megatron-Core's `dp_reshardable` optimizer becomes a `fully_reshardable` one.
         expert_parallel: whether the run that goes on with it has expert parallelism; None leaves it as it was.
+        trusts_shapes: Whether shapes that the source's files don't prove are taken for the saved ones.
         most_bytes: the limit of a batch.
         most_file_bytes: the limit of a file of a Hugging Face model; None for the format's default.
         verify: whether what was written is read back and compared.
@@ -68,6 +69,7 @@ class Conversion:
     prune: bool
     optimizer_in_model_space: bool
     expert_parallel: bool | None
+    trusts_shapes: bool
     most_bytes: int
     most_file_bytes: int | None
     verify: bool
@@ -130,12 +132,20 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
             max_bytes_in_flight=conversion.most_bytes,
             verify=conversion.verify,
             strategies=strategies_of(conversion.backend, conversion.most_file_bytes),
-            load_options=LoadOptions(allow_pickle=conversion.allow_pickle),
+            load_options=LoadOptions(allow_pickle=conversion.allow_pickle, shapes=_shapes(conversion, world)),
             save_options=SaveOptions(allow_pickle=conversion.allow_pickle, progress=advance),
             world=world,
         )
     show = partial(_show, conversion, report, time.monotonic() - began, world.size, as_json=as_json)
     return on_rank_zero(world, "convert: print", partial(printed, show))
+
+
+def _shapes(conversion: Conversion, world: World) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes that the source's files make, if they are to be taken for the saved ones."""
+    if not conversion.trusts_shapes:
+        return None
+    tensors = load_tensors_metadata(conversion.source, world=world)
+    return {key: shard.global_shape for key, shard in tensors.items()}
 
 
 def transform_of(

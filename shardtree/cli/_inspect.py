@@ -237,8 +237,8 @@ def _tensor_record(row: TensorRow) -> dict[str, Any]:
         "shape": row.shape,
         "elements": row.elements,
         "bytes": row.length,
-        "shape_proven": row.is_proven,
         "cut": None if grid is None else {"kind": grid.kind, "counts": grid.counts, "chunks": grid.chunks},
+        "shape_proven": row.is_proven,
     }
 
 

@@ -95,9 +95,7 @@ def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None
     reasons = unproven_of(metadata)
     if wrong := [key for key in keys if key in reasons]:
         why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
-        fix = (
-            f"In this format {why}. Say the saved shapes by LoadOptions(shapes={{key: shape}}), or load into a target."
-        )
+        fix = f"In this format {why}. Say the saved shapes by LoadOptions(shapes=...), or load into a target."
         raise ShapeError(error_text(f"{doing}: tensors of unproven shapes", offenders=map(repr, wrong), fix=fix))
 
 

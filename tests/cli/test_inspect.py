@@ -58,7 +58,7 @@ def test_json_has_these_names(folder: Path) -> None:
     found = document("inspect", folder)
     names = "checkpoint format save_id content_metadata totals selected files tensors objects common"
     assert list(found) == names.split()
-    assert list(found["tensors"][0]) == ["key", "dtype", "shape", "elements", "bytes", "cut"]
+    assert list(found["tensors"][0]) == ["key", "dtype", "shape", "elements", "bytes", "cut", "shape_proven"]
     assert list(found["objects"][0]) == ["key", "unique_key", "shape", "offset", "bytes"]
     assert list(found["common"][0]) == ["name", "type", "value"]
 

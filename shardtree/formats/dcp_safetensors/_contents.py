@@ -45,7 +45,7 @@ from ._listing import part_files
 _OFFSETS, _OFFSET, _VERSION, _KNOWN_VERSION = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION", "1.0"
 _MOST = 2**63 - 1
 
-_UNPROVEN = "no file says its shape, or how many files there are; where a rank's file is missing, it seems smaller"
+_UNPROVEN = "files say no tensor's shape, nor how many they are: where a rank's file is missing, a tensor seems smaller"
 _WHY = "this format carries no checksums, shapes or count of files: headers, lengths and overlaps are compared"
 
 
