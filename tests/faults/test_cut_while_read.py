@@ -27,6 +27,7 @@ FORMATS: dict[str, Callable[[], Files]] = {  # cached: a save's folder has anoth
     "zarr": cache(lambda: seeds.saved(("zarr", 3))),
     "safetensors": cache(lambda: seeds.saved(("safetensors", 1))),
     "huggingface": cache(lambda: seeds.saved(("huggingface", 1))),
+    "dcp_safetensors": cache(lambda: seeds.dcp_safetensors()[0]),
 }
 
 
@@ -60,7 +61,12 @@ def load_and_verify(folder: Path) -> None:
     verify(folder)
 
 
-READS = {"load": load, "verify": verify, "load_plain_tensors": st.load_plain_tensors, "fingerprint": st.fingerprint}
+def load_plain(folder: Path) -> None:
+    shapes = {key: shard.global_shape for key, shard in st.load_tensors_metadata(folder).items()}
+    st.load_plain_tensors(folder, options=st.LoadOptions(shapes=shapes))  # a format may say none
+
+
+READS = {"load": load, "verify": verify, "load_plain_tensors": load_plain, "fingerprint": st.fingerprint}
 
 
 def opens(read: Callable[[Path], object], folder: Path, happens: Callable[[int], object]) -> int:
@@ -134,6 +140,7 @@ def newer(file: Path) -> None:
         ("dtensor_files", "model_*_rank_0.pt"),
         ("dcp", ".metadata"),
         ("huggingface", "*.safetensors"),
+        ("dcp_safetensors", "shard-00002-*.safetensors"),
     ],
 )
 def test_a_file_that_another_save_has_written_is_called_replaced(name: str, file: str, tmp_path: Path) -> None:

@@ -213,6 +213,11 @@ _RAW = {
 """Sixteen zeros as each of these stores what doesn't get shorter."""
 
 
+def dcp_safetensors() -> list[Files]:
+    """Return two ranks' parts of a model, as transformers saved them under FSDP2 and under tensor parallelism."""
+    return [folder_files(_FIXTURES / f"transformers_parts_{name}") for name in ("fsdp2", "tp2")]
+
+
 def huggingface() -> list[Files]:
     """Return a model in one file, one in two files with an index, and one of 4-bit floats, which torch has in pairs."""
     one = saved(("huggingface", 1))

@@ -51,6 +51,7 @@ FORMATS: dict[str, Callable[[], list[Files]]] = {
     "torch": seeds.torch_common,
     "zarr": seeds.zarr,
     "huggingface": seeds.huggingface,
+    "dcp_safetensors": seeds.dcp_safetensors,
     "deepspeed": seeds.deepspeed,
     "universal": seeds.universal,
     "dtensor_files": seeds.dtensor_files,
@@ -61,6 +62,7 @@ WANTED = {
     "torch": ("common.pt", "metadata.json"),
     "torch_dist": (".metadata", "common.pt", "metadata.json", "__0_0.distcp"),
     "torch_checkpointing": ("metadata.pkl", "model_0.pt"),
+    "dcp_safetensors": ("shard-",),
     "universal": ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/emb.weight/"),
 }
 """How the names of the places begin that a format is about, where not all of them are."""
