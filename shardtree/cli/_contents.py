@@ -17,7 +17,7 @@ from ..core.layouts import Grid, chunk_grids
 from ..core.mapping import ShardedObject, ShardedTensor
 from ..core.trees import HOLE, Record, key_matcher, near_patterns, shell_differences
 from ..errors import KeyMismatch, error_text, plural
-from ..inspection import OpenCheckpoint, index_of
+from ..inspection import OpenCheckpoint, index_of, unproven_of
 from ..shell.table.index import (
     DeferredMetadata,
     Index,
@@ -25,7 +25,6 @@ from ..shell.table.index import (
     item_sizes,
     reasoned,
     texts,
-    unproven_of,
     untaken_of,
 )
 

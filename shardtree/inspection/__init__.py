@@ -26,7 +26,7 @@ if typing.TYPE_CHECKING:
     from ._opened import OpenCheckpoint, StoredBoxes, index_of, largest_tensors, open_checkpoint, tree_of
     from ._replicas import check_replicas
     from ._verify import verify
-    from ._whole_tensors import load_plain_tensors, refuse_unproven
+    from ._whole_tensors import load_plain_tensors, refuse_unproven, unproven_of
 else:
     from ..core.deferred import later
 
@@ -45,6 +45,6 @@ else:
             "._opened": "OpenCheckpoint StoredBoxes index_of largest_tensors open_checkpoint tree_of",
             "._replicas": "check_replicas",
             "._verify": "verify",
-            "._whole_tensors": "load_plain_tensors refuse_unproven",
+            "._whole_tensors": "load_plain_tensors refuse_unproven unproven_of",
         },
     )

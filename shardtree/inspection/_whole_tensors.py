@@ -27,7 +27,7 @@ from ..shell.checkpoint.loading import (
 )
 from ..shell.storage import Directory
 from ..shell.table import Checkpoint, LoadOptions, Strategies
-from ..shell.table.index import unproven_of, untaken_of
+from ..shell.table.index import IndexMetadata, untaken_of
 from ..shell.world import agree, current_world, share
 
 logger = logging.getLogger("shardtree")
@@ -79,6 +79,11 @@ def load_plain_tensors(
     if how.report is not None:
         how.report(replace(amount, left_out=tuple(reasons), exchange=reading.exchange.why))
     return dict(zip(target, tensors, strict=True))
+
+
+def unproven_of(metadata: object) -> Mapping[str, str]:
+    """Return the reasons that shapes in a checkpoint's metadata may be too small, by key."""
+    return metadata.unproven if isinstance(metadata, IndexMetadata) else {}
 
 
 def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None:

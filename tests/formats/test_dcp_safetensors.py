@@ -90,9 +90,9 @@ def test_parts_load_on_ranks_that_parse_once() -> None:
 def test_a_missing_last_file_leaves_a_smaller_tensor_that_only_a_shape_tells() -> None:
     storage = folder_of(rows(0, 4))
     assert st.load_tensors_metadata(storage)["w"].global_shape == (4, 7)
-    with pytest.raises(ShapeError, match="Fetch every rank's file"):
+    with pytest.raises(ShapeError, match=r"checkpoint has \(4, 7\) float32"):
         st.load(target((10, 7)), storage)
-    assert "Fetch every rank's file" in str(st.explain(target((10, 7)), storage).problems[0].fix)
+    assert "checkpoint has (4, 7) float32, target asks for (10, 7)" in str(st.explain(target((10, 7)), storage))
     with pytest.raises(CorruptCheckpoint, match=r"'w': the files make \(4, 7\), not \(10, 7\)"):
         st.open_checkpoint(storage, options=LoadOptions(shapes={"w": (10, 7)}))
     with pytest.raises(CorruptCheckpoint, match="'v': the files make no such tensor"):
@@ -101,9 +101,9 @@ def test_a_missing_last_file_leaves_a_smaller_tensor_that_only_a_shape_tells() -
 
 def test_a_target_of_any_shape_proves_none() -> None:
     storage, padded = folder_of(rows(0, 4)), target((10, 7), allow_shape_mismatch=True)
-    with pytest.raises(UnsupportedValue, match="LoadOptions"):
+    with pytest.raises(ShapeError, match="LoadOptions"):
         st.load(padded, storage)
-    assert "seems smaller" in str(st.explain(padded, storage).problems[0])
+    assert "takes any shape" in str(st.explain(padded, storage))
     loaded = st.load(padded, storage, options=LoadOptions(shapes={"w": (4, 7)}))
     assert torch.equal(loaded["w"][:4], ROWS[:4])
 

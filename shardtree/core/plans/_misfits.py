@@ -77,7 +77,6 @@ class Mismatch:
         stored: what it is.
         asked: what it should be.
         cast: whether its dtype is converted already, where it can be.
-        is_proven: Whether the checkpoint says the stored shape, rather than only that its parts make it.
     """
 
     where: ClassVar[str] = ""
@@ -86,7 +85,6 @@ class Mismatch:
     stored: TensorKind
     asked: TensorKind
     cast: bool = False
-    is_proven: bool = True
 
     __str__ = offence_text
 
@@ -105,8 +103,6 @@ class Mismatch:
         if len(self.stored.global_shape) != len(self.asked.global_shape):
             return "Load with as many axes as are stored, and reshape what is loaded."
         same = self.stored.global_shape == self.asked.global_shape
-        if not (same or self.is_proven):
-            return "Fetch every rank's file: where some are missing, the others make a smaller tensor."
         return "" if same else "Set allow_shape_mismatch on the shard of a padded tensor."
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...errors import CheckpointingException, CorruptCheckpoint, ShapeError, UnsupportedValue, error_text
 from ...kit import (
     Checkpoint,
     Damage,
@@ -46,6 +46,7 @@ _OFFSETS, _OFFSET, _VERSION, _KNOWN_VERSION = "DCP_SHARDING_INFO", "saved_offset
 _MOST = 2**63 - 1
 
 _UNPROVEN = "files say no tensor's shape, nor how many they are: where a rank's file is missing, a tensor seems smaller"
+_PADDED = "allow_shape_mismatch takes any shape, and no file says the saved one"
 _WHY = "this format carries no checksums, shapes or count of files: headers, lengths and overlaps are compared"
 
 
@@ -252,24 +253,35 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
     Raises:
         KeyMismatch: No file has a part of a tensor.
-        ShapeError: The parts make another shape than the target's, or have another dtype.
-        UnsupportedValue: A tensor has a dtype that torch lacks, or a target takes any shape and none was told.
+        ShapeError: The parts make another shape than the target's, or have another dtype; or a target takes any shape.
+        UnsupportedValue: A tensor has a dtype that torch lacks.
         CorruptCheckpoint: The files aren't sound, or don't fit each other.
     """
     contents = read_contents(checkpoint)
     check_taken(contents.refusals, [shard.key for shard in shards])
-    padded = {shard.key for shard in shards if shard.allow_shape_mismatch} & _unproven(checkpoint, contents).keys()
-    if padded:
-        what = "load: targets of any shape, for tensors whose saved shape no file says"
-        fix = "Say the saved shapes by LoadOptions(shapes=...), or leave allow_shape_mismatch out."
-        raise UnsupportedValue(error_text(what, offenders=map(repr, sorted(padded)), fix=fix))
+    if doubts := _doubts(checkpoint, contents, shards):
+        lines = (f"{key!r}: {reason}" for key, reason in sorted(doubts.items()))
+        what = "load: targets that can't tell whether a part is missing"
+        fix = "Say the saved shapes by LoadOptions(shapes=...)."
+        raise ShapeError(error_text(what, offenders=lines, fix=fix))
     return load_from_index(checkpoint, contents.index, shards)
 
 
 def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
     """Return every stored tensor by its key, whole and without data, in the shape that its parts make."""
     contents = read_contents(checkpoint)
-    return IndexMetadata(contents.index, untaken=contents.refusals, unproven=_unproven(checkpoint, contents))
+    return IndexMetadata(
+        contents.index,
+        untaken=contents.refusals,
+        refused=lambda shards: {**contents.refusals, **_doubts(checkpoint, contents, shards)},
+        unproven=_unproven(checkpoint, contents),
+    )
+
+
+def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
+    """Return the reasons why targets of any shape don't tell whether a part is missing, by key."""
+    padded = {shard.key for shard in shards if shard.allow_shape_mismatch}
+    return dict.fromkeys(padded & _unproven(checkpoint, contents).keys(), _PADDED)
 
 
 def _unproven(checkpoint: Checkpoint, contents: PartContents) -> Mapping[str, str]:

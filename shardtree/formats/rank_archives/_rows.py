@@ -202,7 +202,7 @@ def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     return IndexMetadata(
         contents.shown,
-        refused=partial(_refused_among, checkpoint, contents, reads=False),
+        refused=lambda shards: _refused_among(checkpoint, contents, [shard.key for shard in shards], reads=False),
         uncompared=partial(_uncompared, checkpoint, contents),
         cost=partial(_cost, checkpoint, contents),
     )

@@ -215,7 +215,7 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
             index,
             partial(index_on_files, listing, index),
             listing.unknown,
-            partial(refused_among, listing),
+            lambda shards: refused_among(listing, {shard.key for shard in shards}),
             partial(states_among, checkpoint, listing) if checkpoint.options.verify is None else lambda _: (),
             partial(archives_cost, checkpoint, listing),
         )

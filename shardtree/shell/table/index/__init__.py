@@ -46,7 +46,6 @@ if typing.TYPE_CHECKING:
         stored_fingerprints,
         stored_keys,
         stored_kinds,
-        unproven_of,
         untaken_of,
     )
     from ._rows import (
@@ -68,8 +67,7 @@ else:
         {
             "._load": "explain_from_index load_from_index plan_shards planned_cost read_planned stored_columns",
             "._metadata": (
-                "DeferredMetadata IndexMetadata reasoned stored_fingerprints stored_keys stored_kinds unproven_of "
-                "untaken_of"
+                "DeferredMetadata IndexMetadata reasoned stored_fingerprints stored_keys stored_kinds untaken_of"
             ),
             "._rows": (
                 "ReadIndex list_files load_common objects_from_index rows_from_index rows_in_folder rows_of_objects "

@@ -305,17 +305,10 @@ def explain_from_index(
     """
     keys = {shard.key for shard in shards}
     base = metadata if isinstance(metadata, IndexMetadata) else metadata.stored
-    refusals = base.untaken if base.refused is None else base.refused(keys)
-    # A padded target takes any shape, so that it doesn't tell whether a part is missing.
-    padded = {shard.key for shard in shards if shard.allow_shape_mismatch} & base.unproven.keys()
-    refusals = {**refusals, **{key: base.unproven[key] for key in padded}}
+    refusals = base.untaken if base.refused is None else base.refused(shards)
     index = (metadata if isinstance(metadata, IndexMetadata) else metadata.of(keys - refusals.keys())).index
     kinds, misfits = _misfits(index, shards, cast=cast, refusals=refusals)
     wrong = {misfit.key for misfit in misfits}
-    proven = [
-        replace(one, is_proven=one.key not in base.unproven) if isinstance(one, plans.Mismatch) else one
-        for one in misfits
-    ]
     dtypes = ((shard, kinds[shard.key].dtype) for shard in shards if shard.key in kinds and shard.key not in wrong)
     fit = [shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype) for shard, dtype in dtypes]
     columns = shard_columns(fit)
@@ -323,7 +316,7 @@ def explain_from_index(
     plan = plans.plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
     overlaps = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
     cost = partial(planned_cost, checkpoint, index.file, plan) if base.cost is None else partial(base.cost, fit, plan)
-    problems = (*proven, *overlaps, *plans.find_gaps(fit, plan.covered, kinds, base.gaps))
+    problems = (*misfits, *overlaps, *plans.find_gaps(fit, plan.covered, kinds, base.gaps))
     return plans.Prospect(problems, cost, tuple(base.uncompared(keys)))
 
 

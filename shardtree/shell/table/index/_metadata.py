@@ -60,7 +60,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         on_files: Function that returns the index with the files of the folder, if `index` has virtual files; None if
             not.
         untaken: Reasons why stored values can't be loaded and aren't listed, by key or name.
-        refused: Function from a load's keys to such reasons, if these depend on the keys; None if not.
+        refused: Function from a load's shards to such reasons, by key, if these depend on them; None if not.
         uncompared: Function from a load's keys to the optimizer states among them that could be compared (masters with
             weights), but won't be.
         cost: Function from shards in their stored dtypes, and the plan of their bytes on the index, to the cost of a
@@ -73,7 +73,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     index: Index
     on_files: Callable[[], Index] | None = None
     untaken: Mapping[str, str] = field(default_factory=dict)
-    refused: Callable[[Set[str]], Mapping[str, str]] | None = None
+    refused: Callable[[Sequence[ShardedTensor]], Mapping[str, str]] | None = None
     uncompared: Callable[[Set[str]], Sequence[str]] = lambda _: ()
     cost: Callable[[Sequence[ShardedTensor], LoadPlan], ReadCost] | None = None
     gaps: Mapping[str, str] = field(default_factory=dict)
@@ -205,11 +205,6 @@ def untaken_of(metadata: object) -> Mapping[str, str]:
     if isinstance(metadata, DeferredMetadata):
         metadata = metadata.stored
     return metadata.untaken if isinstance(metadata, IndexMetadata) else {}
-
-
-def unproven_of(metadata: object) -> Mapping[str, str]:
-    """Return the reasons that shapes in a checkpoint's metadata may be too small, by key."""
-    return metadata.unproven if isinstance(metadata, IndexMetadata) else {}
 
 
 def reasoned(untaken: Mapping[str, str], name: str) -> str:
