@@ -286,9 +286,7 @@ def convert(
     ] = None,
     shapes: Annotated[
         Literal["stored"] | None,
-        typer.Option(
-            metavar="stored", help="Take the shapes that parts make, where a format says none: no file is missing."
-        ),
+        typer.Option(metavar="stored", help="Where a format says no shapes, those that its parts make."),
     ] = None,
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")

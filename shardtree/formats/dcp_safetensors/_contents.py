@@ -6,7 +6,7 @@ fit into. Where the last parts are missing, the rest tiles a smaller tensor: onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -95,6 +95,10 @@ def read_contents(checkpoint: Checkpoint) -> PartContents:
             ``LoadOptions(shapes=...)`` says.
         UnsupportedValue: The files are of another version of the format.
     """
+    return checkpoint.once(_as_told)
+
+
+def _as_told(checkpoint: Checkpoint) -> PartContents:
     contents: PartContents = checkpoint.once(parse)
     _check_told(checkpoint, contents.index)
     return contents
@@ -274,18 +278,19 @@ def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
         contents.index,
         untaken=contents.refusals,
         refused=lambda shards: {**contents.refusals, **_doubts(checkpoint, contents, shards)},
-        unproven=_unproven(checkpoint, contents),
+        unproven=dict.fromkeys({*contents.index.keys()} - _told_keys(checkpoint), _UNPROVEN),
     )
 
 
 def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
     """Return the reasons why targets of any shape don't tell whether a part is missing, by key."""
-    padded = {shard.key for shard in shards if shard.allow_shape_mismatch}
-    return dict.fromkeys(padded & _unproven(checkpoint, contents).keys(), _PADDED)
+    padded = sorted({shard.key for shard in shards if shard.allow_shape_mismatch} - _told_keys(checkpoint))
+    numbers = contents.index.find_keys(padded)
+    return {key: _PADDED for key, number in zip(padded, numbers, strict=True) if number >= 0}
 
 
-def _unproven(checkpoint: Checkpoint, contents: PartContents) -> Mapping[str, str]:
-    return dict.fromkeys(contents.index.keys() - (checkpoint.options.shapes or {}).keys(), _UNPROVEN)
+def _told_keys(checkpoint: Checkpoint) -> Set[str]:
+    return (checkpoint.options.shapes or {}).keys()
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
