@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardtree.errors import UnsupportedValue, WorldError
-from shardtree.kit import pack, unpack
+from shardtree.shell.world import pack, unpack
 from shardtree.live import run_processes
 from shardtree.testing import check_world
 from shardtree.world import World, simulate
