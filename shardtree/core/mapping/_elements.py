@@ -1,4 +1,4 @@
-"""A leaf's tensor: its bits, and whether it has elements and memory of its own."""
+"""A leaf's tensor: access to it, and tests for elements and memory of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._leaves import ShardedBase
 
 
 def given_tensor(shard: ShardedBase) -> torch.Tensor | None:
-    """Return a shard's tensor; None where it has no memory of its own: no data, a meta, fake or lazy tensor.
+    """Return a shard's tensor; None for data without memory of its own: none at all, a meta, fake or lazy tensor.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -22,7 +22,7 @@ def given_tensor(shard: ShardedBase) -> torch.Tensor | None:
 
 
 def has_elements(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has elements: it isn't a meta tensor, nor a fake one, as ``torch.export`` makes them.
+    """Return whether a tensor has elements: neither a meta tensor nor one of ``torch.export``'s fake tensors.
 
     Examples:
         >>> has_elements(torch.zeros(2)), has_elements(torch.zeros(2, device="meta"))
@@ -48,8 +48,8 @@ def lacks_memory(data: Any) -> bool:
 def is_wrapper(data: Any) -> bool:
     """Return whether data is a wrapper subclass: a tensor whose elements follow from other tensors that it holds.
 
-    Its own memory says nothing, so that it can't be read, filled or cut as memory. DTensors, and the quantised tensors
-    of torchao and quanto, are such; tensors without elements (meta, fake) count as what they stand for.
+    The memory of a wrapper can't be read, filled or cut in place of its value. Wrappers are DTensors, and the quantised
+    tensors of torchao and quanto. A tensor without elements (meta, fake) isn't one, whatever its class.
 
     Examples:
         >>> is_wrapper(torch.zeros(2)), is_wrapper(None)
@@ -59,9 +59,9 @@ def is_wrapper(data: Any) -> bool:
         return False
     if data.layout is not torch.strided:
         return False
-    # Subclasses may answer for `data_ptr` themselves. No real memory begins at address 0, where these count from.
+    # Subclasses may override `data_ptr`, so that torch's own is called. A tensor without memory counts from address 0.
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return data.numel() > 0 and data.data_ptr() == data.storage_offset() * data.itemsize
-        except RuntimeError:  # torch refuses to tell where a FunctionalTensor's memory is
+        except RuntimeError:  # torch doesn't give the address of a FunctionalTensor
             return True

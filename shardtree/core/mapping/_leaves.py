@@ -1,4 +1,4 @@
-"""Leaves: what all of them share, and those that aren't shards of a tensor: objects, local objects and factories."""
+"""Base class of leaves, and all leaves but shards of a tensor: objects, local objects and factories."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ._functions import same_value
 StateDict: TypeAlias = dict[str, Any]
 """A tree of dicts, lists and tuples with any leaves."""
 CommonStateDict: TypeAlias = dict[str, Any]
-"""What is the same on every rank."""
+"""A tree with the same values on every rank."""
 ShardedStateDict: TypeAlias = dict[str, Any]
 """A tree with shards, objects, factories and plain values as leaves."""
 ReplicaId: TypeAlias = int | tuple[int, ...]
-"""Which copy of a shard: an int, or a tuple of ints; the one with only zeros is the main one."""
+"""The number of a replica of a shard: an int, or a tuple of ints; the main replica has only zeros."""
 FactoryBuildFn: TypeAlias = Callable[[str, Any, ReplicaId, slice | None], Any]
-"""From key, data, replica_id and flattened_range to a tree of shards."""
+"""A function from key, data, replica_id and flattened_range to a tree of shards."""
 FactoryMergeFn: TypeAlias = Callable[[Any], Any]
-"""From the loaded tree, as it was built, to one tensor."""
+"""A function from the loaded tree, in the structure of the built one, to one tensor."""
 RankOffset: TypeAlias = tuple[int, int, int]
 
 
-# Replica ids: which of several equal copies of a shard is the main one.
+# Replica ids tell which of several equal copies of a shard is the main one.
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -52,41 +52,41 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def replica(subject: str, field: str, value: Any) -> ReplicaId:
-    """Return a replica id as an int or a tuple of ints; what is neither raises MetadataError."""
+    """Return a replica id as an int or a tuple of ints; anything else raises MetadataError."""
     # Bools are accepted as numbers: replica ids are often the result of comparing ranks.
     many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number is iterable too
     ids = [int(item) if isinstance(item, bool) else item for item in (value if many else (value,))]
     return integers(subject, field, ids) if many else integer64(subject, field, ids[0])
 
 
-# The base class, and the end of the classes that derive from it.
+# The base class. No class outside of this package derives from it.
 
 
 def refuse_subclass(derived: type) -> NoReturn:
     """Raise for a class that derives from a leaf's class, as Python does for one that derives from bool.
 
-    A leaf is told by its class, and stored by the fields of that class. What a derived class adds would be lost, and a
-    kind of leaf that no function knows would be left out, both without a word.
+    Leaves are recognised by their class and stored by its fields. A derived class's additions would be lost, and a new
+    kind of leaf would be left out by every function, both silently.
 
     Args:
-        derived: the class that is being defined.
+        derived: The class that is being defined.
 
     Raises:
-        UnsupportedValue: always.
+        UnsupportedValue: Always.
     """
     found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
     expected = "one of shardtree's own leaves"
     fix = "Put what it adds beside the leaf, in the same dict for example, or write functions that take leaves."
-    # A class that is made in code without a module, by `eval` for example, has no name of one.
-    what = f"{getattr(derived, '__module__', 'no module')}: a class that derives from a leaf's"
-    raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+    # A class without a module, such as one made by `eval`, has no `__module__`.
+    heading = f"{getattr(derived, '__module__', 'no module')}: a class derives from a leaf's class"
+    raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 class ShardedBase(ABC):
     """Base class of sharded leaves: a key, data, a replica id, comparison and repr.
 
-    Equal means the same kind, equal metadata and the same data object; elements are never compared or printed.
-    Functions in the metadata are equal if they run the same code with equal values around it. There are three:
+    Leaves are equal if they have the same kind, equal metadata and the same data object; elements are never compared or
+    printed. Functions in the metadata are equal if they run the same code in equal surroundings. There are three kinds:
     ShardedTensor, ShardedObject and ShardedTensorFactory. Classes outside of shardtree can't derive from them, or from
     this one.
     """
@@ -98,13 +98,13 @@ class ShardedBase(ABC):
     replica_id: ReplicaId
 
     def __init_subclass__(cls) -> None:
-        # By the module, since a dataclass with slots is defined twice.
+        # The module tells ours from others; a set of classes couldn't, since a dataclass with slots is defined twice.
         if cls.__module__.rpartition(".")[0] != __package__:
             refuse_subclass(cls)
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Raise MetadataError or ShapeError where a field contradicts another."""
+        """Raise MetadataError or ShapeError if a field contradicts another."""
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
@@ -121,7 +121,7 @@ class ShardedBase(ABC):
         return own == others or all(own[name] == others[name] or same_value(own[name], others[name]) for name in own)
 
     def __hash__(self) -> int:
-        # Other fields are left out: slices and some callables aren't hashable.
+        # Other fields are left out because slices and some callables aren't hashable.
         return hash((type(self), self.key, self.replica_id, getattr(self, "global_offset", None), id(self.data)))
 
     def _repr_html_(self) -> str:
@@ -134,17 +134,17 @@ class ShardedBase(ABC):
 
 
 def leaf_name(leaf: ShardedBase) -> str:
-    """Return a leaf's name in errors."""
+    """Return the name that errors give a leaf: its class and key."""
     return f"{type(leaf).__name__} {leaf.key!r}"
 
 
 def metadata_of(leaf: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the value and the default of each field but the data."""
+    """Return (value, default) of each field except the data, by name."""
     return {field.name: (getattr(leaf, field.name), field.default) for field in fields(leaf) if field.name != "data"}
 
 
 def describe(value: object) -> str:
-    """Return a value's type, and a tensor's dtype, shape and device, without its elements."""
+    """Return a short text for a value: its type, and a tensor's dtype, shape and device, never its elements."""
     if value is None:
         return "None"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
@@ -155,7 +155,7 @@ def describe(value: object) -> str:
 
 
 def normalise(leaf: ShardedBase, function: Callable[[str, str, Any], object], *names: str) -> None:
-    """Replace each named field by a function's value, while a frozen leaf is being constructed."""
+    """Replace each named field by the function's result, while a frozen leaf is being constructed."""
     for name in names:
         object.__setattr__(leaf, name, function(leaf_name(leaf), name, getattr(leaf, name)))
 
@@ -176,7 +176,7 @@ def check_key(leaf: ShardedBase) -> None:
 
 # ShardedObject: one cell of a global array of Python objects.
 
-# Greedy, so that a key may itself contain "/shard_": the last one counts.
+# The pattern is greedy, so that a key may itself contain "/shard_": the last one counts.
 _OBJECT_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[0-9.]*)_(?P<shape>[-0-9.]*)", re.DOTALL)
 
 
@@ -185,14 +185,14 @@ class ShardedObject(ShardedBase):
     """One cell of a global array of Python objects; its layout can't change.
 
     Args:
-        key: the global object's name.
-        data: the local object.
-        global_shape: the array's shape in objects; -1 as its last size if that is unknown.
-        global_offset: the cell's index in the array.
-        replica_id: see ShardedTensor.
+        key: The global object's name.
+        data: The local object.
+        global_shape: The array's shape in objects; its last size is -1 if unknown.
+        global_offset: The cell's index in the array.
+        replica_id: Number of the replica, as in ShardedTensor.
 
     Raises:
-        MetadataError: the index doesn't lie in the shape.
+        MetadataError: The index lies outside of the shape.
 
     Examples:
         >>> ShardedObject("rng", {"seed": 1}, (2, 4), (1, 3)).unique_key
@@ -212,7 +212,7 @@ class ShardedObject(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raise MetadataError where the cell doesn't lie in the array."""
+        """Raise MetadataError if the cell lies outside of the array."""
         shape, offset = self.global_shape, self.global_offset
         if len(shape) != len(offset):
             expected, fix = f"{len(shape)} indices, for global_shape {shape}", "Pass one for each axis."
@@ -237,12 +237,12 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Return the object, without data, that a unique key names.
+        """Return the object with this unique key, without data.
 
-        Old checkpoints left out the shape's last size; it becomes -1.
+        Old checkpoints omit the shape's last size; it becomes -1.
 
         Raises:
-            MetadataError: the key hasn't the form `<key>/shard_<offset>_<shape>`.
+            MetadataError: The key hasn't the form `<key>/shard_<offset>_<shape>`.
 
         Examples:
             >>> ShardedObject.empty_from_unique_key("a/b_c/shard_1.3_2.4")
@@ -257,7 +257,7 @@ class ShardedObject(ShardedBase):
         except ValueError:
             expected, fix = "'<key>/shard_<offset>_<shape>', as in 'rng/shard_1.3_2.4'", "Pass what `unique_key` gave."
             refuse(cls.__name__, "unique key", repr(unique_key), expected, fix, error=MetadataError)
-        # Old checkpoints left out the last size: there is one number less than indices.
+        # A shape of one size less than there are indices comes from an old checkpoint.
         return cls(key, None, (*shape, -1) if len(shape) + 1 == len(offset) else shape, offset, replica_id)
 
 
@@ -292,23 +292,23 @@ class LocalNonpersistentObject:
         return self.obj
 
 
-# ShardedTensorFactory: a tensor that is stored in another form.
+# ShardedTensorFactory: a tensor with another form in the checkpoint.
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored in another form: `build_fn` returns the tree of shards, `merge_fn` the tensor again.
+    """A tensor with another form in the checkpoint: `build_fn` returns its tree of shards, `merge_fn` leads back.
 
     Args:
-        key: the tensor's name.
-        data: the tensor as the model holds it.
-        build_fn: (key, data, replica_id, flattened_range) -> tree of shards.
-        merge_fn: the same tree with loaded tensors -> the tensor.
-        replica_id: see ShardedTensor.
-        flattened_range: where `data` is flat, the slice of the flattened tensor that it is.
+        key: The tensor's name.
+        data: The model's tensor.
+        build_fn: Function from (key, data, replica_id, flattened_range) to the tree of shards.
+        merge_fn: Function from the same tree with loaded tensors to the tensor.
+        replica_id: Number of the replica, as in ShardedTensor.
+        flattened_range: For flat data, its slice of the flattened tensor.
 
     Raises:
-        MetadataError: a field isn't of its kind.
+        MetadataError: A field has a value of the wrong type.
 
     Examples:
         >>> import torch
@@ -334,7 +334,7 @@ class ShardedTensorFactory(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raise MetadataError where a function can't be called."""
+        """Raise MetadataError if one of the functions isn't callable."""
         for field in ("build_fn", "merge_fn"):
             function = getattr(self, field)
             if not callable(function):

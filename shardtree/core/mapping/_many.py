@@ -1,4 +1,4 @@
-"""Many tensor shards at once, from columns that were checked as a shard's constructor checks its arguments."""
+"""Many tensor shards at once, built from columns that the caller has checked as strictly as a shard's constructor."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _KEPT = tuple(name for name in _NAMES if name != "data")
 
 
 def whole_tensors(keys: Sequence[str], dtypes: Iterable[torch.dtype], shapes: Sequence[Shape]) -> list[ShardedTensor]:
-    """Return each tensor as one shard without data that is all of it.
+    """Return one shard without data for each tensor, which covers all of it.
 
-    The caller has checked the rows as columns, as strictly as the constructor would: they may come from untrusted
-    files.
+    The caller must have checked the columns as strictly as the constructor would: they may come from untrusted files.
 
     Args:
-        keys: of each tensor, not empty, and text that UTF-8 can encode.
-        dtypes: of each tensor.
-        shapes: of each tensor, tuples of ints of at least 0.
+        keys: Key of each tensor: a string that isn't empty and that UTF-8 can encode.
+        dtypes: Dtype of each tensor.
+        shapes: Shape of each tensor, a tuple of ints of at least 0.
 
     Examples:
         >>> whole_tensors(["w"], [torch.int8], [(2, 3)])
@@ -49,20 +48,20 @@ global_offset=(0, 0), axis_fragmentations=(1, 1))]
         "global_offset": map(zeros.__getitem__, axes),
         "axis_fragmentations": map(ones.__getitem__, axes),
     }
-    rest = {name: repeat(_DEFAULTS[name]) for name in _NAMES if name not in columns}
-    return frozen_values(ShardedTensor, len(keys), columns | rest)
+    defaults = {name: repeat(_DEFAULTS[name]) for name in _NAMES if name not in columns}
+    return frozen_values(ShardedTensor, len(keys), columns | defaults)
 
 
 def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape, shape: Shape) -> ShardedTensor:
     """Return a box of a tensor as a shard of an irregular grid; nothing is checked, as in `whole_tensors`.
 
     Args:
-        key: the tensor's.
-        data: the box's elements, of that dtype and the box's shape, or None.
-        dtype: the tensor's.
-        whole: the tensor's shape.
-        offset: the box's first indices, ints.
-        shape: the box's, ints of at least 0. The box lies inside.
+        key: The tensor's key.
+        data: The box's elements, a tensor of `dtype` and `shape`, or None.
+        dtype: The tensor's dtype.
+        whole: The tensor's shape.
+        offset: The box's first index along each axis, ints.
+        shape: The box's shape, ints of at least 0. The box must lie inside the tensor.
 
     Examples:
         >>> box_of("w", None, torch.int8, (4, 3), (2, 0), (1, 3)).global_slice()
@@ -85,7 +84,7 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
 
 
 def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[ShardedTensor]:
-    """Return each shard with other data, which isn't checked: of the shard's dtype and shape, or None.
+    """Return the shards with other data, which isn't checked: each a tensor of its shard's dtype and shape, or None.
 
     Examples:
         >>> [shard] = with_data(whole_tensors(["w"], [torch.int8], [(2,)]), [torch.zeros(2, dtype=torch.int8)])
@@ -97,7 +96,7 @@ def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[Shar
 
 
 def with_keys(shards: Sequence[ShardedTensor], keys: Sequence[str]) -> list[ShardedTensor]:
-    """Return each shard under another key, which isn't checked: keys of shards that are there already.
+    """Return the shards under other keys, which aren't checked: they must be keys of existing shards.
 
     Examples:
         >>> [shard] = with_keys(whole_tensors(["w"], [torch.int8], [(2,)]), ["v"])

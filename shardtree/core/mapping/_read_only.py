@@ -1,6 +1,6 @@
-"""Donated tensors in memory that the system lets nobody write, such as a file's that is mapped for reading.
+"""Detection of donated tensors in memory that can't be written, such as that of a file mapped for reading.
 
-The system is asked, and nothing changes by that: no element, no file, nothing that a process keeps.
+The system answers whether a page may be written, without any effect on elements, files or the process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from ...errors import ShapeError, error_text
 
-# Linux's futex. Its WAKE_OP changes a word in one step, and says EFAULT where a copy would end the process. "Or 0"
-# leaves the word as it is, whoever else writes to it meanwhile; nobody waits at it, so that nobody is woken.
+# Linux's futex. Its WAKE_OP changes a word in one step, and reports EFAULT where a copy would end the process. "Or 0"
+# leaves the word unchanged even if others write to it meanwhile; no thread waits at it, so that none is woken.
 _SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}
 _WAKE_OP_PRIVATE = 5 | 128
 _OR_ZERO = 2 << 28
@@ -25,22 +25,22 @@ _WORD_BYTES = 4
 
 
 def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise if memory of donated tensors can't be written; on systems other than Linux nothing is known of that.
+    """Raise if memory of donated tensors can't be written; systems other than Linux aren't checked.
 
-    That is memory which is mapped without the right to write. An array whose own flag says so has other memory, and
-    torch doesn't pass on the flag.
+    Only memory that is mapped without the right to write is found. numpy's flag for read-only arrays isn't: torch
+    doesn't pass it on.
 
     Args:
         doing: Caller's name, for the message.
         donated: Keys and dense tensors.
 
     Raises:
-        ShapeError: some can't; nothing was written.
+        ShapeError: The memory of some tensors can't be written; nothing was changed.
 
     Examples:
         >>> import mmap, warnings
         >>> refuse_read_only("load", [("w", torch.zeros(2))])
-        >>> with warnings.catch_warnings(action="ignore"):  # torch's, that it doesn't pass on the right to write
+        >>> with warnings.catch_warnings(action="ignore"):  # torch warns that it doesn't support read-only memory
         ...     mapped = torch.frombuffer(mmap.mmap(-1, 8, prot=mmap.PROT_READ), dtype=torch.float32)
         >>> refuse_read_only("load", [("w", mapped)])
         Traceback (most recent call last):
@@ -58,7 +58,7 @@ def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def _may_be_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether others than torch made a tensor's memory: only that may be read-only."""
+    """Return whether a tensor's memory was allocated outside of torch, since only such memory may be read-only."""
     is_plain = tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0
     return is_plain and not tensor.untyped_storage().resizable()
 
@@ -73,7 +73,7 @@ def _is_read_only(tensor: torch.Tensor) -> bool:
 
 @cache
 def _futex() -> Callable[[int], int] | None:
-    """Return the call that leaves a word of memory as it is, None on systems without it."""
+    """Return a call that leaves a word of memory unchanged and fails if it can't be written; None where unsupported."""
     number = _SYSCALL_NUMBERS.get(platform.machine())
     if number is None or not sys.platform.startswith("linux"):
         return None

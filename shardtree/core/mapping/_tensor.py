@@ -1,4 +1,4 @@
-"""ShardedTensor: one rank's piece of a global tensor, a box of it or one flat range of such a box."""
+"""ShardedTensor: a rank's part of a global tensor, which is a box or one flat range of a box."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECAST = "Change a dtype with `cast`, and a shape together with its metadata wi
 
 
 def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor, or of anything that has both; anything else is refused."""
+    """Return the dtype and shape of a tensor or of any object that has both; other values raise MetadataError."""
     check_has_shape(subject, data)
     if not isinstance(getattr(data, "dtype", None), torch.dtype) or not hasattr(data, "shape"):
         fix = "Describe a shard without data with `ShardedTensor(...)` itself."
@@ -31,9 +31,9 @@ def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> None:
-    """Raise ShapeError where a tensor has another dtype, or another shape than the field `source` states.
+    """Raise ShapeError if a tensor has another dtype, or another shape than the field `source` states.
 
-    Only tensors are checked, lazy ones too: tree maps also put None and shapes there.
+    Only tensors are checked, lazy ones included: tree maps also put None and shapes there.
     """
     if not isinstance(data, (torch.Tensor, LazyTensor)):
         return
@@ -45,7 +45,7 @@ def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int,
 
 
 def without_shape(data: object) -> str:
-    """Return the kind of a tensor that has no single shape; an empty text for any other data.
+    """Return the kind of a tensor that has no single shape; an empty string for any other data.
 
     Examples:
         >>> without_shape(torch.zeros(2)), without_shape(torch.nn.UninitializedParameter())
@@ -59,7 +59,7 @@ def without_shape(data: object) -> str:
 
 
 def check_has_shape(subject: str, data: object) -> None:
-    """Raise MetadataError for a tensor without a single shape: nested, or not initialised yet."""
+    """Raise MetadataError for a tensor without a single shape: a nested or an uninitialised one."""
     if found := without_shape(data):
         geometry.refuse(subject, "data", found, "a tensor of one shape", SHAPE_FIX, error=MetadataError)
 
@@ -74,27 +74,27 @@ def _narrow_data(subject: str, data: Any, dim: int, start: int, length: int) -> 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedTensor(ShardedBase):
-    """One rank's piece of a global tensor.
+    """A rank's part of a global tensor.
 
-    The piece is a box of `local_shape`, behind `prepend_axis_num` axes of size 1, at `global_offset`. `data` may be
-    None or any other value; where it is a tensor, its dtype and shape must fit.
+    The part is a box of `local_shape`, preceded by `prepend_axis_num` axes of size 1, at `global_offset`. `data` may be
+    None or any other value; the dtype and shape of a tensor must fit.
 
     Args:
-        key: the global tensor's name.
-        data: the local tensor; with `flattened_range` it has one axis.
-        dtype: the tensor's dtype.
-        local_shape: the box's shape in elements, without the prepended axes.
-        global_shape: the global tensor's shape in elements, prepended axes first.
-        global_offset: the box's first index along each axis of the global tensor.
-        axis_fragmentations: into how many equal pieces each global axis is cut; None for an irregular grid.
-        replica_id: 0, or all zeros, on the one rank whose copy counts as the main one.
-        prepend_axis_num: how many leading global axes `data` lacks.
-        allow_shape_mismatch: the stored global shape may differ from this one, as it does for padded tensors.
-        flattened_range: the slice of the row-major flattened box that `data` is.
+        key: The global tensor's name.
+        data: The local tensor; with `flattened_range` it has one axis.
+        dtype: The tensor's dtype.
+        local_shape: The box's shape in elements, without the prepended axes.
+        global_shape: The global tensor's shape in elements, prepended axes first.
+        global_offset: The box's first index along each axis of the global tensor.
+        axis_fragmentations: Number of equal pieces along each global axis; None for an irregular grid.
+        replica_id: Number of the replica; 0, or all zeros, on the one rank whose copy is the main one.
+        prepend_axis_num: Number of leading global axes that `data` lacks.
+        allow_shape_mismatch: Whether the stored global shape may differ from this one, as for padded tensors.
+        flattened_range: Slice of the row-major flattened box that `data` holds; None for the whole box.
 
     Raises:
-        MetadataError: a field contradicts another.
-        ShapeError: the data's dtype or shape isn't what the metadata says.
+        MetadataError: A field contradicts another.
+        ShapeError: The data's dtype or shape contradicts the metadata.
 
     Examples:
         >>> ShardedTensor("w", torch.zeros(2, 3), torch.float32, (2, 3), (4, 3), (2, 0), (2, 1)).global_slice()
@@ -124,9 +124,9 @@ class ShardedTensor(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raise MetadataError or ShapeError where a field contradicts another, or the data."""
+        """Raise MetadataError or ShapeError if a field contradicts another, or the data."""
         subject, box = leaf_name(self), (1,) * self.prepend_axis_num + self.local_shape
-        # In this order: later checks go through shapes and offsets together, and need them of one length.
+        # The order matters: later checks go through shapes and offsets together, which must have one length.
         geometry.check_type(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
         geometry.check_type(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
         geometry.check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
@@ -152,16 +152,17 @@ class ShardedTensor(ShardedBase):
     ) -> ShardedTensor:
         """Return the shard that is one cell of a regular grid.
 
-        The arguments that aren't listed are ShardedTensor's.
+        Arguments that aren't listed are those of ShardedTensor.
 
         Args:
-            data: the local tensor.
+            data: The local tensor.
             rank_offsets: (axis, index, count) for each axis that is cut: `data` is piece `index` of `count` equal
                 pieces along the global `axis`; prepended axes count.
-            flattened_range: always None; flat shards come from `from_rank_offsets_flat`.
+            flattened_range: Always None; flat shards come from `from_rank_offsets_flat`.
 
         Raises:
-            MetadataError: an axis is repeated or out of range, an index isn't below its count, `data` isn't a tensor.
+            MetadataError: An axis is repeated or out of range, an index isn't below its count, or `data` isn't a
+                tensor.
 
         Examples:
             >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 3, 8))
@@ -169,7 +170,7 @@ class ShardedTensor(ShardedBase):
             ((32,), (12,), (8,))
         """
         subject = f"{cls.__name__} {key!r}"
-        # The parameter is in Megatron-Core's signature, where it must be None too.
+        # Megatron-Core's signature has this parameter, which must be None there too.
         if flattened_range is not None:
             fix = "Use `from_rank_offsets_flat` for flat shards."
             geometry.refuse(subject, "flattened_range", flattened_range, "None", fix, error=MetadataError)
@@ -195,13 +196,13 @@ class ShardedTensor(ShardedBase):
         The other arguments are those of `from_rank_offsets`.
 
         Args:
-            data: the local elements, shape (flattened_range.stop - flattened_range.start,).
-            non_flat_local_shape: the cell's shape, without the prepended axes.
-            flattened_range: the slice of the row-major flattened cell that `data` is.
+            data: The local elements, shape (flattened_range.stop - flattened_range.start,).
+            non_flat_local_shape: The cell's shape, without the prepended axes.
+            flattened_range: Slice of the row-major flattened cell that `data` holds.
 
         Raises:
-            MetadataError: as `from_rank_offsets`, or the range doesn't lie in the cell.
-            ShapeError: `data` isn't 1-D, or isn't as long as the range.
+            MetadataError: An error of `from_rank_offsets`, or the range exceeds the cell.
+            ShapeError: `data` isn't 1-D, or has another length than the range.
 
         Examples:
             >>> shard = ShardedTensor.from_rank_offsets_flat(
@@ -227,7 +228,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """The shape that `data` has: the box's, or (length of the flat range,)."""
+        """The expected shape of `data`: the box's, or (length of the flat range,)."""
         flat = self.flattened_range
         return self.local_shape if flat is None else (flat.stop - flat.start,)
 
@@ -243,11 +244,10 @@ class ShardedTensor(ShardedBase):
         return (*front, *(slice(first, first + size) for first, size in box))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Return the box's place in the grid of equal boxes that tiles the global tensor.
+        """Return the index of the box in the grid of equal boxes that tiles the global tensor.
 
         Raises:
-            ShapeError: an offset isn't a multiple of the box's size, or doesn't determine the place since that size is
-                0.
+            ShapeError: An offset isn't a multiple of the box's size, or that size is 0 and doesn't determine the index.
 
         Examples:
             >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 3, 8)).local_chunk_offset_in_global()
@@ -260,7 +260,7 @@ class ShardedTensor(ShardedBase):
         """Return the size of the grid's pieces along each global axis.
 
         Raises:
-            ShapeError: the grid is irregular, or a global axis isn't a multiple of its number of pieces.
+            ShapeError: The grid is irregular, or a global axis isn't a multiple of its number of pieces.
 
         Examples:
             >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 3, 8)).max_allowed_chunks()
@@ -275,17 +275,18 @@ class ShardedTensor(ShardedBase):
         return geometry.cell_shape(leaf_name(self), self.global_shape, counts, padded=self.allow_shape_mismatch)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """Return the shards left when every rank narrows its box to [start, start + length) along `dim`.
+        """Return the shards that remain when every rank narrows its box to [start, start + length) along `dim`.
 
-        The global tensor shrinks with the boxes, so they must form a regular grid along `dim`. Data are views.
+        The global tensor shrinks along with the boxes, which must therefore form a regular grid along `dim`. Data are
+        views.
 
         Args:
-            dim: an axis of `local_shape`; negative ones count from its end.
-            start: the first index to keep; negative ones count from the end.
-            length: how many indices to keep.
+            dim: Axis of `local_shape`; negative numbers count from its end.
+            start: First index to keep; negative indices count from the end.
+            length: Number of indices to keep.
 
         Returns:
-            One shard for a box; for a flat shard one for each contiguous run that is left, possibly none.
+            One shard for a box; for a flat shard one for each contiguous run that remains, possibly none.
 
         Raises:
             ShapeError: `dim` or the indices are out of range, or the grid is irregular along `dim`.
@@ -318,11 +319,11 @@ class ShardedTensor(ShardedBase):
     def init_data(
         self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> ShardedTensor:
-        """Return the shard with a new tensor where it had no data or a meta tensor, else the shard itself.
+        """Return the shard with a new tensor in the place of None or a meta tensor; with other data the shard itself.
 
         Args:
-            device: where the tensor lives.
-            init_fn: makes the tensor: `init_fn(shape, dtype=..., device=...)`.
+            device: Device of the new tensor.
+            init_fn: Function that makes the tensor: `init_fn(shape, dtype=..., device=...)`.
 
         Examples:
             >>> ShardedTensor("w", None, torch.int8, (2,), (2,), (0,), None).init_data("cpu", torch.zeros).data

@@ -1,4 +1,4 @@
-"""The memory of leaves' tensors: whether it still fits the leaf, and may be written without aliasing another's."""
+"""The memory of leaves' tensors: whether it still fits the leaf, can be written, and aliases no other's."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ._elements import is_wrapper, lacks_memory
 from ._read_only import refuse_read_only as refuse_read_only
 from ._tensor import ShardedTensor
 
-# One tensor: whether it still fits its leaf, and may be written.
+# Checks of one tensor: whether it still fits its leaf, and can be written.
 
 
 def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
     """Raise unless a tensor has the shape and dtype of its shard, and memory.
 
     Args:
-        doing: what is being done, for the message.
-        shard: whose.
-        tensor: its data.
+        doing: Name of the operation, for the message.
+        shard: Shard of the tensor.
+        tensor: Tensor that the shard holds.
 
     Raises:
-        ShapeError: it was changed since the shard was built.
+        ShapeError: The tensor was changed since the shard was built.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -37,22 +37,22 @@ def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> N
     freed = lacks_memory(tensor)
     if (shape, tensor.dtype) == (shard.data_shape, shard.dtype) and not freed:
         return
-    what = f"{doing}: the tensor of {shard.key!r} was changed after its shard was built"
+    heading = f"{doing}: the tensor of {shard.key!r} was changed after its shard was built"
     found, expected = f"{shape} {tensor.dtype}{', freed' * freed}", f"{shard.data_shape} {shard.dtype}"
     fix = "Build the shard from the tensor as it is now."
-    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
+    raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    """Raise unless no two elements of a donated tensor share memory.
+    """Raise unless a donated tensor can be written in place: dense, and without elements that share memory.
 
     Args:
-        doing: what is being done, for the message.
-        shard: whose.
-        tensor: its data.
+        doing: Name of the operation, for the message.
+        shard: Shard of the tensor.
+        tensor: Tensor that the shard holds.
 
     Raises:
-        ShapeError: the tensor isn't dense, its memory isn't its value, or elements of it share memory.
+        ShapeError: The tensor isn't dense, is a wrapper subclass, or has elements that share memory.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(4))
@@ -67,15 +67,15 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
         raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
     if is_wrapper(tensor):
         fix = "Donate its inner tensors, or don't donate this one."
-        what = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass, whose memory isn't its value"
-        raise ShapeError(error_text(what, found=type(tensor).__name__, fix=fix))
+        heading = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass, whose memory isn't its value"
+        raise ShapeError(error_text(heading, found=type(tensor).__name__, fix=fix))
     if _may_overlap(tensor):
         fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
         raise ShapeError(error_text(f"{doing}: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may share memory: the stride of some axis is within the reach of finer axes."""
+    """Return whether two elements may share memory: an axis has a stride that the finer axes together reach."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -114,11 +114,11 @@ class _Span:
     """The addresses of a tensor's elements.
 
     Attributes:
-        shard: whose tensor it is.
-        tensor: the dense tensor, with elements that don't share memory.
-        begin: address of its first byte.
-        end: address after its last byte.
-        written: whether it is donated.
+        shard: Shard of the tensor.
+        tensor: Dense tensor, whose elements don't share memory with each other.
+        begin: Address of its first byte.
+        end: Address after its last byte.
+        written: Whether it is donated.
     """
 
     shard: ShardedTensor
@@ -133,19 +133,19 @@ def check_no_aliases(
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
     read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
 ) -> None:
-    """Check that no donated tensor shares an element with another, except with all of one for an equal box.
+    """Raise if a donated tensor shares elements with another one, unless both hold the same elements of equal boxes.
 
-    What such tensors receive is compared later, by `fill_once`. Elements are compared only where ranges of addresses,
-    from a tensor's first byte to its last, intersect: tensors of other libraries may have one memory in several
-    storages.
+    The loaded values of such equal tensors are compared later, by `fill_once`. Elements are compared only where ranges
+    of addresses, from a tensor's first byte to its last, intersect: tensors of other libraries may have one memory in
+    several storages.
 
     Args:
-        doing: what is being done, for the message.
-        donated: shards with their dense tensors; no tensor's own elements share memory.
-        read: shards with their dense tensors that are read meanwhile; these may share memory with each other.
+        doing: Name of the operation, for the message.
+        donated: Shards with their dense tensors; the elements of one tensor don't share memory.
+        read: Shards with dense tensors that are read meanwhile; these may share memory with each other.
 
     Raises:
-        ShapeError: two share memory, or are interleaved so finely that a check would take too long.
+        ShapeError: Two tensors share memory, or are interleaved too finely for a check in reasonable time.
 
     Examples:
         >>> matrix = torch.zeros(4, 6)
@@ -170,7 +170,7 @@ def _intersecting(
     for number in np.unique(device).tolist():
         rows = np.flatnonzero((device == number) & (begin > 0) & (begin < end))
         rows = rows[np.argsort(begin[rows], kind="stable")]
-        # A tensor that begins after the ends of all before it begins another group.
+        # A tensor that begins after the ends of all earlier ones begins another group.
         cuts = np.flatnonzero(begin[rows][1:] >= np.maximum.accumulate(end[rows])[:-1]) + 1
         sizes = np.diff(cuts, prepend=0, append=rows.size)
         for first, size in zip(*(column[sizes > 1].tolist() for column in (np.append(0, cuts), sizes)), strict=True):
@@ -179,7 +179,7 @@ def _intersecting(
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Return how many bytes there are from a tensor's first to its last; 0 where it has none."""
+    """Return the number of bytes from a tensor's first to its last one; 0 for a tensor without elements."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     return (1 + sum(stride * (size - 1) for stride, size in _axes(tensor))) * tensor.itemsize
@@ -191,10 +191,10 @@ def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _clashes(group: Sequence[_Span]) -> Iterator[str]:
-    """Yield which tensors of a group share memory: each is marked on a map of the group's bytes, one after the other.
+    """Yield the pairs of tensors in a group that share memory, found on a map of the group's bytes.
 
-    The map's cells are as large as possible, so that each run of bytes is made of whole cells. Tensors that are only
-    read are compared, but not marked.
+    The map's cells are as large as possible, so that each run of bytes consists of whole cells. Each donated tensor
+    marks its cells in turn; tensors that are only read are compared with the marks, but leave none.
     """
     distinct: dict[tuple[object, ...], _Span] = {}
     targets = {(span.shard.key, _identity(span.shard, span.tensor)) for span in group if span.written}
@@ -218,15 +218,15 @@ def _clashes(group: Sequence[_Span]) -> Iterator[str]:
     owners = torch.zeros((end - begin) // cell, dtype=torch.int32, device="cpu")
     for number, (span, (run, axes)) in enumerate(zip(spans, layouts, strict=True)):
         shape, strides = [size for _, size in axes], [stride // cell for stride, _ in axes]
-        own = owners.as_strided([*shape, run // cell], [*strides, 1], (span.begin - begin) // cell)
-        if other := int(own.max()):
+        cells = owners.as_strided([*shape, run // cell], [*strides, 1], (span.begin - begin) // cell)
+        if other := int(cells.max()):
             yield f"{_name(spans[other - 1])} and {_name(span)}{'' if span.written else ', which is read'}"
         if span.written:
-            own.fill_(number + 1)
+            cells.fill_(number + 1)
 
 
 def _bytes(span: _Span) -> _Bytes:
-    """Return a tensor's runs of contiguous bytes: how long each is, and the axes along which they repeat."""
+    """Return a tensor's runs of contiguous bytes: the length of a run, and the axes along which runs repeat."""
     tensor = span.tensor
     axes = [(stride * tensor.itemsize, size) for stride, size in _axes(tensor) if stride]
     run = tensor.itemsize
@@ -241,10 +241,10 @@ def _lengths(layout: _Bytes) -> Iterable[int]:
 
 
 def _identity(shard: ShardedTensor, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what is equal for tensors that are the same elements, for equal boxes of tensors of any key."""
+    """Return a key that equals another's if both tensors are the same elements and their boxes are equal."""
     flat = shard.flattened_range
     box = (shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
-    # A step along an axis of one element leads nowhere: views of the same elements may differ in it.
+    # The stride of an axis with one element has no effect: views of the same elements may differ in it.
     steps = tuple(step if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     view = (tensor.data_ptr(), tensor.shape, steps, tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return tensor.device, *box, *view
@@ -254,16 +254,16 @@ def _name(span: _Span) -> str:
     return f"{span.shard.key!r} at {span.shard.global_offset}"
 
 
-# Tied weights: one memory under several keys, which is filled once, if what is stored under them is the same.
+# Tied weights: one memory under several keys. It is filled once, if the loaded values of all keys are the same.
 
 _Donated = Sequence[tuple[ShardedTensor, torch.Tensor | None]]
 
 
 def tied(donated: _Donated) -> list[list[int]]:
-    """Return groups of positions: shards of equal boxes of several keys, whose tensors are the same elements.
+    """Return groups of positions of shards with different keys and equal boxes whose tensors are the same elements.
 
     Args:
-        donated: shards with their `given_tensor`.
+        donated: Shards with their `given_tensor`.
 
     Examples:
         >>> weight, own = torch.zeros(2), torch.zeros(2)
@@ -284,39 +284,39 @@ def tied(donated: _Donated) -> list[list[int]]:
 
 
 def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copy to each tied tensor what came for its keys, and return it by position.
+    """Copy the loaded values of tied keys into their tensor, and return that tensor by position.
 
     Args:
-        doing: what is being done, for the message.
-        donated: shards with their `given_tensor`.
-        results: what came for each; for tied ones contiguous, in memory of its own.
+        doing: Name of the operation, for the message.
+        donated: Shards with their `given_tensor`.
+        results: Loaded tensor of each shard; those of tied shards are contiguous, in memory of their own.
 
     Raises:
-        ShapeError: what came for two keys of one memory differs; then no tied tensor was written.
+        ShapeError: The loaded values of two keys with one memory differ; no tied tensor was written.
     """
     groups = tied(donated)
     differ = [
         f"{donated[number][0].key!r} and {donated[group[0]][0].key!r}"
         for group in groups
         for number in group[1:]
-        if not torch.equal(*(flat_bytes(results[one]) for one in (number, group[0])))
+        if not torch.equal(*(flat_bytes(results[position]) for position in (number, group[0])))
     ]
     if differ:
-        what = f"{doing}: donated tensors share memory, and what came for them differs"
+        heading = f"{doing}: donated tensors share memory, but their loaded values differ"
         fix = (
             f"Donate tensors with memory of their own (tied weights that aren't tied any more), or {doing} one of them."
         )
-        raise ShapeError(error_text(what, offenders=differ, fix=fix))
+        raise ShapeError(error_text(heading, offenders=differ, fix=fix))
     for group in groups:
         overwrite(donated[group[0]][1], results[group[0]])  # type: ignore[arg-type]
     return {number: donated[number][1] for group in groups for number in group}  # type: ignore[misc]
 
 
-# Factories: parts that are views of a held tensor, and were filled, have filled it.
+# Factories: if their parts are views that make up the factory's tensor, filling the parts has filled the tensor.
 
 
 def is_all_of(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
-    """Return whether tensors, of which no two share elements, are views that make up all of another.
+    """Return whether tensors that share no elements with each other are views that make up all of another one.
 
     Examples:
         >>> fused = torch.zeros(4, 2)
