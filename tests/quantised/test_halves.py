@@ -90,7 +90,7 @@ def test_a_pattern_of_also_that_quantises_nothing_is_an_error(also: list[str]) -
     tree = shards({"up.weight": torch.ones(2, 4), "ids": torch.ones(2, 4).int(), "phase": torch.ones(2, 4) * 1j})
     with pytest.raises(KeyMismatch) as caught:
         recode(FORMS["fp8_rows"], also=also)(tree)
-    assert str(caught.value).startswith(f"recode: also names what isn't there\n  '{also[-1]}'")
+    assert str(caught.value).startswith(f"recode: also: patterns fit no key\n  '{also[-1]}'")
 
 
 def test_a_pattern_may_fit_a_weight_that_is_quantised_already() -> None:
@@ -114,7 +114,7 @@ def test_what_is_plain_is_named_and_passed_on() -> None:
         recode(torch.bfloat16)(tree)
     done = recode(torch.bfloat16, plain=["a.*", "b.weight"])(tree)
     assert sorted(done) == ["a.weight_scale", "b.weight", "c"] and done["b.weight"] is tree["b.weight"]
-    with pytest.raises(KeyMismatch, match="recode: plain names what isn't there\n  'd'"):
+    with pytest.raises(KeyMismatch, match="recode: plain: patterns fit no key\n  'd'"):
         recode(torch.bfloat16, plain=["a.*", "b.weight", "d"])(tree)
 
 

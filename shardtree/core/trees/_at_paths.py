@@ -1,4 +1,4 @@
-"""The nodes of a stored or joined tree on the paths of a target's leaves."""
+"""Look-up of paths in a stored or joined tree, for the leaves of a target."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ._nodes import Tree
 
 
 def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
-    """Return the last node on a path that a tree has, and how many of the path's entries lead to it.
+    """Return the deepest node of a tree along a path, and the number of the path's entries that lead to it.
 
     Args:
-        tree: a stored common tree, or what `join` made of one.
+        tree: Stored common tree, or the result of `join`.
         path: Path of a target's leaf. Stored records have fields where the target's namedtuples have positions.
 
     Examples:
@@ -35,7 +35,7 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
 
 
 def nodes_at(tree: Tree, paths: Iterable[TreePath]) -> dict[TreePath, Tree]:
-    """Return the nodes that a tree has on some paths, by path, in time linear in the containers and paths.
+    """Return a tree's nodes along some paths, by path, in time linear in the containers and paths.
 
     Args:
         tree: Stored tree, as for `deepest`.
@@ -63,11 +63,11 @@ def _entries_and_positions(node: Tree) -> Mapping[Any, Tree]:
 
 
 def unfilled(tree: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
-    """Return the paths of a target's plain tensors for which a joined tree has nothing, or a container for a tensor.
+    """Return the paths of a target's plain tensors that a joined tree lacks, or has a container for.
 
     Args:
-        tree: what `join` made of a stored tree and the target.
-        plain: path and leaf of each.
+        tree: Result of `join` for a stored tree and the target.
+        plain: Path and leaf of each plain tensor.
 
     Examples:
         >>> unfilled({"state": {}, "step": 3}, [(("state",), torch.zeros(2)), (("step",), torch.zeros(()))])

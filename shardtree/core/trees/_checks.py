@@ -1,4 +1,4 @@
-"""Checks of whole trees: that a value is a tree, and that no part of a tensor in it would be overlooked."""
+"""Checks of whole trees: a value must be a tree, and no part of a tensor in it may be overlooked."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from ._join import Record
 from ._nodes import TOO_DEEP, entries, subclasses
 
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
-"""Values that are stored item by item, so that what lies in them is stored as it would be outside."""
+"""Containers that are stored item by item, so that an item is stored as it would be outside of them."""
 _OURS = (ShardedBase, LocalNonpersistentObject, LazyTensor, Record)
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
-    """Raise unless this is a container, of containers whose class comes back.
+    """Raise unless a value is a container that tree maps enter, and no shards lie in a container that they don't.
 
     Args:
-        doing: what is being done, for the message.
-        tree: what should be one.
+        doing: Name of the operation, for the message.
+        tree: Value to check.
 
     Raises:
-        TreeError: it isn't a dict, list, tuple, or node of a class that is registered with optree; or it is too deep.
-        UnsupportedValue: shards or local objects lie in a subclass of dict, list or deque that isn't registered; names
-            all.
+        TreeError: The value isn't a dict, list, tuple, or node of a class that is registered with optree; or the tree
+            is too deep.
+        UnsupportedValue: Shards or local objects lie in a subclass of dict, list or deque that isn't registered; names
+            all such containers.
 
     Examples:
         >>> check_is_tree("save", {"step": 3})
@@ -53,28 +54,28 @@ def check_is_tree(doing: str, tree: Any) -> None:
         raise TreeError(error_text(f"{doing}: not a tree", found=type(tree).__name__, expected=expected, fix=fix))
     with refuse_too_deep(doing):
         unknown = subclasses(tree)
-    # They would come back as the dict or list that they derive from. One without shards is a value to the codec.
+    # A load would return the dict or list that they derive from. A subclass without shards is a value for the codec.
     nodes = [(path, node) for path, node in unknown if any(map(_is_part, reachable([node])))]
     if nodes:
         names = [f"{render_path(path)}: {type(node).__name__}" for path, node in nodes]
         base = next(kind.__name__ for kind in (dict, list, deque) if isinstance(nodes[0][1], kind))
-        what, fix = (
+        heading, fix = (
             f"{doing}: shards in subclasses of dict, list or deque",
             f"Pass `{base}(value)`, or register the class: {REGISTRATION}",
         )
-        raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
+        raise UnsupportedValue(error_text(heading, offenders=names, fix=fix))
 
 
 @contextmanager
 def refuse_too_deep(doing: str) -> Iterator[None]:
-    """Name the operation in errors of tree maps: about trees that are too deep, and about hidden shards.
+    """Name the operation in errors of tree maps about trees that are too deep, and about hidden shards.
 
     Args:
-        doing: what is being done, for the message.
+        doing: Name of the operation, for the message.
 
     Raises:
-        TreeError: the tree exceeded Python's recursion limit.
-        UnsupportedValue: shards are hidden in values.
+        TreeError: The tree exceeded Python's recursion limit.
+        UnsupportedValue: Shards are hidden in values.
     """
     try:
         yield
@@ -87,13 +88,13 @@ def refuse_too_deep(doing: str) -> Iterator[None]:
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where a leaf hides shards or tensors from tree maps: they would be stored as a plain value, or not at all.
+    """Raise if a leaf hides shards or tensors from tree maps, so that they would become a plain value or be lost.
 
     Raises:
-        TreeError: names all leaves that are another library's parts of tensors (DTensors, Megatron-Core's leaves) or
-            have a state_dict, and says what to give instead.
-        UnsupportedValue: names all values in which shards, such parts or local objects lie, and all instances of
-            dataclasses and attrs classes that hold tensors; or all shards whose data is a wrapper subclass.
+        TreeError: Leaves are another library's parts of tensors (DTensors, Megatron-Core's leaves) or have a
+            state_dict; names all of them, and what to pass instead.
+        UnsupportedValue: Shards, such parts or local objects lie in values, or instances of dataclasses and attrs
+            classes hold tensors, or the data of shards are wrapper subclasses; names all of one kind.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
@@ -102,9 +103,9 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     others = [(path, leaf) for path, leaf in leaves if type(leaf) not in PLAIN and type(leaf) is not ShardedTensor]
     forms = {path: form for path, leaf in others if (form := _other_form(leaf))}
     if forms:
-        what, fix = f"{doing}: objects where shards are meant", " ".join(dict.fromkeys(forms.values()))
+        heading, fix = f"{doing}: objects in the place of shards", " ".join(dict.fromkeys(forms.values()))
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in others if path in forms]
-        raise TreeError(error_text(what, offenders=names, fix=fix))
+        raise TreeError(error_text(heading, offenders=names, fix=fix))
     hosts = [(path, leaf) for path, leaf in others if _hides_any(leaf)]
     if hosts:
         fix = "Put shards, tensors and local objects in dicts, lists and tuples; those are entered."
@@ -120,10 +121,10 @@ def _named_type(leaf: Any) -> str:
 
 
 def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where the data of a shard is a wrapper subclass: its memory isn't its value.
+    """Raise if the data of a shard is a wrapper subclass, since its memory isn't its value.
 
     Raises:
-        UnsupportedValue: names all of them with their classes.
+        UnsupportedValue: Such shards exist; names all of them with their classes.
 
     Examples:
         >>> refuse_wrappers("save", [(("w",), ShardedTensor.from_rank_offsets("w", torch.zeros(2)))])
@@ -138,13 +139,13 @@ def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
         fix = "Give their inner tensors (`__tensor_flatten__` names them) as shards of their own, or their values as"
         fix += " plain tensors (torchao's `dequantize()`)."
         if any(_is_dtensor(leaf.data) for _, leaf in wrappers):
-            fix += " Of DTensors, `from_dtensors` of shardtree.interop.dtensor makes shards."
-        what = f"{doing}: tensors of wrapper subclasses, whose memory isn't their value"
-        raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
+            fix += " `from_dtensors` of shardtree.interop.dtensor makes shards of DTensors."
+        heading = f"{doing}: tensors of wrapper subclasses, whose memory isn't their value"
+        raise UnsupportedValue(error_text(heading, offenders=names, fix=fix))
 
 
 def _other_form(leaf: Any) -> str:
-    """Return in which form a leaf is to be given instead; nothing where it is right as it is."""
+    """Return advice about the form to give a leaf in instead; an empty string if the leaf may stay."""
     kind = type(leaf)
     if _is_dtensor(leaf):
         return "Use `from_dtensors` of shardtree.interop.dtensor on each rank's tree: DTensors know their own layout."
@@ -156,15 +157,15 @@ def _other_form(leaf: Any) -> str:
 
 
 def _hides_any(leaf: Any) -> bool:
-    """Return whether parts lie anywhere in a leaf, or tensors where it would be stored without its class."""
+    """Return whether a leaf holds parts anywhere, or tensors that would be stored without their object's class."""
     if any(map(_is_part, reachable(inside(leaf)))):
         return True
-    # Together, so that what many of them share is searched once.
+    # One search for all values, so that what many of them share is searched once.
     return holds_tensors([value for value in reachable([leaf], into=_BY_VALUE) if _has_fields(value)])
 
 
-# Recognised by names and attributes: importing the classes would load torch.distributed, or need Megatron-Core. A
-# name alone isn't enough, since torch.distributed has a ShardedTensor too.
+# The classes are recognised by names and attributes, since importing them would load torch.distributed, or need
+# Megatron-Core. A name alone isn't enough: torch.distributed has a ShardedTensor too.
 _MEGATRON: Final = {
     "ShardedTensor": ("key", "data", "local_shape", "global_shape", "global_offset"),
     "ShardedObject": ("key", "data", "global_shape", "global_offset"),
@@ -174,7 +175,7 @@ _MEGATRON: Final = {
 
 
 def megatron_kind(leaf: Any) -> str | None:
-    """Return the name of a leaf's Megatron-Core class, of any version; None if it is ours or anything else.
+    """Return the name of the Megatron-Core class of a leaf, for any version; None for our leaves and other values.
 
     Examples:
         >>> megatron_kind(LocalNonpersistentObject(3)), megatron_kind(3.5)
@@ -191,31 +192,31 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether a value is a part of a whole that ranks hold together, or stays with its rank."""
+    """Return whether a value is a part of something that several ranks hold together, or stays with its rank."""
     ours = isinstance(value, (ShardedBase, LocalNonpersistentObject))
     return ours or _is_dtensor(value) or megatron_kind(value) is not None
 
 
 def _has_fields(value: Any) -> bool:
-    """Return whether a value is of a dataclass or an attrs class of the user's."""
+    """Return whether a value is an instance of a user's dataclass or attrs class."""
     return (is_dataclass(type(value)) or hasattr(type(value), "__attrs_attrs__")) and not isinstance(value, _OURS)
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor, or has one in its items or attributes, however deep.
+    """Return whether a value is a tensor, or has one in its items or attributes at any depth.
 
     Examples:
         >>> holds_tensors({"a": [torch.zeros(2)]}), holds_tensors({1, 2})
         (True, False)
     """
-    # Most leaves of a tree's plain values are numbers and texts: a search of each would cost as much as the rest.
+    # Most plain values of a tree are numbers and strings: searching each of them would cost as much as all else.
     return type(value) not in SCALARS and any(
         isinstance(each, (torch.Tensor, LazyTensor)) for each in reachable([value])
     )
 
 
 def is_plain_tensor(leaf: Any) -> bool:
-    """Return whether a target's leaf holds tensors that it doesn't share with other ranks, and wants them filled.
+    """Return whether a target's leaf holds tensors of this rank alone, which a load fills.
 
     Examples:
         >>> is_plain_tensor(torch.zeros(2)), is_plain_tensor(LocalNonpersistentObject(torch.zeros(2)))
@@ -225,10 +226,10 @@ def is_plain_tensor(leaf: Any) -> bool:
 
 
 def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where a plain tensor, or one in an object, has no memory: torch would read what isn't there.
+    """Raise if a plain tensor, or one in an object, has no memory, which torch would try to read.
 
     Raises:
-        UnsupportedValue: names every such place.
+        UnsupportedValue: Such tensors exist; names all of them.
 
     Examples:
         >>> refuse_without_elements("save", [(("step",), torch.tensor(3))])
@@ -245,10 +246,10 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
 
 
 def refuse_shapeless(doing: str, leaves: Iterable[tuple[TreePath, Any]]) -> None:
-    """Raise where a plain tensor has no single shape: a parameter that isn't initialised yet, or a nested tensor.
+    """Raise if a plain tensor has no single shape: an uninitialised parameter, or a nested tensor.
 
     Raises:
-        TreeError: names every such place.
+        TreeError: Such tensors exist; names all of them.
 
     Examples:
         >>> refuse_shapeless("load", [(("step",), torch.tensor(3))])

@@ -1,6 +1,6 @@
-"""The common state: what is stored of a tree, what ranks compare of it, and the union of what they hold.
+"""The common state: the stored part of a tree, the comparison of ranks' parts, and their union.
 
-Holes keep the positions of shards from save to load.
+Holes keep the positions of shards between a save and a load.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ._nodes import HOLE, Tree, drop_holes, entries, is_dict, is_subclass, like,
 
 @refusing_depth
 def common_with_holes(tree: Tree) -> Tree:
-    """Return the part of a tree that is stored as common state: sharded leaves and nonpersistent objects become holes.
+    """Return a tree's common state for storage: sharded leaves and nonpersistent objects become holes.
 
-    A container of holes only becomes a hole itself, except the outermost. An empty container stays as it is. A
-    node of a class that users registered with optree becomes a dict of its entries.
+    A container of nothing but holes becomes a hole itself, except the outermost one. Empty containers stay. A node of a
+    class that users registered with optree becomes a dict of its entries.
 
     Examples:
         >>> from shardtree.mapping import LocalNonpersistentObject
@@ -39,15 +39,15 @@ def _with_holes(tree: Tree) -> Tree:
     if children is None:
         return HOLE if isinstance(tree, (ShardedBase, LocalNonpersistentObject)) else tree
     new = {entry: _with_holes(child) for entry, child in children.items()}
-    # Large subtrees of shards, as a model, then cost the common state nothing.
+    # A large subtree of shards, such as a model's, then takes no space in the common state.
     return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
 
 
 @refusing_depth
 def without_holes(tree: Tree) -> Tree:
-    """Return the tree with holes left out of its dicts; in a list or tuple they stay, since they keep positions.
+    """Return the tree without the holes in its dicts; in a list or tuple holes stay, since they keep positions.
 
-    So two ranks' common trees can be compared although they hold different shards.
+    Common trees of ranks that hold different shards can then be compared.
 
     Examples:
         >>> without_holes({"a": HOLE, "b": [HOLE, 1]})
@@ -65,7 +65,9 @@ def _without_holes(tree: Tree) -> Tree:
 
 
 def comparable(common: Any) -> Any:
-    """Return what of a common tree must be the same on all ranks: without traces of shards. Containers are new.
+    """Return the part of a common tree that must be the same on all ranks, without traces of shards.
+
+    Containers are new.
 
     Examples:
         >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
@@ -78,7 +80,7 @@ def comparable(common: Any) -> Any:
 
 
 def values_only(tree: Tree) -> Tree:
-    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing is left.
+    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing remains.
 
     Examples:
         >>> values_only([HOLE, {"w": HOLE, "step": 1}]), values_only([HOLE, {}])
@@ -89,34 +91,35 @@ def values_only(tree: Tree) -> Tree:
         return tree
     new = {entry: values_only(child) for entry, child in drop_holes(children).items()}
     left = drop_holes(new)
-    # An empty container doesn't count: a list of shards is empty on a rank that holds none, as `narrow` leaves it
-    # where a flat shard lies outside of the range.
+    # Empty containers count as holes: a rank without shards has an empty list where others have a list of shards, such
+    # as the list that `narrow` makes of a flat shard.
     if not left:
         return HOLE
     return like(tree, left if is_dict(tree) else {**dict.fromkeys(children, HOLE), **left})
 
 
-# The union of ranks' common states, for pipeline stages whose keys differ, and a rank's part of it
+# The union of ranks' common states, for pipeline stages whose keys differ, and a rank's part of the union.
 
 Conflicts = dict[TreePath, dict[int, Tree]]
-"""What ranks hold differently, by path and rank."""
+"""Conflicting values of ranks, by path and rank."""
 
 United = Mapping[TreePath, Set[Any]]
-"""Dicts of which ranks have keys of their own, by path, and the keys there that all have."""
+"""The paths of dicts in which some ranks have further keys, each with the keys that all ranks have there."""
 
 
 @refusing_depth
 def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
-    """Return the union of ranks' common trees, and where they conflict.
+    """Return the union of ranks' common trees, and their conflicts.
 
-    Dicts are united by key, at any depth. Whatever else several ranks have at one path must be the same bits. So must
-    lists: a position doesn't say whose value stands there. Holes and empty containers agree with anything.
+    Dicts are united by key, at any depth. Any other value that several ranks have at one path must have the same bits.
+    So must lists, whose positions don't tell which rank's value stands there. Holes and empty containers agree with
+    anything.
 
     Args:
-        trees: by rank, with or without holes.
+        trees: Common tree of each rank, with or without holes.
 
     Returns:
-        The union, with the first rank's value where ranks conflict; and each rank's value there, by path.
+        The union, which has the first rank's value at a conflict; and each rank's value there, by path.
 
     Examples:
         >>> unite({0: {"lr": {"embed": 0.1}, "step": 3}, 1: {"lr": {"head": 0.2}, "step": 4}})
@@ -142,7 +145,7 @@ def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> T
 
 
 def united(trees: Sequence[Tree]) -> United:
-    """Return where ranks' common trees have dicts with keys of their own, and the keys there that all ranks have.
+    """Return the paths of dicts in which ranks have further keys, with the keys there that all ranks have.
 
     Examples:
         >>> united([{"lr": {"embed": 0.1, "max": 1}, "step": 3}, {"lr": {"head": 0.2, "max": 1}, "step": 3}])
@@ -162,16 +165,16 @@ def _shared_keys(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePa
 
 @refusing_depth
 def restrict(tree: Tree, like: Tree, at: United | None = None) -> Tree:
-    """Return what of a tree another one names: of each dict the other's keys, all where it names none of them.
+    """Return the part of a tree that another one names: from each dict the other's keys, or all if it names none there.
 
-    So a rank gets what is its own of a common state that is the union of several ranks'. Lists and leaves stay whole,
-    and so do holes and empty containers. A load does so by itself where the checkpoint's format says what was united:
-    the native one and zarr.
+    A rank thereby gets its part of a common state that is the union of several ranks'. Lists and leaves stay whole, and
+    so do holes and empty containers. A load does this itself if the checkpoint's format records which dicts were
+    united: the native one and zarr do.
 
     Args:
-        tree: such as what `load` returned.
-        like: such as the target.
-        at: of which dicts, and the keys that stay in each; of all by default.
+        tree: Tree to restrict, such as the result of `load`.
+        like: Tree with the wanted keys, such as the target.
+        at: Paths of the dicts to restrict, with the keys that stay in each; all dicts by default.
 
     Examples:
         >>> loaded = {"lr": {"embed": 0.1, "head": 0.2}, "betas": {"embed": 0.9, "head": 0.8}, "step": 3}
@@ -187,16 +190,16 @@ def _restrict(tree: Tree, names: Tree, at: United | None, path: TreePath) -> Tre
     if not _is_mapping(tree) or not isinstance(names, dict):
         return tree
     shared = frozenset() if at is None else at.get(path, tree.keys())
-    own = {key for key, child in tree.items() if key not in shared and not is_hollow(child)}
-    excess = own - names.keys() if own & names.keys() else set()
-    rest = {
+    separate = {key for key, child in tree.items() if key not in shared and not is_hollow(child)}
+    excess = separate - names.keys() if separate & names.keys() else set()
+    kept = {
         key: _restrict(child, names[key], at, (*path, key)) if key in names else child
         for key, child in tree.items()
         if key not in excess
     }
-    return like(tree, rest)
+    return like(tree, kept)
 
 
 def _is_mapping(tree: Tree) -> bool:
-    # A subclass, such as a Counter, is a value.
+    # A subclass of dict, such as a Counter, is a value.
     return isinstance(tree, dict) and not is_subclass(tree)

@@ -1,4 +1,4 @@
-"""Differences of two trees: what only one of them has, and where values aren't bit for bit the same."""
+"""Differences of two trees: entries that only one of them has, and values with different bits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ._join import Record, stored_entries
 from ._nodes import Tree, refusing_depth, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath, tuple[Tree, Tree]]
-"""The side that has something, the path of it, and both nodes there if both have some."""
+"""The side that has the entry, its path, and the nodes of both trees there if both have one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two trees differ, as paths; true where they do.
+    """The paths at which two trees differ; true if there are any.
 
     Attributes:
-        only_left: what only the left tree has.
-        only_right: what only the right tree has.
-        mismatch: what both have, with other values, or with containers of another kind.
+        only_left: Paths that only the left tree has.
+        only_right: Paths that only the right tree has.
+        mismatch: Paths with different values in both trees, or containers of different kinds.
     """
 
     only_left: tuple[TreePath, ...] = ()
@@ -46,14 +46,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class WorstElement:
-    """The element of two tensors that is furthest beyond its tolerance, and the number of those that are beyond it.
+    """The element of two tensors that exceeds its tolerance most, and the number of elements that exceed it.
 
     Attributes:
-        path: Path of the tensor in its tree; of a shard, the tensor that this rank holds.
+        path: Path of the tensor in its tree; for a shard, its local tensor counts.
         index: Index of the element.
         left: Value in the left tree; complex values too are Python numbers.
         right: Value in the right tree.
-        error: Absolute difference of the two.
+        error: Absolute difference of the two values.
         allowed: Tolerance of the element, ``atol + rtol * abs(right)``.
         count: Number of elements beyond their tolerance.
     """
@@ -68,16 +68,16 @@ class WorstElement:
 
     @property
     def excess(self) -> float:
-        """The error as a multiple of what is allowed; infinite where nothing is, or where the error isn't finite."""
+        """The error as a multiple of the tolerance; infinite if the tolerance is 0 or the error isn't finite."""
         return self.error / self.allowed if self.allowed and self.error < float("inf") else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class NumericDifference(Difference):
-    """Where two trees differ by more than tolerances.
+    """The paths at which two trees differ by more than tolerances.
 
     Attributes:
-        errors: The worst element of each tensor in `mismatch` whose elements were compared, the worst of them first.
+        errors: The worst element of each compared tensor in `mismatch`, in the order of their excess.
     """
 
     errors: tuple[WorstElement, ...] = ()
@@ -93,24 +93,24 @@ def diff(
 def diff(
     x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float | None = None, atol: float | None = None
 ) -> Difference:
-    """Return where two trees differ; equal means of one type and the same bits, unless there are tolerances.
+    """Return the paths at which two trees differ; values are equal if their type and bits are, without tolerances.
 
-    Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
-    aren't compared. Shards are equal when their metadata and data are. Functions are equal when they run the same code
-    with equal values around it, as those of factories of one lens. Dicts are equal whatever their class and order; a
-    tuple equals a namedtuple, but not a list. Records of one type are compared field by field.
+    Tensors and arrays are equal if dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
+    aren't compared. Shards are equal if their metadata and data are. Functions are equal if they run the same code in
+    equal surroundings, like two factories of one lens. Dicts are equal whatever their class and order; a tuple equals a
+    namedtuple, but not a list. Records of one type are compared field by field.
 
     With tolerances, elements of floating-point and complex tensors, arrays and numbers of one dtype and shape are equal
-    when they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other. The result is then a
-    `NumericDifference`, which says how large the errors are and where. Its `mismatch` begins with what can't be
-    compared so, such as another shape; of the rest the worst leaf comes first.
+    if they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other. The result is then a
+    `NumericDifference`, which has the largest errors and their indices. Its `mismatch` begins with pairs that can't be
+    compared numerically, such as different shapes, and continues with the worst leaf.
 
     Args:
-        x1: the left tree.
-        x2: the right one.
-        prefix: path of the two in a larger tree, with which the paths begin.
-        rtol: The tolerance relative to the right tree's elements; None for equal bits, or 0 beside an absolute one.
-        atol: The absolute tolerance; None for equal bits, or 0 beside a relative one.
+        x1: The left tree.
+        x2: The right tree.
+        prefix: Path of both trees in a larger one, with which the paths begin.
+        rtol: Tolerance relative to the right tree's elements; None for equal bits, or 0 beside an absolute one.
+        atol: Absolute tolerance; None for equal bits, or 0 beside a relative one.
 
     Raises:
         MetadataError: A tolerance isn't a number, or is negative or NaN.
@@ -162,7 +162,7 @@ def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
 
 
 def _same_value(left: Any, right: Any) -> bool:
-    """Return whether two leaves are bit for bit the same."""
+    """Return whether two leaves are equal bit for bit."""
     # A tree and its edited copy share most leaves.
     if left is right:
         return True
@@ -182,7 +182,7 @@ def _same_value(left: Any, right: Any) -> bool:
 
 
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if is_lazy(left) or is_lazy(right):  # neither a shape nor bits
+    if is_lazy(left) or is_lazy(right):  # uninitialised parameters have neither a shape nor bits
         return is_lazy(left) and is_lazy(right) and left.dtype == right.dtype
     if left.is_nested or right.is_nested:
         parts = zip(left.unbind(), right.unbind(), strict=False) if left.is_nested and right.is_nested else ()
@@ -216,7 +216,7 @@ def _float_bits(value: complex) -> bytes:
 
 def _same_shard(left: ShardedBase, right: ShardedBase) -> bool:
     names = [field.name for field in fields(left) if field.name != "data"]  # type: ignore[arg-type]
-    # Plain comparison comes first: it is several times as fast, and only functions need the other.
+    # Plain comparison comes first: it is several times as fast, and only functions need the other one.
     unequal = [name for name in names if getattr(left, name) != getattr(right, name)]
     same = all(same_value(getattr(left, name), getattr(right, name)) for name in unequal)
     return same and not diff(left.data, right.data)
@@ -255,7 +255,7 @@ def value_at(tree: Any, path: TreePath) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Return a plain value or a few numbers in full, and only the type of anything else."""
+    """Return plain values and small tensors in full, and the type of anything else."""
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return repr(value)
     if isinstance(value, (torch.Tensor, np.ndarray)) and not (isinstance(value, torch.Tensor) and is_lazy(value)):

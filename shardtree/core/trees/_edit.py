@@ -1,4 +1,4 @@
-"""Edits of a tree's shards: their keys, dtypes, boxes and data. What an edit doesn't change is shared."""
+"""Edits of a tree's shards: their keys, dtypes, boxes and data. Unchanged parts are shared."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ._maps import check_function, described_kind, map_sharing, with_data
 from ._nodes import SameTree, Tree, flatten
 from ._scaled import SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values
 
-# Creating and concatenating tensors of any dtype. Torch lacks operators for some, and has all for integers.
+# Creating and concatenating tensors of any dtype by integers, for which torch has all operators.
 
 
 def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Return what ``torch.empty`` does, without its warning about some dtypes.
+    """Return an uninitialised tensor, like ``torch.empty`` but without its warning about some dtypes.
 
     Examples:
         >>> empty_data((2, 3), torch.complex32, "meta").dtype
@@ -33,10 +33,10 @@ def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
 
 
 def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fill: float) -> torch.Tensor:
-    """Return a tensor of one number, of any dtype where it is zero.
+    """Return a tensor filled with one number; zero works for every dtype.
 
     Raises:
-        ShapeError: torch can't put the number into a tensor of this dtype, or only a part of it.
+        ShapeError: The dtype can't hold the number exactly.
 
     Examples:
         >>> full_data((2,), torch.bfloat16, "cpu", 0.5)
@@ -48,7 +48,7 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
         tensor = torch.full(tuple(shape), fill, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         _refuse_fill(fill, dtype, error)
-    # For integers torch drops fractions without an error, so what was written is compared.
+    # torch drops fractions silently for integers, so the written number is compared.
     is_real = dtype.is_floating_point or dtype.is_complex
     if not is_real and tensor.device.type != "meta" and tensor.reshape(-1)[0].item() != fill:
         _refuse_fill(fill, dtype, tensor.reshape(-1)[0].item())
@@ -56,28 +56,28 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
 
 
 def _refuse_fill(fill: float, dtype: torch.dtype, actual: object) -> NoReturn:
-    what = f"a padding of {fill} in a tensor of {dtype}"
-    raise ShapeError(error_text(what, found=actual, expected="a number that torch can put there"))
+    what = f"a tensor of {dtype} can't hold the padding {fill}"
+    raise ShapeError(error_text(what, found=actual, expected="a number of that dtype"))
 
 
 @cache
 def torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether torch converts elements of a dtype to another one.
+    """Return whether torch converts elements of one dtype to another.
 
     Examples:
         >>> torch_converts(torch.float8_e4m3fn, torch.float32), torch_converts(torch.bits16, torch.float32)
         (True, False)
     """
     try:
-        # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
+        # A trial replaces a list: torch adds dtypes from release to release, and its conversions change too.
         torch.zeros(before.itemsize, dtype=torch.uint8, device="cpu").view(before).to(after)
-    except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
+    except (RuntimeError, TypeError):  # packed dtypes, such as float4, have no conversions
         return False
     return True
 
 
 def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
-    """Return a tensor of one number, of a tensor's dtype and where it is; a lazy one where that is lazy.
+    """Return a tensor filled with one number, with a tensor's dtype and device; lazy if that tensor is.
 
     Examples:
         >>> padding_like(torch.ones(3), (2,), 7)
@@ -85,23 +85,23 @@ def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
     """
     if not isinstance(data, LazyTensor):
         return full_data(shape, data.dtype, data.device, fill)
-    full_data((1,), data.dtype, "cpu", fill)  # what doesn't fit is refused now, not when it is read
-    # The number is in the name: a conversion is recognised by it.
+    full_data((1,), data.dtype, "cpu", fill)  # refuses an unfit number now, not when the tensor is read
+    # The number is part of the name, by which conversions tell lazy tensors apart.
     return stored(
         lambda _, box: full_data(box, data.dtype, "cpu", fill), shape, data.dtype, name=f"padding of {fill!r}"
     )
 
 
 def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
-    """Return tensors joined along an axis; of lazy tensors a lazy one.
+    """Return tensors joined along an axis, as a lazy tensor if they are lazy.
 
     Args:
-        join: `torch.cat` or `torch.stack`.
-        parts: tensors of one dtype, all of them lazy or none.
-        axis: where they are joined.
+        join: The function `torch.cat` or `torch.stack`.
+        parts: Tensors of one dtype, all of them lazy or none.
+        axis: Axis along which they are joined.
 
     Raises:
-        ShapeError: they are of several dtypes.
+        ShapeError: The tensors have several dtypes.
 
     Examples:
         >>> join_data(torch.stack, [torch.zeros(2), torch.ones(2)], 0)
@@ -123,16 +123,16 @@ Renaming = Mapping[str, str] | Callable[[str], str]
 def rename(tree: SameTree, names: Renaming) -> SameTree:
     """Return the tree with other shard keys; the tree's structure doesn't change.
 
-    Where nothing collides, renaming is undone by renaming with the inverse mapping. Factories pass their new key to
-    what they build.
+    Unless keys collide, renaming with the inverse mapping undoes a renaming. Factories pass their new key to the shards
+    that they build.
 
     Args:
-        tree: any tree.
-        names: old key -> new key; keys that a mapping lacks stay as they are. Or a function of the old key.
+        tree: Any tree.
+        names: Mapping from old to new keys, where missing keys stay unchanged; or a function of the old key.
 
     Raises:
-        KeyMismatch: a mapping names a key that the tree doesn't have.
-        TreeError: two keys would become one.
+        KeyMismatch: A mapping names a key that the tree doesn't have.
+        TreeError: Two keys would become equal.
         MetadataError: `names` is neither a mapping nor a function.
 
     Examples:
@@ -175,7 +175,7 @@ def _check_injective(new: Mapping[str, str]) -> None:
 
 
 def prefix(tree: SameTree, text: str) -> SameTree:
-    """Return the tree with a text before each shard key.
+    """Return the tree with a prefix before each shard key.
 
     Examples:
         >>> from shardtree.mapping import ShardedObject
@@ -191,22 +191,22 @@ def cast(
 ) -> SameTree:
     """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
 
-    Integer and bool shards, plain tensors and other values stay as they are. A factory's tensor is cast too. Data of
-    the dtype already is shared, and so is the shard. Quantised values are refused whose scales are in the tree.
+    Integer and bool shards, plain tensors and other values stay unchanged. A factory's tensor is cast too. Shards that
+    have the dtype already are shared. Quantised values whose scales are in the tree are refused.
 
     Args:
-        tree: any tree.
-        dtype: the new one.
-        keys: of the shards that are cast, all by default; ``*`` matches one part between dots, ``**`` any number of
-            them. States of an optimizer have keys of their own.
-        plain: patterns of keys of FP8 numbers that need no scales, though tensors beside them are named like scales.
+        tree: Any tree.
+        dtype: New dtype.
+        keys: Patterns of the keys of shards to cast, all by default; ``*`` matches one part between dots, ``**`` any
+            number of them. States of an optimizer have keys of their own.
+        plain: Patterns of keys of FP8 numbers that need no scales, though tensors beside them are named like scales.
 
     Raises:
-        ShapeError: `dtype` isn't a floating-point dtype; or torch can't convert a shard's to it, as pairs of 4-bit
+        ShapeError: `dtype` isn't a floating-point dtype; or torch can't convert a shard to it, such as pairs of 4-bit
             floats; or quantised values would be cast without their scales.
-        MetadataError: it is no dtype of torch.
-        TreeError: a pattern matches no key, or `keys` isn't a list.
-        KeyMismatch: a pattern of `plain` matches no key.
+        MetadataError: `dtype` isn't a dtype of torch.
+        TreeError: A pattern matches no key, or `keys` isn't a list.
+        KeyMismatch: A pattern of `plain` matches no key.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -254,7 +254,7 @@ def _key_of(leaf: Any) -> str | None:
 
 
 def _dtype_of(leaf: Any) -> torch.dtype | None:
-    # A factory has no dtype of its own: that of its data counts.
+    # A factory has no dtype of its own, so that its data's counts.
     old = leaf if isinstance(leaf, ShardedTensor) else leaf.data if isinstance(leaf, ShardedTensorFactory) else None
     return getattr(old, "dtype", None)
 
@@ -272,17 +272,17 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
 def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
     """Return the tree with each shard narrowed to [start, start + length) along an axis of its box, as views.
 
-    A box gives one shard in its place. A flat shard gives the list of what is left of it, possibly empty.
+    A box becomes one shard. A flat shard becomes the list of its remaining runs, possibly empty.
 
     Args:
-        tree: any tree without factories.
-        dim: axis of `local_shape`.
-        start: first index kept, in elements of the local box.
-        length: number of elements kept.
+        tree: Any tree without factories.
+        dim: Axis of `local_shape`.
+        start: First index to keep, in elements of the local box.
+        length: Number of indices to keep.
 
     Raises:
-        TreeError: the tree has factories, whose boxes aren't known before they are applied.
-        ShapeError: the range doesn't fit a shard, with a note of its path.
+        TreeError: The tree has factories, whose boxes aren't known before they are applied.
+        ShapeError: The range doesn't fit a shard; the error has a note of its path.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -295,7 +295,7 @@ def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
 
 def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
     if isinstance(leaf, ShardedTensorFactory):
-        what = f"narrow: {leaf.key!r} is a factory, and which boxes it makes isn't known yet"
+        what = f"narrow: {leaf.key!r} is a factory, whose boxes aren't known yet"
         raise TreeError(error_text(what, fix="Call `apply_factories` on the tree first."))
     if not isinstance(leaf, ShardedTensor):
         return leaf
@@ -306,13 +306,13 @@ def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
 def without_data(tree: SameTree, *, meta: bool = False) -> SameTree:
     """Return the tree with None as the data of each shard, factory and sharded object, or with meta tensors.
 
-    With meta tensors, functions that don't read elements return what they return for the tree itself: the same
+    With meta tensors, functions that don't read elements have the same result as for the tree itself: the same
     metadata, shapes and dtypes, as with `jax.eval_shape`; factories still build. With None, a factory may not know the
     shape of its tensor.
 
     Args:
-        tree: any tree. Plain values, tensors among them, stay as they are.
-        meta: whether shards and factories get tensors on torch's meta device, which hold no elements. A flat shard
+        tree: Any tree. Plain values, tensors included, stay unchanged.
+        meta: Whether shards and factories get tensors on torch's meta device, which hold no elements. A flat shard
             gets one of its range; a factory without a tensor gets None, and so do objects.
 
     Examples:

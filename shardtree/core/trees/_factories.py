@@ -1,4 +1,4 @@
-"""Applying factories and merging what was loaded for them, and the metadata of the checkpoint that results."""
+"""Applying factories, merging the loaded results, and the metadata of the resulting checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ._edit import without_data
 from ._maps import call_at, map_sharing
 from ._nodes import Tree, describe, entries, is_dict, is_sequence, leaves_with_paths, like, refusing_depth
 
-# From a tensor to the subtree that is stored, and from a loaded subtree to the tensor.
+# A factory is a lens: it leads from a tensor to the stored subtree, and from a loaded subtree to the tensor.
 #
-# The two are a lens. `apply_factories` builds, `apply_factory_merges` merges, and `build_factories` gives both at once.
+# `apply_factories` builds, `apply_factory_merges` merges, and `build_factories` gives both directions at once.
 
 _MAX_CHAIN = 32
 
@@ -27,13 +27,13 @@ MergeOne = Callable[[ShardedTensorFactory, Tree], Any]
 
 
 def apply_factories(sharded_state_dict: Tree) -> Tree:
-    """Return the tree with each factory replaced by what it builds; a subtree without factories is shared.
+    """Return the tree with each factory replaced by the subtree that it builds; other subtrees are shared.
 
-    What a factory builds may hold factories, which are applied too.
+    Factories in a built subtree are applied too.
 
     Raises:
-        TreeError: factories build factories more than 32 deep.
-        Exception: what a build function raises, with a note of the factory's path.
+        TreeError: Factories build factories more than 32 deep.
+        Exception: An error of a build function, with a note of the factory's path.
 
     Examples:
         >>> import torch
@@ -48,23 +48,23 @@ def apply_factories(sharded_state_dict: Tree) -> Tree:
 
 
 def merge_anew(factory: ShardedTensorFactory, parts: Tree) -> Any:
-    """Return what a factory merges."""
+    """Return the result of a factory's merge function."""
     return factory.merge_fn(parts)
 
 
 def build_factories(
     tree: Tree, merge_one: MergeOne = merge_anew, *, is_target: bool = False
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
-    """Return `apply_factories(tree)`, and the function that merges what was loaded in its place.
+    """Return `apply_factories(tree)`, and the function that merges a loaded tree of that structure.
 
-    The function is ``loaded -> apply_factory_merges(loaded, tree)``, but remembers what factories built, so that
-    nothing is built twice.
+    The function is ``loaded -> apply_factory_merges(loaded, tree)``, but remembers the built subtrees, so that nothing
+    is built twice.
 
     Args:
-        tree: with factories.
-        merge_one: merges what was loaded for one factory.
-        is_target: whether what the factories hold is memory to be filled, or only described: then a build function
-            with an attribute `for_target`, as those of lenses have, is called by that, and reads no element.
+        tree: Tree with factories.
+        merge_one: Function that merges the loaded subtree of one factory.
+        is_target: Whether the tensors of factories are memory to fill, or only described. A build function with an
+            attribute `for_target`, as lenses give it one, is then called by that, and reads no element.
     """
     trees: dict[int, Tree] = {}
     shards = _build(tree, trees, 0, is_target=is_target)
@@ -72,7 +72,7 @@ def build_factories(
 
 
 def _build(tree: Tree, trees: dict[int, Tree], depth: int, *, is_target: bool) -> Tree:
-    """Return the tree with its factories applied, adding what each built to `trees`, by the factory's id."""
+    """Return the tree with its factories applied, adding each built subtree to `trees`, by the factory's id."""
 
     def on_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensorFactory):
@@ -84,7 +84,8 @@ def _build(tree: Tree, trees: dict[int, Tree], depth: int, *, is_target: bool) -
                     fix="Let build_fn return shards in the end; it seems to return its own factory again.",
                 )
             )
-        # By id, since equal factories may stand in several places. The tree keeps them alive, so ids stay unique.
+        # The id is the key, since equal factories may stand in several places. The tree keeps them alive, so ids stay
+        # unique.
         trees[id(leaf)] = _built_target(leaf) if is_target else leaf.build()
         return _build(trees[id(leaf)], trees, depth + 1, is_target=is_target)
 
@@ -97,21 +98,21 @@ def _built_target(factory: ShardedTensorFactory) -> Tree:
 
 
 def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
-    """Return what was loaded, with each factory's merge applied to the subtree at its path.
+    """Return a loaded tree with each factory's merge applied to the subtree at its path.
 
     Args:
-        x1: what was loaded, in the structure that `apply_factories` gives. Subtrees with nothing to merge are shared.
-        x2: the tree that holds the factories at the same paths. Its other leaves are ignored. Where `x1` has a list or
+        x1: Loaded tree, in the structure of `apply_factories`. Subtrees with nothing to merge are shared.
+        x2: Tree that has the factories at the same paths. Its other leaves are ignored. Where `x1` has a list or
             tuple, this tree may instead have a dict whose keys are positions.
-        key: where the two are in a larger tree, for errors.
+        key: Path of both trees in a larger one, for errors.
 
     Returns:
         A new tree. A factory with data builds once more, to find factories inside; one without data
         is assumed to build none.
 
     Raises:
-        TreeError: no place in `x1` for a factory, named by its path.
-        Exception: what a merge function raises, with a note of the factory's path.
+        TreeError: `x1` has no subtree for a factory; names the factory's path.
+        Exception: An error of a merge function, with a note of the factory's path.
 
     Examples:
         >>> import torch
@@ -126,7 +127,7 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
 
 
 def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that factories of a tree hold, with the factories' keys.
+    """Return the tensors of a tree's factories, each after the factory's key.
 
     Examples:
         >>> import torch
@@ -140,17 +141,17 @@ def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
 
 
 def merge_into_held(doing: str, tree: Tree) -> MergeOne:
-    """Return how factories of a donated tree merge: into the tensors that they hold.
+    """Return the merge function for a donated tree, which writes into the tensors of its factories.
 
-    Nothing is left to merge where what was loaded are views that make up all of the tensor: it is filled already. Else
-    a tensor that several factories hold isn't written, since what each merges may differ.
+    If the loaded parts are views that make up all of the tensor, it is filled already. A tensor that several factories
+    hold isn't written otherwise, since their merged values may differ.
 
     Args:
-        doing: what is being done, for messages.
-        tree: the target.
+        doing: Name of the operation, for messages.
+        tree: The target.
 
     Raises:
-        ShapeError: such a tensor shares memory with another leaf's, or elements of it do.
+        ShapeError: A factory's tensor shares memory with another leaf's, or its own elements share memory.
 
     Examples:
         >>> import torch
@@ -171,16 +172,16 @@ def merge_into_held(doing: str, tree: Tree) -> MergeOne:
     may_write = {id(data): times[data.data_ptr()] == 1 for _, data in targets}
 
     def merge(factory: ShardedTensorFactory, data: Tree) -> Any:
-        own = factory.data
+        tensor = factory.data
         parts = [leaf for _, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
-        if id(own) in may_write and is_all_of(parts, own):
-            return own
+        if id(tensor) in may_write and is_all_of(parts, tensor):
+            return tensor
         result = factory.merge_fn(data)
-        fits = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (own.shape, own.dtype)
-        if not may_write.get(id(own)) or not fits:
+        fits = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (tensor.shape, tensor.dtype)
+        if not may_write.get(id(tensor)) or not fits:
             return result
-        overwrite(own, result)
-        return own
+        overwrite(tensor, result)
+        return tensor
 
     return merge
 
@@ -210,9 +211,9 @@ def _holds_factory(tree: Tree) -> bool:
 
 
 def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
-    """Return the entries of what was loaded, after checking that it has each wanted one."""
+    """Return the entries of a loaded container, after checking that it has all that factories need."""
     places = entries(data)
-    # Keys name entries of a dict, positions those of a sequence.
+    # Dicts have keys as entries, sequences positions.
     fits = is_dict(tree) if is_dict(data) else is_sequence(tree) or is_dict(tree) or type(data) is type(tree)
     if places is None or not fits:
         raise _misfit("has another structure", path, describe(data), describe(tree))
@@ -237,12 +238,12 @@ def _misfit(
 
 
 def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
-    """Return a tree's first shard of each tensor and every sharded object, without data, flat by key.
+    """Return the first shard of each tensor of a tree and every sharded object, without data, by key.
 
     Factories are applied first. Sharded objects have their `unique_key` as key.
 
     Raises:
-        IntegrityError: two shards of one key have different global shapes or dtypes; names every such pair.
+        IntegrityError: Two shards of one key have different global shapes or dtypes; names every such pair.
 
     Examples:
         >>> import torch

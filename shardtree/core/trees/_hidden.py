@@ -1,4 +1,4 @@
-"""Values that tree maps don't enter: what lies in them, and the refusal of those in which shards do."""
+"""Search of values that tree maps don't enter, and the refusal of those that hide shards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from ._nodes import LEAVES, NAMESPACE, Tree, flatten_with_kinds
 
-_DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
+_DEEPEST = 100  # levels of the search for hidden shards; the codec refuses deeper values anyway
 SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
 PLAIN = SCALARS | {torch.Tensor, torch.nn.Parameter}
 OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, LazyTensor, np.ndarray, np.generic)
-"""Values that hold no shards, or are pickled by name; of arrays only those of objects do."""
+"""Types of values that hold no shards, or are pickled by name; arrays of objects are searched anyway."""
 _VISIBLE = LEAVES | PLAIN | {ShardedObject, LocalNonpersistentObject, LazyTensor}
-"""Types of leaves that a tree map needn't search."""
+"""Types of leaves that a tree map doesn't search."""
 
 REGISTRATION = f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
 REGISTER = (
@@ -37,14 +37,14 @@ def flatten_visible(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return a tree's leaves, shards among them, and its structure, after checking that no leaf hides shards.
 
     Raises:
-        UnsupportedValue: shards lie in values that aren't nodes, such as an instance of a class that isn't registered.
+        UnsupportedValue: Shards lie in values that aren't nodes, such as an instance of a class that isn't registered.
 
     Examples:
         >>> flatten_visible({"b": 1, "a": (2, 3)})[0]
         [2, 3, 1]
     """
     leaves, spec, kinds = flatten_with_kinds(tree)
-    # Together, so that what many of them share is searched once.
+    # One search for all leaves, so that what many of them share is searched once.
     if not kinds <= _VISIBLE and hides_shards(*[leaf for leaf in leaves if type(leaf) not in _VISIBLE]):
         hosts = [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if hides_shards(leaf)]
         fix = "Put shards in dicts, lists and tuples; tree maps enter those."
@@ -55,7 +55,7 @@ def flatten_visible(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def hides_shards(*leaves: Any) -> bool:
-    """Return whether shards or local objects lie in leaves, which tree maps therefore miss.
+    """Return whether shards or local objects lie inside of leaves, where tree maps miss them.
 
     Examples:
         >>> hides_shards({1, 2}, LocalNonpersistentObject(3)), hides_shards({LocalNonpersistentObject(3)})
@@ -66,7 +66,7 @@ def hides_shards(*leaves: Any) -> bool:
 
 
 def inside(value: Any) -> Iterable[Any]:
-    """Return what a value that tree maps don't enter holds: its items, or what a pickle of it would include."""
+    """Return the contents of a value that tree maps don't enter: its items, or all that its pickle would include."""
     if isinstance(value, np.ndarray) and value.dtype == object:
         return value.flat
     if type(value) in PLAIN or isinstance(value, OPAQUE):
@@ -78,7 +78,7 @@ def inside(value: Any) -> Iterable[Any]:
     if isinstance(value, ShardedObject):
         return (value.data,)
     slots = (name for kind in type(value).__mro__ for name in _slot_names(kind))
-    # Only slots' descriptors are read by getattr: a property may run any code.
+    # Only the descriptors of slots are read by getattr, since a property may run any code.
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
@@ -89,7 +89,7 @@ def _slot_names(kind: type) -> Iterable[str]:
 
 
 def reachable(values: Iterable[Any], into: Any = object) -> Iterator[Any]:
-    """Yield values and what lies in those of some types, each value once, which ends cycles."""
+    """Yield values and the contents of those of some types, each value once, so that cycles end."""
     seen: set[int] = set()
     left = [(value, 0) for value in values]
     while left:

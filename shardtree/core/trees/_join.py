@@ -1,7 +1,7 @@
-"""The join of a stored common tree with what was loaded for a target, and records, which stand in stored trees.
+"""The join of a stored common tree with a target's loaded values, and records, which appear in stored trees.
 
-Where holes and empty containers are in a stored tree depends on the rank whose tree it is, so a join doesn't depend on
-them: every container of the target is in the result. Records replace instances of classes, since no file may name a
+The places of holes and empty containers in a stored tree depend on the rank that stored it, so a join must not depend
+on them: every container of the target is in the result. Records replace instances of classes, since no file may name a
 class to import.
 """
 
@@ -40,14 +40,13 @@ _SIMPLE = (str, int, bool, float, type(None))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """An enum member, dataclass or named tuple as it was stored.
+    """A stored enum member, dataclass or named tuple, without its class.
 
-    Two records are equal if their types and fields are; tensors and arrays in them are equal if they are the same
-    object.
+    Records are equal if their types and fields are; tensors and arrays in them only if they are the same object.
 
     Attributes:
-        type_name: module and qualified name of its class.
-        fields: name -> value; of an enum member its `name` and `value`.
+        type_name: Module and qualified name of the class.
+        fields: Values by name; an enum member has `name` and `value`.
 
     Examples:
         >>> Record("train.Config", {"lr": 0.1}) == Record("train.Config", {"lr": 0.1})
@@ -81,7 +80,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
-    """Return a container's entries, those of a record by field."""
+    """Return a container's entries; a record's are its fields."""
     return node.fields if isinstance(node, Record) else entries(node)
 
 
@@ -89,43 +88,44 @@ def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
 
 
 Own = Mapping[TreePath, Any]
-"""A target's own values by path."""
+"""A target's own values, by path."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spare:
-    """A container of nothing but the target's own values: it is taken where the one around it needs one."""
+    """A container of nothing but the target's own values, used only if the container around it needs an entry there."""
 
     value: Tree
 
 
 @refusing_depth
 def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
-    """Return the stored common tree joined with what was loaded for a target.
+    """Return the stored common tree joined with a target's loaded values.
 
-    Dicts are joined by key, lists and tuples of equal length by position, a stored record of fields by the target's
-    fields of the same names. Every container of the target is in the result, of the target's type, whatever holes
-    and empty containers are stored there; a dict may gain stored keys, after which come the target's new ones. A
-    container of the target without anything to load is replaced by a complete stored one that it can't be joined with.
+    Dicts are joined by key, lists and tuples of equal length by position, and a stored record with the target's
+    instance by field name. Every container of the target is in the result, of the target's type, whatever holes and
+    empty containers are stored there; a dict may gain stored keys, followed by the target's new ones. A container of
+    the target that has nothing to load and can't be joined with the stored one is replaced by it, if that is complete.
 
-    What can't be complete is left out: a hole that the target doesn't fill, from its dict, and a list, tuple or record
-    with such a hole, as a whole, unless the target has something to load in it. `left_out` returns those paths.
+    Incomplete entries are left out: a hole that the target doesn't fill is left out of its dict. A list, tuple or
+    record with such a hole is left out as a whole, unless the target has something to load in it. `left_out` returns
+    those paths.
 
     Args:
-        common: as `common_with_holes` gave it.
-        target: the target's tree with each shard replaced by what was loaded and each plain value by a hole.
-            `LocalNonpersistentObject` is unwrapped here, and what it holds isn't entered: wrap loaded
-            objects in one too, since they may be containers.
-        own: the target's values that stay where there is nothing else in a list, tuple or instance of a class, or in
-            a dict of which nothing is stored and that stands in one of these. With it, a class or named tuple may have
-            other fields than were stored: stored ones that it lacks are left out. None for neither.
+        common: Common tree, as `common_with_holes` returns it.
+        target: The target's tree with loaded values in the place of shards, and holes in the place of plain values.
+            `LocalNonpersistentObject` is unwrapped here, and its value isn't entered: wrap loaded objects in one too,
+            since they may be containers.
+        own: Values of the target that fill holes which nothing else fills: in a list, tuple or instance of a class, or
+            in a dict in one of these if nothing of the dict is stored. With such values, a class or named tuple may
+            differ in its fields from the stored one; stored fields that it lacks are left out. None allows neither.
 
     Returns:
-        A tree without holes; subtrees of the target that hold none are shared.
+        A tree without holes; subtrees of the target without holes are shared.
 
     Raises:
-        TreeError: the target has something to load where a value is stored, or in a container that doesn't fit or
-            that would keep a hole; or nothing is left of the tree.
+        TreeError: The target has something to load in the place of a stored value, or in a container that doesn't fit
+            the stored one or would keep a hole; or nothing remains of the tree.
 
     Examples:
         >>> join({"step": 3, "w": HOLE, "gone": HOLE, "mixed": [HOLE, 1]}, {"mixed": ["b", HOLE], "w": "a"})
@@ -145,11 +145,11 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
 
 
 def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
-    """Return the paths of the stored plain values that a join left out, in the stored order.
+    """Return the paths of stored plain values that a join left out, in the stored order.
 
     Args:
-        common: the stored common tree.
-        tree: what `join` made of it and a target.
+        common: Stored common tree.
+        tree: Result of `join` for it and a target.
 
     Examples:
         >>> common = {"ema": [HOLE, 0.9], "step": 3}
@@ -160,11 +160,11 @@ def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
 
 
 def misfits(common: Tree, target: Tree) -> tuple[TreePath, ...]:
-    """Return the paths at which a target has something to load that doesn't fit what is stored, so that `join` raises.
+    """Return the paths at which a target's values to load don't fit the stored tree, so that `join` raises.
 
     Args:
-        common: the stored common tree.
-        target: as for `join`.
+        common: Stored common tree.
+        target: Tree of the target, as for `join`.
 
     Examples:
         >>> misfits({"w": 7, "step": 3, "m": {"lr": 1}}, {"w": "a", "step": HOLE, "m": {"w": "b"}})
@@ -199,19 +199,19 @@ def _missing_paths(common: Tree, tree: Tree, path: TreePath) -> Iterator[TreePat
 
 
 def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
-    """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed.
+    """Return the join at one path: a hole if neither tree has anything there, or the join can't be complete.
 
     Args:
-        common: what is stored there.
-        target: what was loaded there.
-        path: where that is.
-        own: the target's values.
-        needed: whether the container around it needs an entry there, as all but dicts do.
+        common: Stored node.
+        target: Loaded node.
+        path: Path of both nodes.
+        own: The target's own values.
+        needed: Whether the container around it needs an entry there, as all but dicts do.
     """
     if common is HOLE:
         # Most places of a target are leaves, and optree's own lookup of types takes longer.
         return target if is_known_leaf(target) else _finish_target(target, path, own, needed=needed)
-    # The target's own Counter was read as a dict.
+    # A Counter of the target was stored as a dict.
     if target is HOLE or (is_subclass(common) and not _holds_any(target)):
         return _keep_whole(common)
     pair = _entries_by_target(common, target)
@@ -225,13 +225,13 @@ def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed
             for entry in (dict.fromkeys([*mine, *theirs]) if as_dict else theirs)
         }
         return _rebuild(target, new, path, own, named=_holds_any(target))
-    # Whether rank 0's tree has a hole or an empty container here says nothing about the other ranks.
+    # The stored tree is one rank's: its hole or empty container here says nothing about other ranks.
     if is_hollow(common):
         return _finish_target(target, path, own)
     if _holds_any(target):
-        what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
+        heading = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
         fix = _fix_of_misfit(common, target, own)
-        raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
+        raise TreeError(error_text(heading, found=describe(target), expected=_description(common), fix=fix))
     # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
     whole = _keep_whole(common)
     return _finish_target(target, path, own, needed=needed) if whole is HOLE else whole
@@ -249,7 +249,7 @@ def _fix_of_misfit(common: Tree, target: Tree, own: Own | None) -> str:
 
 
 def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
-    """Return a subtree of the target with local objects unwrapped and unfilled holes filled by `own` or left out."""
+    """Return a target's subtree with local objects unwrapped, and each hole filled from `own` or left out."""
     children = entries(target)
     if children is None:
         return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
@@ -267,7 +267,7 @@ def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: boo
 
 
 def _keep_whole(common: Tree) -> Tree:
-    """Return what is complete of a stored tree in which the target has nothing to load."""
+    """Return the complete part of a stored tree in which the target has nothing to load."""
     children = stored_entries(common)
     if children is None:
         return common
@@ -281,16 +281,16 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
     """Return a container like the node, without holes; a hole if it has some and isn't a dict.
 
     Args:
-        node: the container.
-        new: its entries, some of them holes.
-        path: where it stands.
-        own: the target's values, which take the places of holes.
-        named: whether the target has something to load in it: then it can't be left out.
+        node: Container to rebuild.
+        new: New entries, some of them holes.
+        path: Path of the container.
+        own: The target's own values, which fill holes.
+        named: Whether the target has something to load in it, so that it can't be left out.
 
     Raises:
-        TreeError: it is named, and isn't a dict.
+        TreeError: The container is named, isn't a dict, and keeps holes.
     """
-    # A dict with holes counts as complete, since they are simply absent: formats that keep none in dicts give the same.
+    # A dict with holes counts as complete, since the keys are simply absent: formats without holes give the same.
     if is_dict(node):
         return like(node, {entry: child for entry, child in drop_holes(new).items() if not isinstance(child, _Spare)})
     spares = _spares(new, path, own)
@@ -298,13 +298,13 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
     if holes and not named:
         return HOLE
     if holes:
-        what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
+        heading = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
         fix = "Put shards for these places in the target, or take the whole container out of it."
         of_mode = f"{_LENIENT} keep the target's own value there." if own is None else _WITH_DATA
         fix += f"\n  {of_mode}"
-        places = [(*path, entry, *rest) for entry in holes for rest in _holes_in(node, entry)]
+        places = [(*path, entry, *below) for entry in holes for below in _holes_in(node, entry)]
         places = [place for place in places if place not in (own or {})]
-        raise TreeError(error_text(what, fix=fix, offenders=map(render_path, places)))
+        raise TreeError(error_text(heading, fix=fix, offenders=map(render_path, places)))
     whole = {**new, **spares}
     tree = replace(node, fields=whole) if isinstance(node, Record) else like(node, whole)
     if named or not spares or any(entry not in spares and not is_hollow(child) for entry, child in new.items()):
@@ -313,19 +313,19 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
 
 
 def _spares(new: Mapping[Any, Tree], path: TreePath, own: Own | None) -> dict[Any, Tree]:
-    """Return the target's own entries of a container, by entry, where there is nothing else."""
+    """Return the target's own entries of a container for the places that nothing else fills."""
     spares = {entry: child.value for entry, child in new.items() if isinstance(child, _Spare)}
     holes = (entry for entry, child in new.items() if child is HOLE)
     return spares | {entry: own[*path, entry] for entry in holes if own and (*path, entry) in own}
 
 
 def _holes_in(target: Tree, entry: Any) -> list[TreePath]:
-    """Return the paths of the holes below an entry of a target's container."""
+    """Return the paths of the holes below one entry of a target's container."""
     return [path for path, leaf in flatten_with_paths((entries(target) or {})[entry])[0] if leaf is HOLE] or [()]
 
 
 def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the entries of two containers by the target's entries, None where they can't be joined entry by entry."""
+    """Return the entries of two containers, both by the target's entries; None if they can't be joined by entry."""
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None:
         return None
@@ -333,7 +333,7 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
         return (mine, theirs) if isinstance(common, dict) else None
     if is_sequence(target) and is_sequence(common):
         return (mine, theirs) if len(mine) == len(theirs) else None
-    # Registered nodes, and namedtuples whose class wasn't known to the save, are stored by field names.
+    # Registered nodes, and namedtuples of classes that the save didn't know, are stored by field names.
     if type(common) is not type(target) and not isinstance(common, (Record, dict)):
         return None
     names = dict(zip(target._fields if optree.is_namedtuple(target) else theirs, theirs, strict=True))
@@ -346,9 +346,9 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
 
 
 def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the entries of a class or named tuple that has got or lost fields, by the target's; None of others.
+    """Return the entries of two versions of a class or named tuple, both by the target's; None for other containers.
 
-    Sequences of two lengths are none of them: shards have keys, and plain values beside them only positions, which may
+    Sequences of two lengths aren't joined: shards have keys, but plain values beside them only positions, which may
     have shifted, so that a join would pair one entry's tensors with another's values.
     """
     mine, theirs = stored_entries(common), stored_entries(target)
@@ -363,7 +363,7 @@ def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree]
 
 
 def is_hollow(tree: Tree) -> bool:
-    """Return whether a stored tree holds nothing but holes and empty containers: another rank may hold shards there.
+    """Return whether a stored tree has nothing but holes and empty containers, where other ranks may have shards.
 
     Examples:
         >>> is_hollow([HOLE, {"w": []}]), is_hollow([HOLE, 1])
@@ -374,7 +374,7 @@ def is_hollow(tree: Tree) -> bool:
 
 
 def _holds_any(target: Tree) -> bool:
-    """Return whether a target's tree holds anything that was loaded, or that stays with the rank."""
+    """Return whether a target's tree has any loaded value, or one that stays with the rank."""
     return any(leaf is not HOLE for leaf in flatten(target)[0])
 
 

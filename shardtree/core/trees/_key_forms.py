@@ -1,9 +1,9 @@
-"""Patterns of keys as sequences of pieces, and their matching, which no key makes slow.
+"""Patterns of keys as sequences of pieces, and matching in time that no key makes long.
 
 Python's regular expressions try each way to share a key out among stars: with two stars a key of 64 kB takes seconds,
-with three hours, and keys come from files. So they match what is short, and for other keys the places at which the
-rest of a pattern fits are found from the end, once for each piece. What a piece matches is the same both ways: the
-longest text with which the rest still fits, from the first piece to the last.
+with three hours, and keys come from files. So regular expressions match short keys only. For longer keys, the places at
+which the remaining pieces fit are computed from the end, once for each piece. Both ways agree: from the first piece to
+the last, each matches the longest text that lets the remaining pieces fit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 
 class FormPiece(NamedTuple):
-    """A part of a pattern.
+    """One piece of a pattern.
 
     Attributes:
-        kind: ``"text"``, ``"or"``, or one of `_EXPRESSIONS`.
-        text: the text itself, of a text.
-        choices: sequences of pieces, of which the first that fits counts.
+        kind: ``"text"``, ``"or"``, or a key of `_EXPRESSIONS`.
+        text: The literal text of a ``"text"`` piece.
+        choices: The sequences of pieces of an ``"or"``; the first that fits counts.
     """
 
     kind: str
@@ -38,13 +38,13 @@ def text_piece(text: str) -> FormPiece:
 
 
 def one_of(*choices: Sequence[FormPiece]) -> FormPiece:
-    """Return the piece that matches what one of several sequences of pieces does; the first that fits counts."""
+    """Return the piece that matches one of several sequences of pieces; the first that fits counts."""
     return FormPiece("or", choices=tuple(map(tuple, choices)))
 
 
 _EXPRESSIONS = {
     "part": r"[^.]++",  # a dot or the end follows
-    "characters": r"[^.]*",  # of a part
+    "characters": r"[^.]*",  # within a part
     "anything": r"(?s:.*)",
     "parts before": r"(?:[^.]++\.)*",
     "parts after": r"(?:\.[^.]+)*",
@@ -53,11 +53,11 @@ _EXPRESSIONS = {
     "rest without number": r"(?![0-9]+(?:\.|$))(?s:.+)",
 }
 _BY_PARTS, _BY_CHARACTERS = ("parts before",), ("characters", "anything", "parts after")
-"""Kinds that can be matched in several ways, as many as a key has parts or characters."""
+"""Kinds of pieces that match in several ways: one for each part, or each character, of a key."""
 
 
 def expression_of(pieces: Sequence[FormPiece], *, groups: bool = True) -> str:
-    """Return pieces as a regular expression, with a group for each that is no text."""
+    """Return a regular expression for pieces, with a group for each piece that isn't literal text."""
     return "".join(_expression(piece, groups) for piece in pieces)
 
 
@@ -72,15 +72,15 @@ def _expression(piece: FormPiece, groups: bool) -> str:
 _MOST_WAYS = 8192
 _USUAL_DOTS = 16
 _LONGEST = 4096
-"""Characters: the regular expression takes memory for each part of a key."""
+"""Number of characters; the regular expression takes memory for each part of a key."""
 
 
 @dataclass(frozen=True)
 class KeyForm:
-    """A form that keys may have.
+    """A form of keys: a pattern as a sequence of pieces.
 
     Attributes:
-        pieces: in the order of the key.
+        pieces: Pieces in the order of the key.
     """
 
     pieces: tuple[FormPiece, ...]
@@ -92,7 +92,7 @@ class KeyForm:
 
     @cached_property
     def quick(self) -> tuple[int, ...]:
-        """By a key's dots, the length up to which the regular expression is quick; the last is for more dots."""
+        """Greatest length of a key for a quick regular expression, by its number of dots; the last is for more."""
         lengths = range(_LONGEST)
         usual = (partial(self._ways, dots) for dots in range(_USUAL_DOTS))
         more = partial(bisect_right, lengths, _MOST_WAYS, key=lambda length: self._ways(length // 2, length))
@@ -101,18 +101,18 @@ class KeyForm:
     @cached_property
     def _counts(self) -> tuple[int, int]:
         pieces = list(self.pieces)
-        for piece in pieces:  # grows
+        for piece in pieces:  # the list grows meanwhile
             pieces += [inner for choice in piece.choices for inner in choice]
         by_parts, by_characters = (sum(one.kind in kinds for one in pieces) for kinds in (_BY_PARTS, _BY_CHARACTERS))
         return by_parts, by_characters
 
     def _ways(self, dots: int, length: int) -> int:
-        """Return how many ways there are at most to share a key out among the pieces."""
+        """Return an upper bound of the number of ways to share a key out among the pieces."""
         by_parts, by_characters = self._counts
         return comb(dots + 1 + by_parts, by_parts) * comb(length + by_characters, by_characters)
 
     def match(self, key: str) -> tuple[str, ...] | None:
-        """Return what each piece that is no text matches in a key, None where the key has another form.
+        """Return the text in a key that each piece matches, literal text left out; None if the key has another form.
 
         Examples:
             >>> form = KeyForm((FormPiece("parts before"), text_piece("layers."), FormPiece("number")))
@@ -126,20 +126,20 @@ class KeyForm:
 
 
 def is_quick(key: str, lengths: Sequence[int]) -> bool:
-    """Return whether a key is no longer than one of its dots may be, as `KeyForm.quick` has lengths."""
+    """Return whether a key is short enough for the regular expression, by the lengths of `KeyForm.quick`."""
     if len(key) <= lengths[-1]:
         return True
     dots = key.count(".")
     return dots < _USUAL_DOTS and len(key) <= lengths[dots]
 
 
-# Matching in time that grows with the key's length times the pattern's. A set of places in a key is an integer, whose
-# bit r is the place r characters before the end: all places of a run of characters are then reached by one addition,
-# whose carry goes through it.
+# Matching in time proportional to the key's length times the pattern's. A set of places in a key is an integer; bit r
+# is the place before the last r characters. One addition then reaches all places of a run of characters, since its
+# carry goes through the run.
 
 
 def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | None:
-    """Return what `KeyForm.match` does, without a regular expression.
+    """Return the same as `KeyForm.match`, without a regular expression.
 
     Examples:
         >>> match_in_order((FormPiece("parts before"), text_piece("x"), FormPiece("parts after")), "x.x.x")
@@ -153,7 +153,7 @@ def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | N
 
 
 class _Text:
-    """A key, and where in it dots and other characters are, as sets: bit r is the character that r others follow."""
+    """A key with the sets of its dots and other characters; bit r is the character before the last r characters."""
 
     def __init__(self, key: str) -> None:
         self.key, self.length = key, len(key)
@@ -172,16 +172,16 @@ class _Text:
         return int.from_bytes(bits, "little")
 
     def of(self, characters: str) -> int:
-        """Return where in the key some characters are."""
+        """Return the set of places of some characters in the key."""
         return sum(self.before(character) for character in characters) >> 1
 
     def last(self, places: int, first: int, end: int) -> int:
-        """Return the last of some places in the key from one up to another, that included; the first if there is none.
+        """Return the last of some places in the interval (first, end] of the key; `first` if there is none.
 
         Args:
-            places: a set.
-            first: index in the key.
-            end: index in the key.
+            places: Set of places.
+            first: Index in the key.
+            end: Index in the key.
         """
         there = places >> (self.length - end)
         place = end - ((there & -there).bit_length() - 1)
@@ -189,12 +189,12 @@ class _Text:
 
 
 def _flood(places: int, characters: int) -> int:
-    """Return places, and those that are reached from them over some characters towards the key's begin."""
+    """Return places and all places before them that are reached over an unbroken run of some characters."""
     return places | ((places & characters) + characters ^ characters)
 
 
 _Back = Callable[[int, _Text], int]
-"""Return the places at which a piece and what follows it fit, by those at which what follows does."""
+"""A function from the places at which the remaining pieces fit to those at which they fit with one more before them."""
 
 _BACK: dict[str, _Back] = {
     "part": lambda after, text: _flood((after & text.others) << 1, text.others),
@@ -219,13 +219,13 @@ def _back_number(after: int, text: _Text) -> int:
 
 
 def _numbers(text: _Text) -> int:
-    """Return the places at which digits begin that a dot or the end follows, or a last line break, as in `re`."""
+    """Return the places of digits that are followed by a dot, the end, or a last line break, as in `re`."""
     digits, ends = text.of("0123456789"), text.dots << 1 | 1 | (2 if text.key.endswith("\n") else 0)
     return _flood((ends & digits) << 1, digits)
 
 
 def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
-    """Return the places at which each of some pieces, with all that follow, fits; and those that were given."""
+    """Return, for each piece, the places at which it fits along with all that follow; then `end` itself."""
     places = [end]
     for piece in reversed(pieces):
         if piece.kind == "text":
@@ -239,7 +239,7 @@ def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
 
 
 def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Text) -> tuple[int, list[str]]:
-    """Return where some pieces end that begin at an index, and what each that is no text matches."""
+    """Return the end of pieces that begin at an index, and the text of each piece that isn't literal."""
     parts = []
     for piece, after in zip(pieces, places[1:], strict=True):
         first = at
@@ -248,8 +248,8 @@ def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Te
             continue
         if piece.choices:
             ways = ((choice, _places(choice, after, text)) for choice in piece.choices)
-            choice, own = next(way for way in ways if way[1][0] >> (text.length - at) & 1)
-            at, _ = _walk(choice, own, at, text)
+            choice, inner_places = next(way for way in ways if way[1][0] >> (text.length - at) & 1)
+            at, _ = _walk(choice, inner_places, at, text)
         else:
             at = _end(piece.kind, after, at, text)
         parts.append(text.key[first:at])
@@ -257,7 +257,7 @@ def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Te
 
 
 def _end(kind: str, after: int, at: int, text: _Text) -> int:
-    """Return the last index at which a piece may end, given the places at which what follows fits."""
+    """Return the last index at which a piece can end so that the remaining pieces fit; their places are `after`."""
     key, length = text.key, text.length
     end = length
     if kind in ("part", "characters"):

@@ -1,8 +1,8 @@
-"""Patterns of keys, and what may be meant by a key or pattern that fits nothing.
+"""Patterns of keys, and guesses at the key or pattern that a mistyped one meant.
 
 A pattern is plain text in which ``*`` matches one part between dots, and ``**`` any number of them. Beside other
-characters ``*`` is any number of characters of that part, also none: ``exp_avg*`` fits ``exp_avg`` and ``exp_avg_sq``.
-It is the one language of patterns for keys: of specs, rules, renamings, and of the command line.
+characters ``*`` matches any number of characters of that part, or none: ``exp_avg*`` fits ``exp_avg`` and
+``exp_avg_sq``. All of shardtree uses this one language for keys: specs, rules, renamings and the command line.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ...errors import KeyMismatch, TreeError, error_text, plural
 from ._key_forms import FormPiece, KeyForm, expression_of, is_quick, text_piece
 
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
-# With ** goes the dot beside it, which is absent too where ** matches no part.
+# The dot beside ** belongs to it, since it is absent too where ** matches no part.
 _KINDS = {"**.": "parts before", ".**": "parts after", "**": "anything"}
 
 
 def key_form(pattern: str) -> KeyForm:
-    """Return a pattern as a form of keys, in which each star is a piece.
+    """Return the form of keys that a pattern describes; each star is a piece.
 
     Raises:
-        TreeError: it isn't a text, or an empty one.
+        TreeError: The pattern isn't a string, or is empty.
 
     Examples:
         >>> key_form("model.layers.*.weight").match("model.layers.7.weight")
@@ -49,12 +49,12 @@ def _key_form(pattern: str) -> KeyForm:
 
 def _star_kind(pattern: str, star: re.Match[str]) -> str:
     around = pattern[: star.start()][-1:] + pattern[star.end() :][:1]
-    # Between dots it is a part, which has at least one character.
+    # A star between dots is a part, which has at least one character.
     return "part" if around in ("", ".", "..") else "characters"
 
 
 def stars(pattern: str) -> int:
-    """Return how many stars a pattern has.
+    """Return the number of stars in a pattern.
 
     Examples:
         >>> stars("layers.*.experts.*.weight")
@@ -64,7 +64,7 @@ def stars(pattern: str) -> int:
 
 
 def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
-    """Return what each star of a pattern matches in a key, None where the key doesn't match.
+    """Return the text in a key that each star of a pattern matches; None if the key doesn't match.
 
     Examples:
         >>> match_key("layers.*.weight", "layers.11.weight"), match_key("layers.*.weight", "layers.11.bias")
@@ -77,16 +77,16 @@ def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
 
 
 def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return the predicate that says whether a key matches one of the patterns.
+    """Return the predicate that tells whether a key matches one of the patterns.
 
     Raises:
-        TreeError: one isn't a text, or an empty one.
+        TreeError: A pattern isn't a string, or is empty.
 
     Examples:
         >>> [*filter(key_matcher(["**.exp_avg*", "step"]), ["a.exp_avg", "a.exp_avg_sq", "a.exp_avg.b", "step"])]
         ['a.exp_avg', 'a.exp_avg_sq', 'step']
     """
-    # One expression for all patterns: there may be millions of keys.
+    # One expression serves all patterns, since there may be millions of keys.
     forms = [key_form(pattern) for pattern in patterns]
     expressions = [f"(?:{expression_of(form.pieces, groups=False)})" for form in forms]
     quick = [min(lengths) for lengths in zip(*(form.quick for form in forms), strict=True)]
@@ -104,10 +104,10 @@ def _fits_one(expression: re.Pattern[str], quick: Sequence[int], forms: Sequence
 
 
 def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
-    """Return a line for each pattern that a shell would read otherwise, with the pattern that fits what a shell's does.
+    """Return a line for each pattern that means something else in a shell, with the pattern of that meaning.
 
-    There ``*`` goes across dots, and ``?`` and ``[...]`` have a meaning, as they had here once. Who writes ``**`` knows
-    this language.
+    In a shell ``*`` goes across dots, and ``?`` and ``[...]`` have a meaning, as they once had here. Patterns with
+    ``**`` are left out: their author knows this language.
 
     Examples:
         >>> shell_differences(["*.w", "a.**", "a.*.w"], ["a.b.w", "a.c.d.w"])
@@ -126,7 +126,7 @@ def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[st
 
 
 def fill_key(pattern: str, parts: Sequence[str]) -> str:
-    """Return a pattern with each star replaced, in order; the caller has counted them.
+    """Return a pattern with its stars replaced by parts, in order; the caller has checked their number.
 
     Examples:
         >>> fill_key("model.layers.*.weight", ["11"])
@@ -144,10 +144,10 @@ def fill_key(pattern: str, parts: Sequence[str]) -> str:
 
 
 def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
-    """Raise unless the other patterns have as many stars as the first.
+    """Raise unless each of the other patterns has as many stars as the first.
 
     Raises:
-        TreeError: names each pattern that has more or fewer.
+        TreeError: Some patterns have more or fewer; names each of them.
 
     Examples:
         >>> check_stars("split_tensor", "layers.*.qkv", ["layers.*.q", "layers.*.k"])
@@ -155,28 +155,28 @@ def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
     wrong = [f"{other!r} has {stars(other)}" for other in others if stars(other) != stars(pattern)]
     if wrong:
         expected = f"as many * as {pattern!r}, which has {stars(pattern)}"
-        fix = "Each * is filled in with what it matched in the key."
+        fix = "Write as many *: each is replaced by its match in the key."
         raise TreeError(
             error_text(f"{doing}: patterns that can't be filled in", expected=expected, offenders=wrong, fix=fix)
         )
 
 
 def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return, for each key that a pattern matches, the first one that does, and what its stars match.
+    """Return the matched keys, each with the first pattern that matches and the texts of its stars.
 
     Args:
-        doing: for the error.
-        patterns: the order counts.
-        keys: those that no pattern matches are left out.
+        doing: Name of the operation, for the error.
+        patterns: Patterns in order of precedence.
+        keys: Keys to match; those that no pattern matches are left out.
 
     Raises:
-        TreeError: no key has a pattern as the first that matches.
+        TreeError: A pattern is the first match of no key.
 
     Examples:
         >>> match_keys("rename", ["layers.*.bias", "layers.*.*"], ["layers.3.bias", "layers.3.weight", "step"])
         {'layers.3.bias': ('layers.*.bias', ('3',)), 'layers.3.weight': ('layers.*.*', ('3', 'weight'))}
     """
-    # An unused pattern is most likely a typing error, and what it was meant for would silently go without.
+    # An unused pattern is most likely a typing error, and the keys that it meant would silently be left out.
     patterns = list(patterns)
     matches = {key: match for key in keys if (match := _first_match(patterns, key)) is not None}
     used = {pattern for pattern, _ in matches.values()}
@@ -205,10 +205,10 @@ def _first_match(patterns: Sequence[str], key: str) -> tuple[str, tuple[str, ...
 
 
 def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
-    """Return keys or patterns of keys as a list.
+    """Return a copy of keys or patterns of keys as a list, after checking them.
 
     Raises:
-        TreeError: there are none, one occurs twice, or they are one text.
+        TreeError: There are none, one occurs twice, or the argument is a single string.
 
     Examples:
         >>> checked_keys("split", ["h.*.q", "h.*.k"])
@@ -218,15 +218,15 @@ def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
     texts = list(keys) if many else []
     if not texts or not all(isinstance(key, str) for key in texts) or len(set(texts)) < len(texts):
         found = repr(keys)[:200]
-        raise TreeError(error_text(f"{doing}: keys of tensors", found=found, expected="a list of different keys"))
+        raise TreeError(error_text(f"{doing}: unusable list of keys", found=found, expected="a list of different keys"))
     return texts
 
 
 def checked_patterns(doing: str, patterns: Iterable[str]) -> list[str]:
-    """Return patterns of keys as a list, each once; there may be none.
+    """Return patterns of keys as a list without repetitions, after checking them; there may be none.
 
     Raises:
-        KeyMismatch: they are one text, or one isn't a text.
+        KeyMismatch: The argument is a single string, or one of the patterns isn't a string.
 
     Examples:
         >>> checked_patterns("load: plain", ("mask.*", "mask.*"))
@@ -239,10 +239,10 @@ def checked_patterns(doing: str, patterns: Iterable[str]) -> list[str]:
 
 
 def check_patterns_fit(doing: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Raise unless each pattern fits a key: what a mistyped one was meant for would silently go without.
+    """Raise unless each pattern fits a key, since the keys that a mistyped one meant would silently be left out.
 
     Raises:
-        KeyMismatch: some fit none; names each, with what may be meant.
+        KeyMismatch: Some patterns fit no key; names each of them, with a guess.
 
     Examples:
         >>> check_patterns_fit("load: plain", ["mask.*"], ["mask.0", "w"])
@@ -251,7 +251,7 @@ def check_patterns_fit(doing: str, patterns: Iterable[str], keys: Collection[str
     if nothing:
         fix = "Correct the pattern, or take it out. * is one part between dots, ** any number of them."
         lines = near_patterns(nothing, keys, widen=False)
-        raise KeyMismatch(error_text(f"{doing} names what isn't there", offenders=lines, fix=fix))
+        raise KeyMismatch(error_text(f"{doing}: patterns fit no key", offenders=lines, fix=fix))
 
 
 # Suggestions for a mistyped name.
@@ -265,29 +265,29 @@ _LONGEST_DIFFERING = 4096
 
 
 def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
-    """Return, for each of the first ten keys that has one, the name that looks most like it.
+    """Return the most similar name for each of the first ten keys; keys without a similar name are left out.
 
-    Comparing with each of a million names would take minutes. Of many names only those are looked at that begin or end
-    as the key does.
+    Comparing with each of a million names would take minutes. Among many names, only those with a similar beginning or
+    end are compared.
 
     Args:
-        keys: that aren't among the names.
-        names: what there is.
+        keys: Keys that aren't among the names.
+        names: Existing names.
 
     Examples:
         >>> near_names(["decoder.wieght", "x"], ["decoder.weight", "decoder.bias"])
         {'decoder.wieght': 'decoder.weight'}
     """
-    # Names come from files, and the time of a comparison grows with the product of both lengths: a guard against
-    # names of megabytes.
+    # Names come from files, and the time of a comparison grows with the product of both lengths. The limit guards
+    # against names of megabytes.
     few = [key for key in islice(keys, _KEYS) if len(key) <= _LONGEST]
     if not few:
         return {}
     candidates = sorted(name for name in names if len(name) <= _LONGEST)
-    # Sorted by their ends as well: a typing error near the beginning would hide the name from a search by prefix alone.
+    # Names are sorted by their ends too: a typing error near the beginning would hide a name from a search by prefix.
     backwards = sorted(name[::-1] for name in candidates) if len(candidates) > _FEW_NAMES else []
     near = {key: get_close_matches(key, _to_compare(key, candidates, backwards), n=_CLOSE) for key in few}
-    # The closest name with the key's own numbers, so that no layer is taken for another; else the closest.
+    # A name with the key's own numbers comes first, so that no layer is taken for another.
     return {
         key: next((name for name in close if _numbers(name) == _numbers(key)), close[0])
         for key, close in near.items()
@@ -296,12 +296,13 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
 
 
 def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool = True) -> list[str]:
-    """Return patterns that fit no key, quoted, each with what may be meant: other stars, other letters, or a key.
+    """Return patterns that fit no key, quoted, each with a guess: other stars, other letters, or a key.
 
     Args:
-        patterns: that fit nothing.
-        keys: what there is.
-        widen: whether stars across dots may be meant; not where what fits is lost, and they may fit far more.
+        patterns: Patterns that fit no key.
+        keys: Existing keys.
+        widen: Whether a guess may have stars across dots. It shouldn't where matched keys are dropped, since it may
+            match far more.
 
     Examples:
         >>> for line in near_patterns(["*.weight", "**.wieght", "h.bais", "x"], ["h.0.weight", "h.bias"]):
@@ -319,7 +320,7 @@ def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool
 
 
 def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list[str]:
-    """Return keys, quoted, each with what may be meant by it.
+    """Return keys, quoted, each with a guess if there is one.
 
     Examples:
         >>> with_guesses(["wieght", "x"], {"wieght": "weight"})
@@ -329,7 +330,7 @@ def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list
 
 
 def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: bool) -> str | None:
-    """Return a pattern that fits keys: each part as one that there is, or with stars across dots too."""
+    """Return a similar pattern that fits keys, with existing parts in the place of unknown ones; or wider stars."""
     own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
     near = near_names(own, parts) if "*" in pattern else {}
     guess = ".".join(near.get(part, part) for part in pattern.split("."))
@@ -338,14 +339,14 @@ def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: 
 
 
 def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:
-    """Return the one prefix by which several keys differ from names: a prefix to remove, and one to add.
+    """Return the single prefix by which several keys differ from existing names.
 
     Args:
-        keys: that aren't among the names.
-        names: what there is.
+        keys: Keys that aren't among the names.
+        names: Existing names.
 
     Returns:
-        ``(too much, lacking)``, of which one is empty; None if there is no such prefix, or only one key.
+        ``(prefix to remove, prefix to add)``, one of them empty; None if there is no such prefix, or only one key.
 
     Examples:
         >>> differing_prefix(["module.w", "module.b"], ["w", "b", "step"])
@@ -354,11 +355,11 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
         ('', 'model.')
     """
     longest = max(keys, key=len, default="")  # the fewest names end in it
-    # Each of its ends is tried: a guard against keys of megabytes.
+    # All suffixes of the longest key are tried, so that a limit guards against keys of megabytes.
     if len(keys) < 2 or not names or len(longest) > _LONGEST_DIFFERING:
         return None
     names = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
-    # Candidates come from a single key, and only those are tried on the others: with millions of names, comparing each
+    # Candidates come from a single key, and only they are tried on the others: with millions of names, comparing each
     # key with each name would take minutes.
     too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in names)
     prefix = next(

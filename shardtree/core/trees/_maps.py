@@ -22,7 +22,7 @@ from ._nodes import LEAVES, NAMESPACE, SameTree, Tree, entries, flatten, like, r
 # Shards and factories as nodes of optree, whose only child is their data.
 #
 # They are registered in the namespace "shardtree" only, for users' own tree maps; functions of shardtree treat them as
-# leaves. So one tree has two views. This registration is the only side effect of importing shardtree.
+# leaves. So there are two views of one tree. This registration is the only side effect of importing shardtree.
 
 Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory
 
@@ -34,7 +34,7 @@ _Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any,
 
 
 def _access(kind: type[Boxed]) -> _Access:
-    """Return a reader of all fields but data in one call, and the setters of their slots, followed by data's."""
+    """Return a reader of all fields but the data in one call, and the setters of their slots, the data's last."""
     names = [name for name in kind.__dataclass_fields__ if name != "data"]
     return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
 
@@ -45,8 +45,8 @@ _ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
 def with_data(leaf: Leaf, data: Any, doing: str = "map_data") -> Leaf:
     """Return the leaf with other data, after checking that it fits the metadata.
 
-    The metadata was validated when the leaf was built, so only the data is looked at: the constructor would take
-    three times as long as the rest of a tree map.
+    The metadata was validated when the leaf was built, so only the data is checked: the constructor would take three
+    times as long as all else in a tree map.
 
     Args:
         leaf: A shard or factory.
@@ -54,7 +54,7 @@ def with_data(leaf: Leaf, data: Any, doing: str = "map_data") -> Leaf:
         doing: The public function that errors name.
 
     Raises:
-        ShapeError: a tensor's dtype or shape isn't the leaf's.
+        ShapeError: The dtype or shape of a tensor isn't that of the leaf.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -72,7 +72,7 @@ def with_data(leaf: Leaf, data: Any, doing: str = "map_data") -> Leaf:
 
 
 def described_kind(leaf: Boxed) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Return the dtype and shape that a leaf's data has; None for a factory without a tensor."""
+    """Return the expected dtype and shape of a leaf's data; None for a factory without a tensor."""
     if isinstance(leaf, ShardedTensor):
         return leaf.dtype, leaf.data_shape
     data = leaf.data
@@ -87,14 +87,14 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor, doing: str) -> Non
         if (data.dtype, tuple(data.shape)) == kind:
             return
     check_has_shape(f"{doing}: the new data of {leaf.key!r}", data)
-    what = f"{doing}: the dtype or shape of {leaf.key!r} would change, so that its metadata would be wrong"
+    heading = f"{doing}: the dtype or shape of {leaf.key!r} would change, so that its metadata would be wrong"
     found, expected = f"{tuple(data.shape)} {data.dtype}", f"{kind[1]} {kind[0]}"
     fix = "Use `cast` to change the dtype, or `map_shards` to make another shard."
-    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
+    raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 def _flatten_leaf(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:
-    """Return the data, and the leaf without it, which is comparable and hashable, as optree requires of metadata."""
+    """Return the data, and the leaf without it as metadata, which optree requires to be comparable and hashable."""
     return (leaf.data,), with_data(leaf, None), ("data",)
 
 
@@ -103,7 +103,7 @@ def _unflatten_leaf(empty: Boxed, children: tuple[Any, ...]) -> Boxed:
 
 
 def register_nodes() -> None:
-    """Register the node types with optree; `shardtree.trees` does so once, when it is imported."""
+    """Register the node types with optree; importing `shardtree.trees` does it once."""
     register: Any = optree.register_pytree_node  # its annotations ask for collections, and a leaf isn't one
     for kind in _KINDS:
         register(kind, _flatten_leaf, _unflatten_leaf, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
@@ -121,20 +121,20 @@ def map_shards(f: Callable[..., Any], tree: list[Any], *rest: Tree) -> list[Any]
 @overload
 def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree: ...
 def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """Return a tree of f's values, where each shard is one leaf.
+    """Return the tree of a function's results, where each shard is one leaf.
 
     f is called in the order of sorted dict keys; the result keeps each dict's own order. Every container is new.
 
     Args:
-        f: takes one leaf of each tree. What it returns replaces the leaf.
-        tree: any tree; None is a leaf.
-        rest: trees with the first one's structure; where the first has a leaf, theirs may have a subtree.
+        f: Function of one leaf of each tree. Its result replaces the leaf.
+        tree: Any tree; None is a leaf.
+        rest: Trees with the first one's structure; where the first has a leaf, these may have a subtree.
 
     Raises:
-        TreeError: a tree of `rest` doesn't have the first one's structure.
-        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
-        MetadataError: f isn't a function.
-        Exception: what f raises, with a note of the leaf's path.
+        TreeError: A tree of `rest` doesn't have the first one's structure.
+        UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        MetadataError: F isn't a function.
+        Exception: An error of f, with a note of the leaf's path.
 
     Examples:
         >>> map_shards(lambda leaf: leaf is None, {"b": None, "a": [1, 2]})
@@ -149,39 +149,39 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
-    """Return what another tree has at each leaf of a structure."""
+    """Return another tree's subtree at each leaf of a structure."""
     leaves, other_spec = flatten(other)
     if other_spec == spec:
         return leaves
     try:
         return spec.flatten_up_to(other_spec.unflatten(leaves))
     except ValueError as error:
-        what = f"{doing}: tree {number} doesn't have the structure of the first tree"
+        heading = f"{doing}: tree {number} doesn't have the structure of the first tree"
         fix = "Give trees of one structure, or join them first with `merge` or `combine`."
         found, expected = plural(len(leaves), "value"), plural(spec.num_leaves, "value")
         offenders = [str(error).splitlines()[0][:200]]
-        raise TreeError(error_text(what, found=found, expected=expected, fix=fix, offenders=offenders)) from None
+        raise TreeError(error_text(heading, found=found, expected=expected, fix=fix, offenders=offenders)) from None
 
 
 def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
-    """Return a tree where the tensors of shards and factories are f's values, and their metadata is untouched.
+    """Return the tree with a function's results as the tensors of shards and factories; their metadata is untouched.
 
-    f isn't called where the first tree has no data (None); plain values, `ShardedObject` and
-    `LocalNonpersistentObject` are left alone, such as step counters and generators' states. A tree of plain tensors
-    alone is refused: there f would be called nowhere.
+    f isn't called for leaves of the first tree without data (None). Plain values, `ShardedObject` and
+    `LocalNonpersistentObject` stay unchanged, such as step counters and generators' states. A tree of plain tensors
+    without shards is refused, since f would never be called.
 
     Args:
-        f: takes a shard's or factory's data, and what each other tree has there: a shard's data, or a value itself. It
-            returns a tensor of the same dtype and shape, or anything that isn't a tensor (None, a shape, a lazy
-            tensor).
-        tree: any tree.
-        rest: trees with the first one's structure, as `map_shards` takes them; their shards' metadata isn't looked at.
+        f: Function of a shard's or factory's data, and of each other tree's value there: a shard's data, or a plain
+            value. It returns a tensor of the same dtype and shape, or a value that isn't a tensor (None, a shape, a
+            lazy tensor).
+        tree: Any tree.
+        rest: Trees with the first one's structure, as for `map_shards`; the metadata of their shards is ignored.
 
     Raises:
-        ShapeError: f returned a tensor of another dtype or shape.
-        TreeError: a tree of `rest` doesn't have the first one's structure; or the first one has tensors and no shards.
-        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
-        Exception: what f raises, with a note of the leaf's path.
+        ShapeError: F returned a tensor of another dtype or shape.
+        TreeError: A tree of `rest` doesn't have the first one's structure; or the first one has tensors and no shards.
+        UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        Exception: An error of f, with a note of the leaf's path.
 
     Examples:
         >>> import torch
@@ -224,10 +224,10 @@ def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:
 
 @refusing_depth
 def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
-    """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
+    """Return the tree with a function's result in the place of each leaf; subtrees with unchanged leaves are shared.
 
     Raises:
-        UnsupportedValue: shards lie in values that aren't nodes.
+        UnsupportedValue: Shards lie in values that aren't nodes.
 
     Examples:
         >>> tree = {"a": [1], "b": 2}
@@ -251,7 +251,7 @@ def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
 
 
 def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
-    """Raise MetadataError for what can't be called, such as a tree passed instead of a function.
+    """Raise MetadataError unless a value is callable; a tree passed instead of a function isn't.
 
     Examples:
         >>> check_function("map_shards", "f", len)
@@ -262,7 +262,7 @@ def check_function(doing: str, field: str, value: object, expected: str = "a fun
 
 
 def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
-    """Return f's value; what f raises gets a note of the path.
+    """Return the result of a call; an exception gets a note of the path.
 
     Examples:
         >>> call_at(("layers", 0), max, [1, 2])
@@ -276,28 +276,28 @@ def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: list[Any]) -> list[Any]:
-    """Return f's value for each leaf of a structure; what f raises gets a note of the leaf's path."""
+    """Return a function's results for the leaves of a structure; an exception gets a note of the leaf's path."""
     done: list[Any] = []
     try:
-        done.extend(map(f, *columns))  # `extend` keeps what came before an exception: its length says which leaf
+        done.extend(map(f, *columns))  # `extend` keeps the results before an exception, whose number tells the leaf
     except Exception as error:
         error.add_note(f"at {render_path(spec.paths()[len(done)])}")
         raise
     return done
 
 
-# Pipelines of tree functions: `compose` chains them, `bind` sets a function's options. Functions take the tree first,
-# only maps their function, as `jax.tree.map` does: so one `bind` serves them all, users' own too.
+# Pipelines of tree functions: `compose` chains them, `bind` sets a function's options. All functions take the tree
+# first, so that one `bind` serves them, users' own included; only maps take their function first, as `jax.tree.map`.
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
 
 _TREE_NAMES = ("tree", "pytree", "sharded_state_dict", "state_dict")
-"""What parameters for a tree are called: here, in Megatron-Core, in JAX and optree."""
+"""Names of parameters for a tree: here, in Megatron-Core, in JAX and optree."""
 
 
 def compose(*functions: Callable[[Any], Any]) -> Callable[[Tree], Any]:
-    """Return the function that calls all of these from left to right, each with the value of the one before.
+    """Return the composition of functions, which are called from left to right.
 
     Examples:
         >>> compose(bind(sorted, reverse=True), tuple)([1, 3, 2])
@@ -312,14 +312,14 @@ def bind(
     """Return a function of a tree alone, from one that takes the tree first and then these arguments.
 
     Args:
-        function: takes the tree first, under any name.
-        args: its further positional arguments.
-        options: its arguments by name.
+        function: Function that takes the tree first, under any name.
+        args: Further positional arguments.
+        options: Keyword arguments.
 
     Raises:
-        TreeError: a later parameter of the function is called `tree` (or `pytree`, `state_dict`,
-            `sharded_state_dict`) and isn't among `options`, as in `map_shards(f, tree)` and `map_data(f, tree)`:
-            the tree would be passed as f. `functools.partial` binds f.
+        TreeError: A later parameter of the function is called `tree` (or `pytree`, `state_dict`,
+            `sharded_state_dict`) and isn't among `options`, as in `map_shards(f, tree)` and `map_data(f, tree)`: the
+            tree would be passed as f. `functools.partial` binds f.
 
     Examples:
         >>> import torch
@@ -329,7 +329,7 @@ def bind(
         >>> for_serving({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))})["w"]
         ShardedTensor(key='model.w', data=<bfloat16 (1,) cpu>, dtype=torch.bfloat16, ...)
     """
-    # Checked when it is bound: the call, perhaps much later in a pipeline, would pass the tree as the function.
+    # `bind` checks, since the call may come much later in a pipeline, and would pass the tree as the function.
     _refuse_tree_second(function, options)
     return lambda tree: function(tree, *args, **options)
 
@@ -339,11 +339,11 @@ def _refuse_tree_second(function: Callable[..., Any], options: dict[str, Any]) -
         first, *later = inspect.signature(function).parameters
     except ValueError:  # a builtin without a signature, or a function without parameters, whose call will fail anyway
         return
-    # By parameters' names, which works for users' functions too.
+    # The check goes by parameters' names, which works for users' functions too.
     late = [name for name in later if name in _TREE_NAMES and name not in options]
     if first in _TREE_NAMES or not late:
         return
     name = getattr(function, "__name__", repr(function))
-    what = f"bind: {name} takes {first!r} first, and the tree as {late[0]!r} after it"
+    heading = f"bind: {name} takes {first!r} first, and the tree as {late[0]!r} after it"
     fix = f"Write `functools.partial({name}, {first})`, or a lambda that passes each in its place."
-    raise TreeError(error_text(what, expected="a function that takes the tree first", fix=fix))
+    raise TreeError(error_text(heading, expected="a function that takes the tree first", fix=fix))

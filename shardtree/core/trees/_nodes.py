@@ -1,4 +1,4 @@
-"""Nodes of trees in which shards are leaves: a node's entries, a node like it, and trees as lists of paths and leaves.
+"""Nodes of trees in which shards are leaves: their entries, their reconstruction, and trees as paths and leaves.
 
 Nodes are dict, OrderedDict, defaultdict, list, tuple, namedtuple and deque, and the classes that users registered with
 optree in the namespace ``"shardtree"`` (or for all namespaces). None is a leaf. Subclasses of dict, list and deque that
@@ -19,14 +19,14 @@ import torch
 from ...errors import TreeError, TreePath, error_text, plural, render_path
 from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
-# Fields: the entries of named tuples, which are positions and go by their names in keys.
+# Fields: entries of named tuples, which are positions that keys write as names.
 
 NAMESPACE: Final = "shardtree"
-"""Of optree's registry: the one in which our leaves and users' classes are nodes."""
+"""The namespace in optree's registry in which our leaves and users' classes are nodes."""
 
 
 class Field(int):
-    """A named tuple's entry: equal to the field's position, and written in keys by the field's name.
+    """An entry of a named tuple: equal to the field's position, and written in keys by the field's name.
 
     Examples:
         >>> Field(1, "mu") == 1, f"opt.{Field(1, 'mu')}", [Field(1, "mu")]
@@ -48,7 +48,7 @@ class Field(int):
 
 
 def fields_of(kind: type) -> tuple[Field, ...]:
-    """Return the entries of a named tuple's class; none for another class, and for one that is registered with optree.
+    """Return the entries of a named tuple's class; none for other classes and those registered with optree.
 
     Examples:
         >>> from collections import namedtuple
@@ -62,7 +62,7 @@ def fields_of(kind: type) -> tuple[Field, ...]:
     return () if is_registered else tuple(Field(*pair) for pair in enumerate(kind._fields))  # type: ignore[attr-defined]
 
 
-# The hole takes the place of a leaf that was removed. None won't do: it is a value.
+# The hole takes the place of a removed leaf. None can't, since it is a value.
 
 
 class Hole(Enum):
@@ -87,13 +87,13 @@ Tree = Any
 P = ParamSpec("P")
 R = TypeVar("R")
 SameTree = TypeVar("SameTree")
-"""A tree whose containers, and the types of whose leaves, a function keeps."""
+"""A tree of the same containers and types of leaves as the function's argument."""
 
 _OPEN_KINDS = (dict, list, deque)
 _MAPPED_KINDS = (*_OPEN_KINDS, OrderedDict, defaultdict)
 TOO_DEEP = "the tree is too deep, or contains itself"
 _DEEP = 100  # levels; the codec stores no deeper values
-_LEVELS = 4  # of them, in an error
+_LEVELS = 4  # shown in an error
 
 LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
 """Types that aren't looked up in optree's registry: plain values, and shards, which are nodes there."""
@@ -102,7 +102,7 @@ LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE
 def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function of trees that raises a TreeError, not a RecursionError, if one of them is too deep.
 
-    If none is, the RecursionError stays: then a function that the caller gave recurses.
+    If no tree is too deep, the RecursionError stays: then a function that the caller passed recurses.
 
     Examples:
         >>> tree = []
@@ -129,7 +129,7 @@ def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _deep_path(tree: Tree) -> TreePath | None:
-    """Return the path of a node that is deep down, found without recursion, since the tree may contain itself."""
+    """Return the path of a node at the depth limit, found without recursion, since the tree may contain itself."""
     left: list[tuple[TreePath, Tree]] = [((), tree)]
     while left:
         path, node = left.pop()
@@ -154,7 +154,7 @@ def entries(node: Tree) -> Mapping[Any, Tree] | None:
 
 
 def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
-    """Return a new container of the node's type that holds other children, in their order."""
+    """Return a new container of the node's type with other children, in their order."""
     if is_dict(node):
         if isinstance(node, defaultdict):
             return defaultdict(node.default_factory, new)
@@ -169,11 +169,11 @@ def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 
 
 def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
-    """Return the stored form of a container with these children: for a registered class, a dict of its entries.
+    """Return the stored form of a container with these children; for a registered class, a dict of its entries.
 
-    A file names no class to be imported, so only a load's target knows the node's class. Another container that keeps
-    all its children is returned as it is: a subclass of dict, list or deque is then a value, which the codec knows, as
-    a Counter, or refuses.
+    A file names no class to import, so only a load's target knows the node's class. Other containers that keep all
+    children are returned unchanged. A subclass of dict, list or deque is then a value, which the codec either knows,
+    such as a Counter, or refuses.
     """
     if not is_dict(node) and not is_sequence(node):
         return dict(new)
@@ -182,7 +182,7 @@ def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 
 
 def is_subclass(node: Tree) -> bool:
-    """Return whether a container is of a subclass of dict, list or deque, which tree maps read as that type.
+    """Return whether a container is of a subclass of dict, list or deque, which tree maps read as the base class.
 
     Examples:
         >>> from collections import Counter
@@ -193,7 +193,7 @@ def is_subclass(node: Tree) -> bool:
 
 
 def subclasses(tree: Tree) -> list[tuple[TreePath, Tree]]:
-    """Return the outermost nodes for which `is_subclass` is true, with their paths.
+    """Return the outermost nodes that satisfy `is_subclass`, with their paths.
 
     Examples:
         >>> from collections import Counter
@@ -211,7 +211,7 @@ def _is_leaf(node: Tree) -> bool:
 
 
 def is_dict(node: Tree) -> bool:
-    """Return whether a container's entries are a dict's keys: another one may have any of them, or none.
+    """Return whether a container's entries are the keys of a dict, so that others may have any of them, or none.
 
     Examples:
         >>> is_dict(OrderedDict()), is_dict([])
@@ -235,14 +235,14 @@ def is_sequence(node: Tree) -> bool:
 
 
 def same_kind(left: Tree, right: Tree) -> bool:
-    """Return whether two containers have entries of one kind: both keys, or both positions."""
+    """Return whether two containers both have keys as entries, or both positions."""
     if is_dict(left) or is_dict(right):
         return is_dict(left) and is_dict(right)
     return (is_sequence(left) and is_sequence(right)) or type(left) is type(right)
 
 
 def namedtuple_types(tree: Tree) -> tuple[type, ...]:
-    """Return the namedtuple classes of a tree's nodes, each once, in the order of sorted dict keys.
+    """Return the namedtuple classes among a tree's nodes, each once, in the order of sorted dict keys.
 
     Examples:
         >>> from collections import namedtuple
@@ -256,7 +256,7 @@ def namedtuple_types(tree: Tree) -> tuple[type, ...]:
 
 
 def describe(node: Tree) -> str:
-    """Return a node's type and size, for errors; never its contents.
+    """Return a node's type and size for errors, never its contents.
 
     Examples:
         >>> describe({"a": 1}), describe([]), describe(1.5)
@@ -269,7 +269,7 @@ def describe(node: Tree) -> str:
 
 
 def is_known_leaf(node: Any) -> bool:
-    """Return whether a node's type is a known leaf; optree's own lookup of types takes longer."""
+    """Return whether a node's type is a known leaf; optree's look-up of types takes longer."""
     return type(node) in LEAVES
 
 
@@ -288,10 +288,10 @@ def flatten_with_kinds(
         >>> flatten_with_kinds({"a": [1, 2]})[2]
         {<class 'int'>}
     """
-    # The spec sorts dict keys, so that ranks whose dicts have other orders agree on the order of leaves.
+    # The spec sorts dict keys, so that ranks agree on the order of leaves whatever the order of their dicts.
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    # To optree a subclass of dict, list or deque is a leaf. Such ones are replaced by the type that they derive from,
-    # until none is left below them.
+    # For optree a subclass of dict, list or deque is a leaf. Each is replaced by its base class, until none remains
+    # below.
     while _has_subclasses(kinds := set(map(type, leaves))):
         again = spec.unflatten(map(_plain, leaves))
         leaves, spec = optree.tree_flatten(again, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
@@ -303,7 +303,7 @@ def _has_subclasses(kinds: Set[type]) -> bool:
 
 
 def _plain(leaf: Any) -> Tree:
-    """Return a subclass of a container as that container; another leaf as it is."""
+    """Return an instance of a container's subclass as the container; any other leaf unchanged."""
     return like(leaf, entries(leaf) or {}) if isinstance(leaf, _OPEN_KINDS) else leaf
 
 
@@ -311,7 +311,7 @@ def _plain(leaf: Any) -> Tree:
 
 
 def path_key(path: TreePath) -> str:
-    """Return a path's entries joined by dots, fields of named tuples by name: the default key of the leaf there.
+    """Return a path's entries joined by dots, as the default key of its leaf; fields of named tuples go by name.
 
     Examples:
         >>> path_key(("layers", 0, "weight"))
@@ -324,7 +324,7 @@ def path_key(path: TreePath) -> str:
 
 
 def leaves_with_paths(tree: Tree) -> list[tuple[TreePath, Any]]:
-    """Return a tree's leaves, shards among them, each with the path that reaches it.
+    """Return a tree's leaves, shards among them, each with its path.
 
     Examples:
         >>> leaves_with_paths({"model": [1, None]})
@@ -348,17 +348,17 @@ def shard_leaves(tree: Tree) -> list[ShardedBase]:
 
 
 def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable[[Sequence[Any]], Tree]]:
-    """Return a tree's leaves with paths, and the function that makes a tree of this structure from other leaves.
+    """Return a tree's leaves with paths, and the function that rebuilds the structure with other leaves.
 
     Args:
-        tree: any tree. Shards, factories, objects and None are leaves.
+        tree: Any tree. Shards, factories, objects and None are leaves.
 
     Returns:
         The pairs of path and leaf in the order of sorted dict keys, and `rebuild(leaves)`, which takes as many leaves
         in the same order and returns new containers that keep each dict's own order.
 
     Raises:
-        TreeError: `rebuild` got more or fewer leaves than there are places.
+        TreeError: `rebuild` got another number of leaves.
 
     Examples:
         >>> pairs, rebuild = flatten_with_paths({"b": 1, "a": (2, 3)})
@@ -371,7 +371,7 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
     kinds: set[type] = set()
     note = kinds.add  # returns None: not a leaf
     leaves, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or note(kind))
-    # optree makes all paths at once, with positions for fields: a tree without named tuples costs no more than that.
+    # optree makes all paths at once, with positions for fields; only trees with named tuples pay for more.
     classes = {kind for kind in kinds if issubclass(kind, tuple) and fields_of(kind)}
     paths = _with_fields(tree, classes) if classes else spec.paths()
 
@@ -384,7 +384,7 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
 
 
 def _with_fields(tree: Tree, classes: Set[type]) -> Iterator[TreePath]:
-    """Yield the paths of a tree's leaves, in which fields stand for the positions of these classes' instances."""
+    """Yield the paths of a tree's leaves, with fields in the place of positions for instances of these classes."""
     parts, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or kind in classes)
     for path, part in zip(spec.paths(), parts, strict=True):
         if type(part) not in classes:

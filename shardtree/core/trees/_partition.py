@@ -32,7 +32,7 @@ from ._nodes import (
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object] | Tree
 """A condition of `select`: a pattern of keys, a function of path and leaf, or a prefix of booleans."""
 
-# partition: trees of the same structure, with holes for each other's leaves.
+# partition: trees of one structure, in which each leaf is a hole in all but one.
 
 
 @overload
@@ -44,21 +44,21 @@ def partition(
 def partition(
     tree: Tree, predicate: Callable[[Any], object] | Tree, *more: Callable[[Any], object] | Tree
 ) -> tuple[Tree, ...]:
-    """Return the tree with only the leaves that match, and the tree with only the others, holes in their places.
+    """Return the tree with only the matching leaves, and the tree with only the others; holes take the other places.
 
-    With several conditions there is a tree for each of them, then the one with the rest: a leaf is in the tree of the
-    first condition that it meets. All have the structure of the whole. Leaves that are holes already stay holes.
+    With several conditions there is one tree for each, and a last one for leaves that meet none: a leaf is in the tree
+    of the first condition that it meets. All have the structure of the whole. Holes stay holes.
 
     Args:
-        tree: any tree.
+        tree: Any tree.
         predicate: A condition: a function of a leaf; a pattern of keys or a regular expression, as for `select`; or a
             tree of booleans, which may be a prefix of the tree. Shards are leaves.
         more: Further conditions.
 
     Raises:
-        TreeError: a text would fit other leaves in a shell, or booleans aren't a prefix of the tree.
-        MetadataError: a condition is none of these.
-        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        TreeError: A string would fit other leaves in a shell, or booleans aren't a prefix of the tree.
+        MetadataError: A condition is none of these.
+        UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
         >>> small, rest = partition({"a": 1, "b": [2, 3]}, lambda leaf: leaf < 2)
@@ -76,7 +76,7 @@ def partition(
     leaves, spec = flatten_visible(tree)
     conditions = (predicate, *more)
     choosers = [chooser("partition", wanted, tree, lambda f: lambda _, leaf: f(leaf)) for wanted in conditions]
-    # Paths take several times as long as the rest, and functions of leaves need none.
+    # Paths take several times as long as all else, and functions of leaves need none.
     is_named = not all(map(is_function, conditions))
     paths = [path for path, _ in leaves_with_paths(tree)] if is_named else [()] * len(leaves)
 
@@ -121,15 +121,15 @@ _Check = Callable[[Tree, Tree, TreePath], None]
 
 @refusing_depth
 def combine(*trees: Tree) -> Tree:
-    """Return the tree that parts with holes make together; the inverse of `partition`.
+    """Return the tree that parts with holes form together; the inverse of `partition`.
 
-    Where every part has a hole, the whole has one. A part may hold a subtree where the others have a hole.
+    A place with a hole in every part stays a hole. A part may have a subtree where the others have a hole.
 
     Args:
-        trees: trees of the same structure, where each place is filled in at most one of them.
+        trees: Trees of one structure; at most one of them has a value at each place.
 
     Raises:
-        TreeError: a place is filled twice, or the structures differ; names the path.
+        TreeError: Two trees have a value at one place, or the structures differ; names the path.
 
     Examples:
         >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
@@ -142,16 +142,16 @@ def combine(*trees: Tree) -> Tree:
 def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     """Return the union of two trees: dicts by key, lists and tuples of equal length by position.
 
-    Containers are of the first tree's type, in its order, then the second tree's new keys. What only one tree holds is
-    shared. A hole is filled by what the other tree has.
+    Containers have the first tree's type and order; the second tree's new keys follow. Parts of only one tree are
+    shared. A hole is filled by the other tree's value.
 
     Args:
-        x1: any tree.
-        x2: what is added to it.
-        key: where the two are in a larger tree, for errors.
+        x1: Any tree.
+        x2: Tree that is added to it.
+        key: Path of both trees in a larger one, for errors.
 
     Raises:
-        TreeError: both trees have a leaf at a path, or containers that can't be united; names the path.
+        TreeError: Both trees have a leaf at a path, or containers that can't be united; names the path.
 
     Examples:
         >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
@@ -181,17 +181,17 @@ def _check_merge(left: Tree, right: Tree, path: TreePath) -> None:
 
 def _check_combine(left: Tree, right: Tree, path: TreePath) -> None:
     _check_merge(left, right, path)
-    # Stricter than a merge: parts of one partition have one structure, so anything else is a mistake.
+    # This is stricter than a merge: parts of one partition have one structure, so a difference is a mistake.
     if type(left) is not type(right) or (entries(left) or {}).keys() != (entries(right) or {}).keys():
         raise _conflict(left, right, path)
 
 
 def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
     both = entries(left) is None and entries(right) is None
-    what = "both trees have a value" if both else "trees don't fit together"
-    fix = "Take it out of one of them, with `partition` for one."
+    heading = "both trees have a value" if both else "trees don't fit together"
+    fix = "Take it out of one of them, for example with `partition`."
     found = f"{describe(left)} and {describe(right)}"
-    return TreeError(error_text(f"{what} at {render_path(path)}", found=found, fix=fix))
+    return TreeError(error_text(f"{heading} at {render_path(path)}", found=found, fix=fix))
 
 
 # prune: trees without holes.
@@ -201,8 +201,8 @@ def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
 def prune(tree: Tree) -> Tree:
     """Return the tree without its holes, and without the containers that hold nothing else.
 
-    They are left out of dicts; in a list or tuple a hole stays, so that positions don't shift. A container that was
-    empty before stays, and so does the outermost one.
+    Dicts lose their holes; in a list or tuple holes stay, so that positions don't shift. Containers that were empty
+    before stay, and so does the outermost one.
 
     Examples:
         >>> prune({"a": HOLE, "b": {"c": HOLE}, "d": [{"e": HOLE}, 1], "f": {}})
@@ -226,25 +226,26 @@ def _prune(tree: Tree) -> Tree:
     return like(tree, drop_holes(new) if is_dict(tree) else new)
 
 
-# select: the leaves that are wanted.
+# select: the wanted leaves.
 
 
 @refusing_depth
 def select(tree: Tree, wanted: Wanted) -> Tree:
-    """Return the tree with only the leaves that are wanted, and only the containers that hold some.
+    """Return the tree with only the wanted leaves and the containers that hold some.
 
-    The rest is left out of dicts; in a list or tuple it becomes a hole, so that positions don't shift.
+    Dicts lose all other leaves; in a list or tuple these become holes, so that positions don't shift.
 
     Args:
-        tree: any tree.
-        wanted: what to keep. A text is a pattern (``*`` matches one part between dots, ``**`` any number) and must
-            match a whole shard key or the whole path of a leaf, written with dots; a compiled regular expression need
-            only be found in one of them; a function takes path and leaf.
+        tree: Any tree.
+        wanted: Condition for a leaf to stay. A string is a pattern (``*`` matches one part between dots, ``**`` any
+            number) and must match a whole shard key or the whole path of a leaf, written with dots. A compiled regular
+            expression need only be found in one of them. A function takes path and leaf. A tree of booleans may be a
+            prefix of the tree.
 
     Raises:
-        TreeError: a text would fit other leaves in a shell, where ``*`` goes across dots: which is meant? Or booleans
-            aren't a prefix of the tree.
-        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        TreeError: A string is ambiguous, since it would fit other leaves in a shell, where ``*`` goes across dots; or
+            booleans aren't a prefix of the tree.
+        UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
         >>> tree = {"model": {"w": 1, "bias": 2}, "groups": [{"lr": 3, "eps": 4}, {"eps": 5}]}
@@ -280,17 +281,17 @@ _Chooser: TypeAlias = Callable[[TreePath, Any], object]
 
 
 def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any], _Chooser] = lambda f: f) -> _Chooser:
-    """Return the function of path and leaf that says whether a leaf of a tree is wanted.
+    """Return the predicate of path and leaf that tells whether a leaf of a tree is wanted.
 
     Args:
-        doing: The public function, for errors.
+        doing: Name of the public function, for errors.
         wanted: A pattern of keys, a regular expression, a prefix of booleans, or a function.
-        tree: The tree with the leaves.
-        of_function: Makes the result of a given function; by default that takes path and leaf itself.
+        tree: Tree with the leaves.
+        of_function: Adapter from a given function to the predicate; by default the function takes path and leaf itself.
 
     Raises:
-        TreeError: a text has two readings, or booleans aren't a prefix of the tree.
-        MetadataError: it is none of these.
+        TreeError: A string is ambiguous, or booleans aren't a prefix of the tree.
+        MetadataError: `wanted` is none of these.
 
     Examples:
         >>> tree = {"w": 1, "b": {"c": 2}}
@@ -305,14 +306,14 @@ def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any],
             f"{render_path(path)}: {describe(flag)}" for path, flag in flags.items() if not isinstance(flag, bool)
         ]
         if others:
-            raise TreeError(error_text(f"{doing}: a tree of conditions", expected="booleans", offenders=others))
+            raise TreeError(error_text(f"{doing}: condition of another type", expected="booleans", offenders=others))
         return lambda path, _: flags[path]
     check_function(doing, "wanted", wanted, "a text, a pattern or a function, or a tree of booleans")
     return of_function(wanted)
 
 
 def is_function(wanted: object) -> TypeGuard[Callable[..., Any]]:
-    """Return whether a condition or place is a function, and not a tree that can be called, as Equinox's modules can.
+    """Return whether a condition or place is a function, and not a callable tree such as Equinox's modules.
 
     Examples:
         >>> is_function(len), is_function({"w": True})
@@ -328,12 +329,12 @@ def _name_chooser(doing: str, wanted: str | re.Pattern[str], tree: Tree) -> _Cho
         differences = shell_differences([wanted], names)
         if differences:
             fix = "* is one part between dots, ** any number; a regular expression or a function says anything else."
-            raise TreeError(error_text(f"{doing}: a pattern with two readings", offenders=differences, fix=fix))
+            raise TreeError(error_text(f"{doing}: ambiguous pattern", offenders=differences, fix=fix))
     return lambda path, leaf: any(map(matches, names_of(path, leaf)))
 
 
 def names_of(path: TreePath, leaf: Any) -> list[str]:
-    """Return the names by which patterns find a leaf: its path's, and a shard's key.
+    """Return the names of a leaf that patterns match: its path's, and a shard's key.
 
     Examples:
         >>> names_of(("opt", 0), 1)

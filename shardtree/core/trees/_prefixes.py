@@ -1,4 +1,4 @@
-"""Prefixes of trees: one value for all leaves below a place, as specs, labels and predicates are given."""
+"""Prefixes of trees, such as specs, labels and predicates: each value applies to all leaves below its place."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ._nodes import Field, Tree, entries, flatten_with_paths, refusing_depth
 
 @refusing_depth
 def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
-    """Return a tree of the second one's structure, whose leaves are the values that a prefix has at or above them.
+    """Return a tree of the second one's structure, whose leaves are the prefix's values at or above them.
 
-    Containers of the prefix may be of other classes than the tree's: their entries count, and so do names of fields.
+    Containers of the prefix may be of other classes than the tree's: only their entries count, or names of fields.
 
     Args:
         prefix: A single value, or a tree whose leaves stand at places that the tree has. None is a value.
         tree: The tree with the structure of the result; its shards are leaves.
 
     Raises:
-        TreeError: The prefix has a place that the tree hasn't, or no value for a leaf; names each of them.
+        TreeError: A place of the prefix isn't in the tree, or a leaf has no value; names each of them.
 
     Examples:
         >>> broadcast_prefix({"model": "decay", "step": None}, {"model": {"w": 1.0, "b": [2.0, 3.0]}, "step": 4})
@@ -46,7 +46,7 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
 
 
 def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
-    """Return the place of a prefix that is at a path or above it; None without one.
+    """Return the place of a prefix that is at a path or above it; None if there is none.
 
     Examples:
         >>> place_above(("model", "w"), [("model",), ("step",)])
@@ -59,14 +59,14 @@ def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
 def prefix_places(
     prefix: Tree, tree: Tree, path: TreePath = (), place: TreePath | None = ()
 ) -> Iterator[tuple[TreePath, TreePath | None, Any]]:
-    """Yield the path of each leaf of a prefix, its place in a tree (None if that has no such place), and the leaf.
+    """Yield the path of each leaf of a prefix, its place in a tree (None if the tree has none), and the leaf.
 
     Args:
-        prefix: The prefix. Containers may be of other classes than the tree's: their entries count, and named tuples'
-            fields have names too.
-        tree: The tree; anything where the place is None.
-        path: The prefix's own path in a larger one.
-        place: The tree's own path in a larger one.
+        prefix: Prefix of the tree. Containers may be of other classes than the tree's: only their entries count, or
+            names of named tuples' fields.
+        tree: The tree; ignored if the place is None.
+        path: Path of the prefix in a larger one.
+        place: Path of the tree in a larger one.
 
     Examples:
         >>> [*prefix_places({"a": 1, "c": 2}, {"a": [3, 4], "b": 5})]
@@ -76,11 +76,11 @@ def prefix_places(
     if children is None:
         yield path, place, prefix
         return
-    own = {} if place is None else dict(entries(tree) or {})
-    fields = {entry.name: entry for entry in own if isinstance(entry, Field)}
+    remaining = {} if place is None else dict(entries(tree) or {})
+    fields = {entry.name: entry for entry in remaining if isinstance(entry, Field)}
     for entry, child in children.items():
         name = entry.name if isinstance(entry, Field) else entry
-        key = entry if entry in own else fields.get(name, name)
-        below = (*place, key) if place is not None and key in own else None
-        # Taken out, so that a position and a name aren't both the place of a value.
-        yield from prefix_places(child, own.pop(key, None), (*path, entry), below)
+        key = entry if entry in remaining else fields.get(name, name)
+        below = (*place, key) if place is not None and key in remaining else None
+        # The entry is removed, so that a position and a name can't both be the place of a value.
+        yield from prefix_places(child, remaining.pop(key, None), (*path, entry), below)

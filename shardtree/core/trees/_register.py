@@ -18,13 +18,13 @@ _Class = TypeVar("_Class", bound=type)
 def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
     """Return a dataclass, registered so that tree maps, saves and loads enter its instances.
 
-    A path names its fields, as in ``state.params.w``. Its new instances are made without `__init__` or `__post_init__`:
-    a map's values needn't be what these accept. Attributes that aren't fields aren't kept. A file stores an instance as
-    a dict of its fields, and a load makes an instance where its target has one.
+    Paths name its fields, as in ``state.params.w``. New instances are made without `__init__` or `__post_init__`, which
+    might not accept a map's values. Attributes that aren't fields are dropped. A file stores an instance as a dict of
+    its fields, and a load makes an instance where its target has one.
 
-    Classes of Flax and Equinox are dataclasses: ``register_dataclass(flax.training.train_state.TrainState)``. What
-    these libraries mark as no part of the tree, by ``flax.struct.field(pytree_node=False)`` or
-    ``eqx.field(static=True)``, is static here too. A class made by
+    Classes of Flax and Equinox are dataclasses: ``register_dataclass(flax.training.train_state.TrainState)``. Fields
+    that these libraries exclude from the tree, by ``flax.struct.field(pytree_node=False)`` or
+    ``eqx.field(static=True)``, are static here too. A class made by
     ``optree.dataclasses.dataclass(namespace="shardtree")`` is registered already.
 
     Args:
@@ -33,7 +33,7 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
             stored, and nodes that are mapped together must have equal ones.
 
     Raises:
-        MetadataError: it isn't a dataclass, lacks a field of that name, or is registered in another way.
+        MetadataError: The class isn't a dataclass, lacks a field of that name, or is registered in another way.
 
     Examples:
         >>> import torch
@@ -59,11 +59,11 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
         )
     names = [field.name for field in fields(cls)]
     if unknown := [name for name in static if name not in names]:
-        what, lines = "register_dataclass: static: not a field", with_guesses(unknown, near_names(unknown, names))
-        raise MetadataError(error_text(f"{what} of {cls.__name__}", offenders=lines))
+        heading, lines = "register_dataclass: static: unknown fields", with_guesses(unknown, near_names(unknown, names))
+        raise MetadataError(error_text(f"{heading} of {cls.__name__}", offenders=lines))
     if issubclass(cls, (dict, list, tuple)):
-        what, fix = f"register_dataclass: {cls.__name__} is a container itself", "Hold the container in a field."
-        raise MetadataError(error_text(what, fix=fix))
+        heading, fix = f"register_dataclass: {cls.__name__} is a container itself", "Hold the container in a field."
+        raise MetadataError(error_text(heading, fix=fix))
     fixed = tuple(field.name for field in fields(cls) if field.name in static or _is_static(field))
     node = _DataclassNode(cls, tuple(name for name in names if name not in fixed), fixed)
     register: Any = optree.register_pytree_node
@@ -71,13 +71,13 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
     if known is None or known.type is not cls:
         register(cls, node.flatten, node.unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
     elif getattr(known.flatten_func, "__self__", None) != node:
-        what, fix = f"register_dataclass: {cls.__name__} is registered in another way", "Register it once."
-        raise MetadataError(error_text(what, fix=fix))
+        heading, fix = f"register_dataclass: {cls.__name__} is registered in another way", "Register it once."
+        raise MetadataError(error_text(heading, fix=fix))
     return cls
 
 
 def node_data(node: Any) -> Any:
-    """Return the static data of a registered class's instance: all beside its children, which are `entries`.
+    """Return the static data of a registered class's instance, which is everything but its children in `entries`.
 
     Examples:
         >>> @dataclass
@@ -96,12 +96,12 @@ def _is_static(field: Field[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _DataclassNode:
-    """How a dataclass is taken apart and made again.
+    """The functions of a dataclass for optree: one takes instances apart, the other makes new ones.
 
     Attributes:
         cls: The class.
         children: Names of the fields that are part of the tree.
-        static: Names of the others.
+        static: Names of the other fields.
     """
 
     cls: type
@@ -117,8 +117,8 @@ class _DataclassNode:
         return [getattr(value, name) for name in self.children], static, self.children
 
     def unflatten(self, static: dict[str, Any], children: Any) -> Any:
-        """Return a new instance with these fields."""
+        """Return a new instance with these static fields and children."""
         value: Any = object.__new__(self.cls)
         for name, child in (*zip(self.children, children, strict=True), *static.items()):
-            object.__setattr__(value, name, child)  # the class's own would refuse it where the class is frozen
+            object.__setattr__(value, name, child)  # a frozen class's own `__setattr__` would refuse it
         return value

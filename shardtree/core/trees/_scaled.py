@@ -1,6 +1,6 @@
-"""Values that mean numbers only by the scales beside them: how tensors show by names and dtypes that they are such.
+"""Values that mean numbers only along with scales in other tensors, recognised by names and dtypes.
 
-A table of names, since rooms above `quantised` change dtypes too; a test holds it against the forms there.
+The names are in a table here, since rooms above `quantised` change dtypes too; a test compares it with the forms there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ._key_patterns import check_patterns_fit, checked_patterns, key_matcher
 
 Dtypes = tuple[torch.dtype, ...]
 Scaled = Mapping[str, tuple[str, ...]]
-"""The keys of tensors that mean nothing without others, each with the keys of these."""
+"""The keys of tensors that mean nothing without others, each with the keys of those others."""
 
 
 def _named(*names: str) -> Dtypes:
@@ -28,7 +28,7 @@ _POWERS = _named("float8_e8m0fnu")
 _PACKED = (torch.int8, *_BYTES, *_INTEGERS)
 _STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 
-# Ends of keys in place of each other, with dtypes: of what must not be cast alone, and of what shows that beside it.
+# Suffixes that replace each other in keys, with dtypes: of the values, then of the tensor whose presence reveals them.
 _ROWS: tuple[tuple[str, Dtypes, str, Dtypes], ...] = (
     ("", _FP8, "_scale_inv", (*_NUMBERS, *_BYTES, *_POWERS)),
     ("", _FP8, "_scale", (*_NUMBERS, *_BYTES, *_POWERS)),
@@ -45,7 +45,7 @@ _ROWS: tuple[tuple[str, Dtypes, str, Dtypes], ...] = (
     ("weight_zero_point", _INTEGERS, "weight_packed", _INTEGERS),
     *(("qweight", _INTEGERS, *beside) for beside in (("scales", _NUMBERS), ("qzeros", _INTEGERS))),
     *(("qzeros", _INTEGERS, *beside) for beside in (("scales", _NUMBERS), ("qweight", _INTEGERS))),
-    # Of programs whose forms `quantised` doesn't know.
+    # Forms of other programs, which `quantised` doesn't know.
     ("", (torch.int8,), "_scale", (*_NUMBERS, *_BYTES, *_POWERS)),  # compressed-tensors' integers, ModelOpt's
     ("", (torch.int8,), "_scale_inv", (*_NUMBERS, *_BYTES, *_POWERS)),
     ("weight", _BYTES, "weight_scale", _NUMBERS),
@@ -62,23 +62,24 @@ _ROWS: tuple[tuple[str, Dtypes, str, Dtypes], ...] = (
     ("weight", _named("uint32"), "scales", (*_NUMBERS, *_BYTES)),  # MLX's
 )
 SCALED_DTYPES = frozenset(dtype for _, dtypes, _, _ in _ROWS for dtype in dtypes)
-"""Those in which values may be stored that need scales."""
+"""Dtypes in which values that need scales may be stored."""
 
 BY_SCALES = (
     "Read them by their scales: through form.lens of shardtree.quantised.FORMS, or from a checkpoint that\n"
     "  convert(transform=recode(dtype)) has made. Numbers that need no scales are named by plain=[patterns]."
 )
-"""What to do about values that would be cast without their scales."""
+"""Advice for values that would be cast without their scales."""
 
 
 def scaled_values(
     tensors: Mapping[str, torch.dtype], stored: Callable[[list[str]], Mapping[str, torch.dtype]]
 ) -> Scaled:
-    """Return which tensors aren't numbers by themselves, with the keys of the scales that lie beside them.
+    """Return the tensors that aren't numbers by themselves, with the keys of the scales beside them.
 
     Args:
-        tensors: dtypes by key, of tensors that are to get other dtypes.
-        stored: returns the dtypes of those of some keys that there are; asked only where a dtype may be of such values.
+        tensors: Dtype of each tensor that is to be cast, by key.
+        stored: Function from keys to the dtypes of those that exist. It is called only if a dtype may be of such
+            values.
 
     Examples:
         >>> there = {"w": torch.float8_e4m3fn, "w_scale": torch.float32, "mask": torch.float8_e4m3fn}
@@ -98,7 +99,7 @@ def scaled_values(
 
 
 def those_of(dtypes: Mapping[str, torch.dtype]) -> Callable[[list[str]], dict[str, torch.dtype]]:
-    """Return a function from keys to the dtypes of those that there are.
+    """Return a function from keys to the dtypes of those that exist.
 
     Examples:
         >>> those_of({"w": torch.float32})(["w", "x"])
@@ -108,7 +109,7 @@ def those_of(dtypes: Mapping[str, torch.dtype]) -> Callable[[list[str]], dict[st
 
 
 def scaled_what(dtype: torch.dtype, scales: Iterable[str]) -> str:
-    """Return what is said of values that would be cast without their scales.
+    """Return the text of errors for values that would be cast without their scales.
 
     Examples:
         >>> scaled_what(torch.float8_e4m3fn, ["w_scale"])
@@ -118,10 +119,10 @@ def scaled_what(dtype: torch.dtype, scales: Iterable[str]) -> str:
 
 
 def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled) -> None:
-    """Raise where values would be cast without their scales.
+    """Raise if values would be cast without their scales.
 
     Raises:
-        ShapeError: names each, and its scales.
+        ShapeError: `scaled` isn't empty; names each key, and its scales.
 
     Examples:
         >>> refuse_scaled("cast", {"w": torch.float32}, {})
@@ -133,15 +134,15 @@ def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled
 
 
 def plain_matcher(doing: str, plain: Iterable[str], keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
-    """Return the predicate that says whether a key is that of a tensor which the caller calls plain numbers.
+    """Return the predicate that tells whether a tensor's key is among those that the caller declares plain numbers.
 
     Args:
-        doing: for errors.
-        plain: patterns of keys.
-        keys: returns those that there are; asked only where there are patterns.
+        doing: Name of the operation, for errors.
+        plain: Patterns of keys.
+        keys: Function that returns the existing keys; called only if there are patterns.
 
     Raises:
-        KeyMismatch: a pattern fits no key, or they aren't a list of patterns.
+        KeyMismatch: A pattern fits no key, or `plain` isn't a list of patterns.
 
     Examples:
         >>> plain_matcher("cast", ["mask*"], lambda: ["mask", "w"])("mask")

@@ -1,4 +1,4 @@
-"""Targets whose tensors are made of others: what a load is asked for through a transform, such as a trace."""
+"""Targets through a transform, such as a trace: the stored tensors that a load must read for them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ..geometry import refuse
 
 
 class Transform(Protocol):
-    """Map from stored tensors to a target's, such as a trace; `load`, `explain` and `redistribute` take one."""
+    """Mapping from stored tensors to a target's, such as a trace; `load`, `explain` and `redistribute` take one."""
 
     def stored_target(self, target: Any, /, *, cast: bool, plain: Sequence[str]) -> Any:
-        """Return the target to load in place of the given one: it asks for stored tensors, and its factories merge.
+        """Return the target of stored tensors to load instead of the given one; its factories merge them.
 
         Args:
-            target: Shards, and plain tensors, which are whole and have the keys of their paths.
-            cast: Whether the target's dtypes may differ from what is made.
+            target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.
+            cast: Whether the target's dtypes may differ from those that the transform makes.
             plain: Patterns of keys of values that need no scales.
 
         Raises:
-            TreeError: The target isn't a tree, or too deep.
+            TreeError: The target isn't a tree, or is too deep.
         """
 
 
 def target_through(target: Any, transform: Transform, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-    """Return the target of stored tensors by which a transform makes the given one.
+    """Return the target of stored tensors from which a transform makes the given target.
 
     Args:
         target: Tree of shards and plain tensors.
         transform: A trace, or any value with its method `stored_target`.
-        cast: Whether the target's dtypes may differ from what the transform makes.
+        cast: Whether the target's dtypes may differ from those that the transform makes.
         plain: Patterns of keys of values that need no scales.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Wrapper subclasses: a shard whose tensor is made of other tensors is stored as these, under keys of their own.
+"""Wrapper subclasses: a shard whose tensor consists of other tensors is stored as these, under keys of their own.
 
-A class that torch can take apart (``__tensor_flatten__``) doesn't say how its inner tensors follow a cut of the whole.
-A table says it of known classes; their shards load in any layout that the class itself allows. Inner tensors of other
-classes are stored by the shard's place in its grid, and load in the same layout alone.
+A class that torch can take apart (``__tensor_flatten__``) doesn't tell how its inner tensors follow a cut of the whole.
+For known classes a table does; their shards load in any layout that the class itself allows. Inner tensors of other
+classes are stored by the shard's index in its grid, and load in the same layout only.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ._maps import map_sharing
 from ._nodes import Tree
 
 _Rule = Callable[[str, torch.Tensor, ShardedTensor], ShardedTensor | None]
-"""From the key of an inner tensor, the tensor, and the shard that holds it, to the inner tensor's shard; None where the
-cut isn't one of the inner tensor."""
+"""A function from an inner tensor's key, the tensor and the shard that holds it to the inner tensor's shard; None if
+the cut of the shard isn't a cut of the inner tensor."""
 
 
 def unwrap(tree: Tree) -> Tree:
-    """Return the tree with each shard of a wrapper subclass as a factory of shards of its inner tensors.
+    """Return the tree with each shard of a wrapper subclass replaced by a factory of shards of its inner tensors.
 
-    An inner tensor is stored under the shard's key, a dot, and its name in the class. `save`, `load` and `redistribute`
-    do this themselves. What is loaded is of the target's class; everything but the inner tensors (block sizes, say) is
-    the target's too.
+    The key of an inner tensor is the shard's key, a dot, and its name in the class. `save`, `load` and `redistribute`
+    unwrap trees themselves. A loaded tensor has the target's class, and everything but its inner tensors (block sizes,
+    say) comes from the target too.
 
     Examples:
         >>> tree = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
@@ -41,7 +41,7 @@ def unwrap(tree: Tree) -> Tree:
 
 
 def has_factories(leaves: list[tuple[TreePath, Any]]) -> bool:
-    """Return whether a factory, or a shard that `unwrap` makes one, is among leaves with their paths.
+    """Return whether leaves with paths include a factory, or a shard of which `unwrap` makes one.
 
     Examples:
         >>> has_factories([(("w",), ShardedTensor.from_rank_offsets("w", torch.zeros(2)))])
@@ -54,7 +54,7 @@ def has_factories(leaves: list[tuple[TreePath, Any]]) -> bool:
 
 
 def factory_of(leaf: Any) -> ShardedTensorFactory | None:
-    """Return a factory itself, and the factory of a wrapper subclass's inner tensors for its shard; None for others.
+    """Return the factory of a leaf: a factory itself, or that of a wrapper subclass's shard; None for other leaves.
 
     Examples:
         >>> factory_of(ShardedTensor.from_rank_offsets("w", torch.zeros(2))) is None
@@ -62,7 +62,7 @@ def factory_of(leaf: Any) -> ShardedTensorFactory | None:
     """
     if isinstance(leaf, ShardedTensorFactory):
         return leaf
-    # A flat range of a wrapper isn't one of its inner tensors.
+    # A flat range of a wrapper isn't a flat range of its inner tensors.
     if type(leaf) is not ShardedTensor or leaf.flattened_range or not _can_be_taken_apart(type(leaf.data)):
         return None
     shards = _inner_shards(leaf)
@@ -73,14 +73,14 @@ def factory_of(leaf: Any) -> ShardedTensorFactory | None:
 
     def merge(parts: Mapping[str, Any]) -> Any:
         if all(parts[name] is shard.data for name, shard in shards.items()):
-            return whole  # its inner tensors were donated, and are filled
+            return whole  # its inner tensors were donated, and are already filled
         return type(whole).__tensor_unflatten__(dict(parts), context, whole.shape, whole.stride())
 
     return ShardedTensorFactory(leaf.key, whole, lambda *_: unwrap(shards), merge, leaf.replica_id)
 
 
 def _can_be_taken_apart(kind: type) -> bool:
-    # DTensors have shards of their own, and the result of a collective may not be there yet.
+    # DTensors have shards of their own, and the result of a collective may still be pending.
     is_known = hasattr(kind, "placements") or hasattr(kind, "trigger_wait")
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") and not is_known
 
@@ -92,16 +92,16 @@ def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
     shards = {}
     for name in names:
         key, inner = f"{shard.key}.{name}", getattr(shard.data, name)
-        made = rules[name](key, inner, shard) if name in rules else None
-        made = made or _by_place(key, inner, shard)
-        if made is None:
+        inner_shard = rules[name](key, inner, shard) if name in rules else None
+        inner_shard = inner_shard or _by_place(key, inner, shard)
+        if inner_shard is None:
             return None
-        shards[name] = made
+        shards[name] = inner_shard
     return shards
 
 
 def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that is stored by the place in the grid of the shard that it is part of."""
+    """Return the shard of an inner tensor that is stored by the grid index of the shard around it."""
     grid = shard.axis_fragmentations
     if grid is None:
         return None
@@ -113,13 +113,13 @@ def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTen
 
 
 def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that has an element for each block of the whole, along each axis."""
+    """Return the shard of an inner tensor with one element for each block of the whole, along each axis."""
     front = shard.prepend_axis_num
     shape, offset = shard.global_shape[front:], shard.global_offset[front:]
     if inner.ndim != len(shape):
         return None
     sizes = zip(shard.local_shape, inner.shape, strict=True)
-    blocks = [own // size if size and own % size == 0 else 1 for own, size in sizes]
+    blocks = [length // size if size and length % size == 0 else 1 for length, size in sizes]
     if any(start % block or whole % block for start, whole, block in zip(offset, shape, blocks, strict=True)):
         return None
     return replace(
@@ -130,20 +130,20 @@ def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
         local_shape=tuple(inner.shape),
         global_shape=(*shard.global_shape[:front], *map(floordiv, shape, blocks)),
         global_offset=(*shard.global_offset[:front], *map(floordiv, offset, blocks)),
-        # Of scales, a rank must never keep its own beside values that were loaded.
+        # A rank must never keep its own scales beside loaded values.
         allow_shape_mismatch=shard.allow_shape_mismatch and all(block == 1 for block in blocks),
     )
 
 
 def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that has an element for each group of the flattened whole's elements."""
+    """Return the shard of an inner tensor with one element for each group of the flattened whole's elements."""
     front, count = shard.prepend_axis_num, inner.numel()
-    (first, *rest), (start, *_) = (shard.global_shape[front:] or (1,)), (shard.global_offset[front:] or (0,))
-    own = prod(shard.local_shape)
-    # Cut along another axis than the first, a rank's elements don't lie together in the whole.
-    if inner.ndim != 1 or not count or own % count or list(shard.local_shape[1:]) != rest:
+    (first, *others), (start, *_) = (shard.global_shape[front:] or (1,)), (shard.global_offset[front:] or (0,))
+    elements = prod(shard.local_shape)
+    # If another axis than the first is cut, a rank's elements aren't contiguous in the whole.
+    if inner.ndim != 1 or not count or elements % count or list(shard.local_shape[1:]) != others:
         return None
-    group, row = own // count, prod(rest)
+    group, row = elements // count, prod(others)
     if (first * row) % group or (start * row) % group:
         return None
     grid = shard.axis_fragmentations
@@ -161,7 +161,7 @@ def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
 
 
 def _alike(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that all parts of the whole have alike: each is a replica of it."""
+    """Return the shard of an inner tensor that is equal in all parts of the whole: each part has a replica of it."""
     replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
     return ShardedTensor.from_rank_offsets(key, inner, replica_id=(*shard.global_offset, *replica))
 
@@ -174,5 +174,5 @@ _RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
     "Int8Tensor": _QUANTISED,
     "Float8Tensor": _QUANTISED,
 }
-"""How inner tensors of torchao's classes follow a cut, by class and by name: the states of AdamW8bit, AdamW4bit and
-AdamWFp8, and weights of Int8 and FP8."""
+"""The functions that cut inner tensors of torchao's classes, by class and by name: the states of AdamW8bit, AdamW4bit
+and AdamWFp8, and weights of Int8 and FP8."""

@@ -200,7 +200,7 @@ def test_registering_again_is_the_same_and_otherwise_refused() -> None:
     assert trees.register_dataclass(Marked, static=["name"]) is Marked
     with pytest.raises(MetadataError, match="in another way"):
         trees.register_dataclass(State, static=("step",))
-    with pytest.raises(MetadataError, match=r"not a field of Layer\n.*'v'"):
+    with pytest.raises(MetadataError, match=r"unknown fields of Layer\n.*'v'"):
         trees.register_dataclass(Layer, static=("v",))
     for wrong in (Slots, State({}), 3):
         with pytest.raises(MetadataError, match="not a dataclass"):

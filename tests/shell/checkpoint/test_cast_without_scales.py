@@ -129,7 +129,7 @@ def test_plain_fp8_is_cast_and_so_is_what_the_caller_calls_plain(way: Callable[.
     assert torch.equal(way({"mask": VALUES, "x": torch.ones(2)}, ["mask"], [])["mask"].float(), VALUES.float())
     found = st.trees.flat(way(tensors, ["up.weight", "mask"], ["**.weight"]))
     assert torch.equal(found["up.weight"].float(), VALUES.float()) and found["up.weight"].dtype is BF16
-    with pytest.raises(KeyMismatch, match=r": plain names what isn't there\n +'down'"):
+    with pytest.raises(KeyMismatch, match=r": plain: patterns fit no key\n +'down'"):
         way(tensors, ["up.weight", "mask"], ["**.weight", "down"])
 
 
