@@ -1,4 +1,4 @@
-"""Shards of many ranks as columns: what plans and integrity checks compute on, and what ranks send each other."""
+"""Shards of many ranks as columns, which plans and integrity checks compute on, and ranks send each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Fields: TypeAlias = tuple[torch.dtype, tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What every shard of one global tensor must agree on."""
+    """The properties of a global tensor that all its shards must agree on."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]
@@ -36,15 +36,15 @@ class ShardColumns:
     """Shards, one a row: a box of the tensor ``keys[key[row]]``, or a flat range of it.
 
     Attributes:
-        keys: the tensors' keys, sorted, each once.
-        kinds: for each key, what its shards agree on.
-        key: which tensor, int64 (shards,).
-        offset: int64 (shards, axes), right-aligned, prepended axes included.
-        shape: int64 (shards, axes), 1 on prepended axes.
-        start: first element of the flat range, -1 for a whole box, int64 (shards,).
-        stop: one past its last element, -1 for a whole box, int64 (shards,).
-        rank: who holds the shard, int64 (shards,).
-        main: whether it is the main replica, bool (shards,).
+        keys: Keys of the tensors, sorted, each once.
+        kinds: Kind of each key's tensor.
+        key: Number of each shard's key, int64 (shards,).
+        offset: Offset of each box, int64 (shards, axes), right-aligned, prepended axes included.
+        shape: Shape of each box, int64 (shards, axes), 1 on prepended axes.
+        start: First element of the flat range, -1 for a whole box, int64 (shards,).
+        stop: One past its last element, -1 for a whole box, int64 (shards,).
+        rank: Rank that holds the shard, int64 (shards,).
+        main: Whether the shard is the main replica, bool (shards,).
     """
 
     keys: tuple[str, ...]
@@ -68,24 +68,24 @@ class ShardColumns:
         return notebook_html(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to pickle columns, as ranks send them to each other."""
-        # Kinds are packed as columns too: pickled one by one they would be most of the message.
+        """Return the packed form of columns for pickling, since ranks send them to each other."""
+        # Kinds are packed as columns too: pickled one by one, they would be most of the message.
         others = tuple(narrowed(getattr(self, name)) for name in ROWS)
         return _from_packed, (self.keys, packed_kinds(self.kinds), others)
 
     @property
     def elements(self) -> Column:
-        """How many elements each shard holds, int64 (shards,)."""
+        """The number of elements of each shard, int64 (shards,)."""
         return np.where(self.start < 0, volumes(self.shape), self.stop - self.start)
 
     @property
     def item_size(self) -> Column:
-        """Bytes an element of each key's tensor takes, int64 (keys,)."""
+        """The item size of each key's tensor in bytes, int64 (keys,)."""
         return np.array([kind.dtype.itemsize for kind in self.kinds], dtype=np.int64)
 
     @property
     def nbytes(self) -> Column:
-        """How many bytes each shard holds, int64 (shards,)."""
+        """The size of each shard in bytes, int64 (shards,)."""
         return self.elements * self.item_size[self.key]
 
 
@@ -96,16 +96,18 @@ _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column,
 
 
 def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
-    """Return the number of each key's kind, and of the different kinds dtype, axes, prepended axes and global shape.
+    """Return kinds as columns: each key's number of a distinct kind, then the distinct kinds' fields.
+
+    The fields are dtype, number of axes, number of prepended axes, and global shape.
 
     Examples:
         >>> kind = TensorKind(torch.float32, (4, 6), 0)
         >>> packed_kinds([kind, kind])[0].tolist(), packed_kinds([kind, kind])[1]
         ([0, 0], (torch.float32,))
     """
-    few = {id(kind): kind for kind in kinds}  # equal kinds mostly are one object, and ids hash faster than kinds
+    few = {id(kind): kind for kind in kinds}  # equal kinds are mostly one object, and ids hash faster than kinds
     number = {kind: position for position, kind in enumerate(dict.fromkeys(few.values()))}
-    number_of = {each: number[kind] for each, kind in few.items()}
+    number_of = {identity: number[kind] for identity, kind in few.items()}
     return (
         _int64([number_of[id(kind)] for kind in kinds]),
         tuple(kind.dtype for kind in number),
@@ -116,18 +118,18 @@ def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
 
 
 def unpacked_kinds(columns: _PackedKinds) -> tuple[TensorKind, ...]:
-    """Return the kinds that were packed, with one object for all that are equal.
+    """Return the kinds of packed columns, with one object for all equal ones.
 
     Examples:
         >>> unpacked_kinds(packed_kinds([TensorKind(torch.float32, (4, 6), 0)]))
         (TensorKind(dtype=torch.float32, global_shape=(4, 6), prepend_axis_num=0),)
     """
     number, dtypes, axes, fronts, boxes = columns
-    # Shapes are right-aligned: the leading fill isn't part of them.
+    # Shapes are right-aligned, so that the leading fill isn't part of them.
     fills = (boxes.shape[1] - axes).tolist()
     shapes = [box[skip:] for box, skip in zip(zip(*boxes.T.tolist(), strict=True), fills, strict=True)]
     kinds = list(map(TensorKind, dtypes, shapes, fronts.tolist()))
-    return tuple([kinds[each] for each in number.tolist()])
+    return tuple([kinds[position] for position in number.tolist()])
 
 
 def _from_packed(keys: tuple[str, ...], kinds: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
@@ -135,15 +137,15 @@ def _from_packed(keys: tuple[str, ...], kinds: _PackedKinds, others: tuple[Any, 
 
 
 def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumns:
-    """Return one rank's shards as columns, a row a shard, in the order given.
+    """Return one rank's shards as columns, one row a shard, in the same order.
 
     Args:
-        shards: sharded tensors, with or without data.
-        rank: the rank that holds them.
+        shards: Sharded tensors, with or without data.
+        rank: Rank that holds them.
 
     Raises:
-        IntegrityError: two shards of one key differ in global shape, dtype or prepended axes.
-        MetadataError: they aren't tensor shards.
+        IntegrityError: Two shards of one key differ in global shape, dtype or prepended axes.
+        MetadataError: The shards aren't tensor shards.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
@@ -154,7 +156,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
     try:
         kinds = _kinds(shards, rank)
     except (AttributeError, TypeError):
-        # Types are checked only after a failure: checking each beforehand would take as long as making the columns.
+        # Types are checked only after a failure: checking them beforehand would take as long as making the columns.
         one_by_one = shards if isinstance(shards, Sequence) else [shards]
         other = next((type(shard).__name__ for shard in one_by_one if not isinstance(shard, ShardedTensor)), "others")
         fix = "Give the shards alone; `tree_columns` takes trees."
@@ -180,8 +182,8 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
 
 
 def _kinds(shards: Sequence[ShardedTensor], rank: int) -> dict[str, TensorKind]:
-    """Return what each key's shards agree on, or raise an error that names all keys of which they don't agree."""
-    same: dict[_Fields, TensorKind] = {}  # a model repeats few kinds; as one object each, they compare by identity
+    """Return the kind of each key, or raise an error that names all keys with shards of several kinds."""
+    same: dict[_Fields, TensorKind] = {}  # a model repeats few kinds, and kinds of one object compare by identity
     kinds_of: dict[str, TensorKind] = {}
     agree = True
     for shard in shards:
@@ -205,7 +207,7 @@ def _disagreement(shards: Sequence[ShardedTensor], rank: int) -> IntegrityError:
 
 
 def check_columns(doing: str, columns: object) -> None:
-    """Raise MetadataError for what isn't columns of shards, such as a tree.
+    """Raise MetadataError unless a value is columns of shards; a tree isn't.
 
     Examples:
         >>> check_columns("access_problems", shard_columns([]))
@@ -215,7 +217,7 @@ def check_columns(doing: str, columns: object) -> None:
 
 
 def check_ranks_columns(doing: str, parts: object) -> None:
-    """Raise MetadataError for what isn't a list of columns, one for each rank.
+    """Raise MetadataError unless a value is a list of columns, one for each rank.
 
     Examples:
         >>> check_ranks_columns("join_columns", [shard_columns([])])
@@ -226,7 +228,7 @@ def check_ranks_columns(doing: str, parts: object) -> None:
 
 
 def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
-    """Return the given rows of columns, in the order given; keys stay as they are.
+    """Return some rows of columns, in the order of their numbers; keys stay unchanged.
 
     Examples:
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, part, 2)) for part in range(2)]
@@ -237,7 +239,7 @@ def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
 
 
 def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
-    """Return several ranks' columns as one; the caller knows that they agree about their tensors."""
+    """Return several ranks' columns as one; the caller guarantees that they agree about their tensors."""
     if len(parts) < 2:
         return parts[0] if parts else shard_columns([])
     keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
@@ -257,7 +259,7 @@ def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
 def _joined_tables(
     tables: dict[tuple[str, ...], tuple[TensorKind, ...]],
 ) -> tuple[tuple[str, ...], tuple[TensorKind, ...], dict[tuple[str, ...], Column]]:
-    """Return all tables' keys, sorted as those of each are, their kinds, and where each table's keys are among them."""
+    """Return the union of tables: sorted keys, their kinds, and the numbers of each table's keys in the union."""
     if len(tables) == 1:  # the usual case: all ranks hold shards of the same tensors
         ((keys, kinds),) = tables.items()
         return keys, kinds, {keys: np.arange(len(keys))}
@@ -270,13 +272,13 @@ def _joined_tables(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxColumns:
-    """Shards divided into boxes, each contiguous within its shard.
+    """Shards divided into boxes, each of them contiguous within its shard.
 
     Attributes:
-        shard: the row of the shard that the box belongs to, int64 (boxes,).
-        offset: in the global tensor, int64 (boxes, axes).
-        shape: int64 (boxes, axes).
-        position: the element of the shard's data that the box begins at, int64 (boxes,).
+        shard: Row of the box's shard, int64 (boxes,).
+        offset: Offset of the box in the global tensor, int64 (boxes, axes).
+        shape: Shape of the box, int64 (boxes, axes).
+        position: Index of the box's first element in the shard's data, int64 (boxes,).
     """
 
     shard: Column
@@ -286,13 +288,13 @@ class BoxColumns:
 
 
 def shard_boxes(offset: Column, shape: Column, start: Column, stop: Column) -> BoxColumns:
-    """Return the boxes that shards consist of: one for a box shard, a few for a flat range.
+    """Return the boxes that make up shards: one for a box shard, a few for a flat range.
 
     Args:
-        offset: int64 (shards, axes).
-        shape: int64 (shards, axes).
-        start: int64 (shards,), -1 for a whole box.
-        stop: int64 (shards,).
+        offset: Offset of each shard, int64 (shards, axes).
+        shape: Shape of each shard, int64 (shards, axes).
+        start: First element of each flat range, -1 for a whole box, int64 (shards,).
+        stop: One past its last element, int64 (shards,).
 
     Examples:
         >>> boxes = shard_boxes(*map(np.array, ([[2, 0]], [[2, 3]], [1], [5])))
@@ -305,7 +307,7 @@ def shard_boxes(offset: Column, shape: Column, start: Column, stop: Column) -> B
         return BoxColumns(whole, offset, shape, np.zeros(whole.size, dtype=np.int64))
     row, inside, part, position = flat_boxes(shape[flat], start[flat], stop[flat])
     shard = np.concatenate([whole, flat[row]])
-    # Back into the order of the shards: plans and messages don't depend on which of them are flat.
+    # Boxes return to the order of the shards, so that plans and messages don't depend on which shards are flat.
     order = np.argsort(shard, kind="stable")
     return BoxColumns(
         shard[order],

@@ -1,4 +1,4 @@
-"""Integrity: what all ranks hold together, checked as a whole, and common states against each other."""
+"""Integrity: the shards of all ranks, checked as a whole, and common states against each other."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ._problems import (
 )
 
 _MOST_ROWS = 2**18
-"""Shards that are checked at once: the check takes several times the memory of its columns."""
+"""Number of shards that are checked at once: the check takes several times the memory of its columns."""
 
-# What ranks hold together: every element of a global tensor has exactly one main replica.
+# The rule for shards: every element of a global tensor has exactly one main replica.
 
 
 def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
-    """Return several ranks' columns as one, rows in the order given.
+    """Return several ranks' columns as one, rows in the same order.
 
     Raises:
-        IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
+        IntegrityError: Ranks differ about a key's global shape, dtype or prepended axes.
 
     Examples:
         >>> import torch, shardtree as st
@@ -45,19 +45,19 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
     check_ranks_columns("join_columns", parts)
     problems = kind_problems(parts)
     if problems:
-        what = "the ranks don't agree about their tensors"
-        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=ONE_KIND))
+        heading = "the ranks disagree about their tensors"
+        raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=ONE_KIND))
     return join_agreed(parts)
 
 
 def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
-    """Return all problems between ranks: what they disagree about, and what lacks one main replica.
+    """Return all problems between ranks: disagreements, and elements without exactly one main replica.
 
     Tensors and objects that ranks disagree about aren't checked further.
 
     Args:
-        parts: each rank's shards.
-        objects: each rank's objects.
+        parts: Shards of each rank.
+        objects: Objects of each rank.
 
     Examples:
         >>> import torch, shardtree as st
@@ -72,14 +72,14 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
 
 
 def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> ShardColumns:
-    """Return all ranks' shards as one, rows in the order given, after checking that they fit together.
+    """Return all ranks' shards as one, rows in the same order, after checking that they fit together.
 
     Args:
-        parts: each rank's shards.
-        objects: each rank's objects.
+        parts: Shards of each rank.
+        objects: Objects of each rank.
 
     Raises:
-        IntegrityError: names all `sharding_problems`.
+        IntegrityError: The shards have `sharding_problems`; names all of them.
 
     Examples:
         >>> import torch, shardtree as st
@@ -95,11 +95,11 @@ def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 def _join_and_check(
     parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 ) -> tuple[ShardColumns, tuple[Problem, ...]]:
-    """Return the shards of the tensors that ranks agree about, and all problems."""
+    """Return the shards of all tensors that ranks agree about, and all problems."""
     problems = kind_problems(parts, objects)
     keys = {problem.key for problem in problems}
     # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
-    # first.
+    # first one.
     columns = join_agreed([without_keys(part, keys) for part in parts] if keys else parts)
     arrays = object_problems(join_objects(objects)) if any(map(len, objects)) else ()
     others = (problem for problem in arrays if problem.key not in keys)
@@ -107,13 +107,13 @@ def _join_and_check(
 
 
 def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
-    """Return where the main replicas don't tile their global tensors; nothing where all is well.
+    """Return the problems of main replicas that don't tile their global tensors; empty if there are none.
 
-    There is a problem for each box that no main replica holds, or more than one; the first 20 of each tensor, and one
-    that counts the others.
+    There is a problem for each box with no main replica, or several. Each tensor has at most 20, and one more that
+    counts the others.
 
     Args:
-        columns: the shards of all ranks.
+        columns: Shards of all ranks.
 
     Examples:
         >>> import torch, shardtree as st
@@ -122,8 +122,8 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
         ["'w' (rank 0): [2:4, 0:3] has no main replica (6 of 12 elements); beside it: rank 0 [0:2, 0:3]"]
     """
     check_columns("access_problems", columns)
-    # Boxes are compared as they are. Counting the cells of regular grids, as Megatron-Core does, would leave uneven
-    # ones unchecked.
+    # Boxes are compared with each other. Counting the cells of regular grids, as Megatron-Core does, would leave uneven
+    # grids unchecked.
     beyond: list[Problem] = []
     faults: list[Faults] = []
     for first, main in _main_by_keys(columns):
@@ -135,7 +135,7 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
 
 
 def _main_by_keys(columns: ShardColumns) -> Iterator[tuple[int, ShardColumns]]:
-    """Yield the main replicas of some tensors at a time, and the number of the first of these tensors."""
+    """Yield the main replicas of a bounded number of tensors, and the number of the first of these tensors."""
     if len(columns) <= _MOST_ROWS:
         yield 0, select_rows(columns, np.flatnonzero(columns.main))
         return
@@ -151,10 +151,10 @@ def _main_by_keys(columns: ShardColumns) -> Iterator[tuple[int, ShardColumns]]:
 
 
 def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
-    """Return why the given shards can't all be stored in one checkpoint; gaps between them are no reason.
+    """Return the problems of storing these shards in one checkpoint; gaps between them are allowed.
 
     Args:
-        columns: the shards that are written, main replicas or not.
+        columns: Shards to write, main replicas or not.
 
     Examples:
         >>> import torch, shardtree as st
@@ -167,10 +167,10 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
 
 
 def check_stored_shards(columns: ShardColumns) -> None:
-    """Raise where the given shards can't all be stored in one checkpoint; gaps between them are no reason.
+    """Raise if these shards can't be stored in one checkpoint; gaps between them are allowed.
 
     Raises:
-        IntegrityError: two hold the same element, or one exceeds its tensor's global shape.
+        IntegrityError: Two shards hold the same element, or one exceeds its tensor's global shape.
 
     Examples:
         >>> import torch, shardtree as st
@@ -180,15 +180,15 @@ def check_stored_shards(columns: ShardColumns) -> None:
     problems = write_problems(columns)
     if problems:
         fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
-        what = "save: shards that can't lie in one checkpoint"
-        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+        heading = "save: shards that can't lie in one checkpoint"
+        raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
 
 
 def check_access(columns: ShardColumns) -> None:
     """Raise unless every global element has exactly one main replica.
 
     Raises:
-        IntegrityError: names every key, the ranks and the boxes that are covered twice or not at all.
+        IntegrityError: Some elements have none or several; names their keys, ranks and boxes.
 
     Examples:
         >>> import torch, shardtree as st
@@ -198,23 +198,23 @@ def check_access(columns: ShardColumns) -> None:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raise IntegrityError with the given problems, if there are any.
+    """Raise IntegrityError with the problems, if there are any.
 
     Examples:
         >>> raise_problems([])
     """
     if problems:
-        what = (
+        heading = (
             "sharding integrity: each element of a global tensor, and each object of a global array, "
             "needs exactly one main replica (replica_id 0)"
         )
         skip = "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."
-        raise IntegrityError(offences_text(what, problems, skip))
+        raise IntegrityError(offences_text(heading, problems, skip))
 
 
 def _overhanging(main: ShardColumns) -> tuple[Problem, ...]:
-    """Return the tensors of which a shard exceeds the global shape."""
-    # Such a shard is legal with `allow_shape_mismatch`, for loading; saved, it would be stored outside of its tensor.
+    """Return a problem for each tensor with a shard that exceeds the global shape."""
+    # Such a shard may be loaded, with `allow_shape_mismatch`; saved, it would lie outside of its tensor.
     whole = box_column([kind.global_shape for kind in main.kinds], fill=1, axes=main.offset.shape[1])
     leaves = np.zeros(len(main), dtype=np.bool_)
     for axis in range(whole.shape[1]):
@@ -231,14 +231,14 @@ def _overhanging(main: ShardColumns) -> tuple[Problem, ...]:
     )
 
 
-# Whether all ranks have the same common state, which only one of them stores.
+# The rule for common states: they are the same on all ranks, since only one rank stores its own.
 
 
 def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem, ...]:
     """Return the paths at which ranks' common trees differ, with each value and its ranks; holes in dicts don't count.
 
     Args:
-        commons: each rank's common tree, by rank: a mapping, or a sequence that begins with rank 0.
+        commons: Common tree of each rank: a mapping by rank, or a sequence that begins with rank 0.
 
     Examples:
         >>> for problem in common_problems([{"step": 7}, {"step": 8}, {"step": 8}, {"step": 7, "lr": 0.1}]):
@@ -252,7 +252,7 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
     by_rank = commons if isinstance(commons, Mapping) else dict(enumerate(commons))
     # Holes mark shards, and ranks may hold different ones.
     trees = {rank: without_holes(common) for rank, common in by_rank.items()}
-    # All are compared with the first: equality is transitive, and all pairs would be too many.
+    # Every tree is compared with the first: equality is transitive, and all pairs would be too many.
     first = next(iter(trees.values()), None)
     differing: dict[TreePath, list[int]] = defaultdict(list)
     for rank, tree in trees.items():
@@ -263,13 +263,13 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
 
 
 def _values(trees: Mapping[int, Any], path: TreePath, ranks: Sequence[int]) -> str:
-    """Return each value at a path with the ranks that have it; `ranks` are those that differ from the first one."""
+    """Return each value at a path with its ranks, as text; `ranks` are those that differ from the first rank."""
     like_first = [rank for rank in trees if rank not in ranks]
     first = value_at(trees[like_first[0]], path)
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         value = value_at(trees[rank], path)
-        # Two values may differ and print alike, as tensors that are long do.
+        # Two different values may print alike, such as long tensors.
         groups[f"another {value}" if value == first else value].append(rank)
     values = {first: like_first} | groups
-    return ", ".join(f"{rank_text(own)} {'has' if len(own) == 1 else 'have'} {value}" for value, own in values.items())
+    return ", ".join(f"{rank_text(who)} {'has' if len(who) == 1 else 'have'} {value}" for value, who in values.items())

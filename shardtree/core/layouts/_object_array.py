@@ -1,4 +1,4 @@
-"""ObjectArray: all values of a global array of objects, the argument of rules."""
+"""ObjectArray: all values of a global array of objects, which rules take as their argument."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectArray:
-    """All values of a global array of objects, as it was stored or held.
+    """All values of a global array of objects, stored or in memory.
 
     Attributes:
-        key: the array's name.
-        shape: in objects, all sizes known.
-        values: of its cells, in row-major order.
+        key: Key of the array.
+        shape: Shape in objects, all sizes known.
+        values: Values of the cells, in row-major order.
 
     Examples:
         >>> array = ObjectArray("rng", (2, 2), ("a", "b", "c", "d"))
@@ -41,11 +41,11 @@ class ObjectArray:
 
     @property
     def cells(self) -> tuple[Shape, ...]:
-        """The index of each value."""
+        """The cell index of each value."""
         return cells_of(self.shape)
 
     def cell_text(self, position: int) -> str:
-        """Return a value's name in messages."""
+        """Return the name of a cell in messages."""
         return f"{self.key!r} at {self.cells[position]}"
 
 
@@ -53,9 +53,9 @@ class ObjectRule(Protocol):
     """A pure function that converts an array of objects to another shape."""
 
     def __call__(self, array: ObjectArray, shape: Shape, /) -> Sequence[Any]:
-        """Return the values of the cells of an array of the given shape, in row-major order.
+        """Return the values of an array of this shape, in row-major order.
 
-        Where one is `HOLE`, the target keeps what it holds.
+        `HOLE` as a value leaves the target's object unchanged.
         """
 
 
@@ -63,13 +63,14 @@ def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[A
     """Return a rule's values for an array, after checking that there is one for each cell.
 
     Args:
-        array: all values of the source.
-        rule: converts them.
-        shape: of the target, in objects.
+        array: All values of the source.
+        rule: Rule that converts them.
+        shape: Shape of the target, in objects.
 
     Raises:
-        UnsupportedValue: it isn't a list or tuple of values: a text or a dict would be split into characters or keys.
-        ShapeError: there are more or fewer values than cells.
+        UnsupportedValue: The result isn't a list or tuple of values: a string or a dict would be split into characters
+            or keys.
+        ShapeError: There are more or fewer values than cells.
 
     Examples:
         >>> apply_rule(ObjectArray("seed", (2,), (3, 4)), lambda array, shape: [sum(array.values)], (1,))
@@ -80,15 +81,15 @@ def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[A
     except Exception as error:
         error.add_note(f"from the rule for the objects {array.key!r}, from shape {array.shape} to {shape}")
         raise
-    # Any other iterable is most likely one value: a text for one cell would become its characters.
+    # Any other iterable is most likely a single value: a string for one cell would become its characters.
     if not isinstance(values, (list, tuple)):
-        what, found = f"the rule for the objects {array.key!r} returned no list of values", type(values).__name__
+        heading, found = f"the rule for the objects {array.key!r} returned no list of values", type(values).__name__
         expected, fix = f"a list of {cell_count(shape)}", "Return a list with a value for each cell, also for one."
-        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+        raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     if len(values) != cell_count(shape):
-        what = f"the rule for the objects {array.key!r} returned a wrong number of values"
+        heading = f"the rule for the objects {array.key!r} returned a wrong number of values"
         expected, fix = f"{cell_count(shape)}, for shape {shape}", "Return a value for each cell, in row-major order."
-        raise ShapeError(error_text(what, found=len(values), expected=expected, fix=fix))
+        raise ShapeError(error_text(heading, found=len(values), expected=expected, fix=fix))
     return tuple(values)
 
 
@@ -103,7 +104,7 @@ def cells_of(shape: Shape) -> tuple[Shape, ...]:
 
 
 def cell_count(shape: Shape) -> int:
-    """Return how many cells an array has."""
+    """Return the number of cells of an array."""
     return prod(shape)
 
 
@@ -113,7 +114,7 @@ def _number(cell: Shape, shape: Shape) -> int:
 
 
 def _cell(number: int, shape: Shape) -> Shape:
-    """Return the cell of a row-major number; the shape may be larger than NumPy counts."""
+    """Return the cell with a row-major number; the shape may be larger than NumPy counts."""
     cell = []
     for size in reversed(shape):
         number, index = divmod(number, size)
@@ -126,11 +127,11 @@ def _cell(number: int, shape: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldArrays:
-    """The arrays of one key, mostly one.
+    """The arrays of one key, in most cases only one.
 
     Attributes:
-        shapes: from the objects' own shapes, which may end in -1, to shapes with all sizes known.
-        mains: by a shape with all sizes known, the main replicas by cell.
+        shapes: Complete shape of each shape that objects state, which may end in -1.
+        mains: Main replicas by complete shape, then by cell.
     """
 
     shapes: dict[Shape, Shape] = field(default_factory=dict)
@@ -138,35 +139,35 @@ class HeldArrays:
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
-        """The arrays' shapes, all sizes known."""
+        """The complete shapes of the arrays."""
         return tuple(dict.fromkeys(self.shapes.values()))
 
     def shape_as(self, shape: Shape) -> Shape | None:
-        """Return a shape with all sizes known; None where there is no array of that shape."""
+        """Return the complete shape for a stated one; None if there is no such array."""
         return self.shapes.get(shape, shape if shape in self.all_shapes else None)
 
     def whole(self, key: str, shape: Shape) -> ObjectArray:
-        """Return all values of an array.
+        """Return all values of the array of a complete shape.
 
         Raises:
-            IntegrityError: cells are missing.
+            IntegrityError: Cells have no main replica.
         """
         mains = self.mains.get(shape, {})
         if len(mains) != cell_count(shape):
-            # Made as far as they are shown: a file may claim an array of any shape.
+            # The cells are generated lazily, since a file may claim an array of any shape.
             present = {_number(cell, shape) for cell in mains}
             missing = (_cell(number, shape) for number in missing_numbers(present, len(mains), cell_count(shape)))
-            what = f"the objects {key!r} of shape {shape} are incomplete: no main replica of these cells"
+            heading = f"the objects {key!r} of shape {shape} are incomplete: no main replica of these cells"
             count, fix = cell_count(shape) - len(mains), "Pass the objects of all ranks."
-            raise IntegrityError(error_text(what, offenders=map(str, missing), count=count, fix=fix))
+            raise IntegrityError(error_text(heading, offenders=map(str, missing), count=count, fix=fix))
         return ObjectArray(key, shape, tuple(mains[cell].data for cell in cells_of(shape)))
 
 
 def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
-    """Return the arrays of objects, by key; an unknown last size ends with the last object.
+    """Return the arrays of objects, by key; the last object determines an unknown last size.
 
     Raises:
-        IntegrityError: a cell has two main replicas.
+        IntegrityError: A cell has two main replicas.
 
     Examples:
         >>> objects = [ShardedObject("rng", rank, (2, -1), (1, rank)) for rank in range(3)]
@@ -189,8 +190,8 @@ def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
 def _add_mains(arrays: Mapping[str, HeldArrays], mains: Iterable[ShardedObject]) -> None:
     twice = []
     for item in mains:
-        own = arrays[item.key]
-        cells = own.mains.setdefault(own.shapes[item.global_shape], {})
+        array = arrays[item.key]
+        cells = array.mains.setdefault(array.shapes[item.global_shape], {})
         if item.global_offset in cells:
             twice.append(f"{item.key!r} at {item.global_offset} of {item.global_shape}")
         cells[item.global_offset] = item
@@ -199,18 +200,18 @@ def _add_mains(arrays: Mapping[str, HeldArrays], mains: Iterable[ShardedObject])
         raise IntegrityError(error_text("objects with two main replicas", offenders=dict.fromkeys(twice), fix=fix))
 
 
-# Copies of values, so that no two places share mutable state.
+# Copies of values, so that no two cells share mutable state.
 
 
 def own_copy(value: Any, what: str) -> Any:
     """Return a copy of a value that shares no mutable state with it.
 
     Args:
-        value: anything that can be copied; of a view of a tensor, only its own elements are.
-        what: its name in messages.
+        value: Value to copy; only a view's own elements are copied, not its tensor's whole storage.
+        what: Name of the value in messages.
 
     Raises:
-        UnsupportedValue: it can't be copied.
+        UnsupportedValue: The value can't be copied.
 
     Examples:
         >>> value = {"seen": [1, 2]}
@@ -222,7 +223,7 @@ def own_copy(value: Any, what: str) -> Any:
         leaves = [leaf for _, leaf in leaves_with_paths(value)]
         # `deepcopy` would copy a view's whole storage, and refuses tensors that are part of an autograd graph.
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
-        return deepcopy(value, {id(each): each.detach().clone().requires_grad_(each.requires_grad) for each in tensors})
+        return deepcopy(value, {id(item): item.detach().clone().requires_grad_(item.requires_grad) for item in tensors})
     except Exception as error:
         # A value's own __deepcopy__ may raise anything.
         found, fix = (

@@ -16,17 +16,17 @@ OBJECT_RULES = (
     "replicate_objects, replicate_cell, concatenate_objects, redistribute_objects, fold_objects, drop_objects, "
     "rules_by_field, or a function of your own"
 )
-"""The library's rules, for messages."""
+"""The names of the library's rules, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:
-    """An array of objects that is requested in another shape than it has, which requires a rule.
+    """An array of objects that is requested in another shape than the stored one, which requires a rule.
 
     Attributes:
-        key: the array.
-        stored: the shapes that it has: one, for most.
-        asked: the shape that is asked for.
+        key: Key of the array.
+        stored: Stored shapes, in most cases only one.
+        asked: Requested shape.
     """
 
     where: ClassVar[str] = ""
@@ -40,7 +40,7 @@ class ShapeChange:
 
     @property
     def what(self) -> str:
-        """All shapes."""
+        """The stored and requested shapes."""
         return f"objects of shape {' and '.join(map(str, self.stored))}, asked for in shape {self.asked}"
 
 
@@ -49,26 +49,26 @@ def reshard_objects(
     targets: Sequence[ShardedObject],
     rules: Mapping[str, ObjectRule] | None = None,
 ) -> list[ShardedObject]:
-    """Return the targets with their data; an array that changes its shape gets it by a rule.
+    """Return the targets with their data; a rule converts an array to another shape.
 
-    An array whose shape stays the same keeps its cells. Each target gets a copy of its own, which shares nothing that
-    can change with a source or another target.
+    An array of the same shape keeps its cells. Each target gets its own copy, which shares no mutable state with a
+    source or another target.
 
     Args:
-        sources: all ranks' objects; the main replicas count. What no target asks for is ignored.
-        targets: objects with or without data, which counts only where a rule drops the sources.
-        rules: by patterns of keys, in which ``*`` matches one part between dots, ``**`` any number of them; the
-            first that fits a key counts.
+        sources: Objects of all ranks; only main replicas count. Arrays without a target are ignored.
+        targets: Objects with or without data, which counts only if a rule drops the sources.
+        rules: Rule of each pattern of keys; ``*`` matches one part between dots, ``**`` any number of them. The first
+            matching pattern counts.
 
     Returns:
         As many objects as targets, in their order.
 
     Raises:
-        KeyMismatch: a target's key isn't among the sources.
-        IntegrityError: an array has another shape and no rule, a cell is missing, or one has two main replicas.
-        ShapeError: a rule gives more or fewer values than there are cells.
-        UnsupportedValue: a value can't be copied, or a rule can't handle it.
-        TreeError: a pattern fits no key.
+        KeyMismatch: A target's key isn't among the sources.
+        IntegrityError: An array has another shape and no rule, or a cell has no main replica or two.
+        ShapeError: A rule returns more or fewer values than there are cells.
+        UnsupportedValue: A value can't be copied, or a rule can't handle it.
+        TreeError: A pattern matches no key.
 
     Examples:
         >>> from shardtree.objects import redistribute_objects
@@ -81,16 +81,16 @@ def reshard_objects(
     asked_for = targets if isinstance(targets, Iterable) else [targets]
     others = [type(item).__name__ for item in (*items, *asked_for) if not isinstance(item, ShardedObject)]
     if others:
-        what, fix = "reshard_objects: not a list of ShardedObject", "Give the objects alone, those of all ranks."
-        raise MetadataError(error_text(what, found=others[0], expected="sharded objects", fix=fix))
+        heading, fix = "reshard_objects: not a list of ShardedObject", "Give the objects alone, those of all ranks."
+        raise MetadataError(error_text(heading, found=others[0], expected="sharded objects", fix=fix))
     rule_of = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*items, *targets)))
     target_keys = {item.key for item in targets}
-    # Arrays that no target wants may be incomplete, or ambiguous.
+    # Arrays without a target may be incomplete, or ambiguous.
     arrays = held_arrays(item for item in items if item.key in target_keys)
     absent = sorted(target_keys.difference(arrays))
     if absent:
         fix = "Pass the objects of all ranks, or leave these out of the target."
-        raise KeyMismatch(error_text("reshard_objects: no such objects", offenders=map(repr, absent), fix=fix))
+        raise KeyMismatch(error_text("reshard_objects: missing source objects", offenders=map(repr, absent), fix=fix))
     check_ruled(reshaped_arrays(arrays, targets), rule_of)
     return objects_by_rule(arrays, targets, rule_of)
 
@@ -99,12 +99,12 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
     """Return the rule of each key that a pattern matches.
 
     Args:
-        doing: for the error.
-        rules: by pattern.
-        keys: of all objects.
+        doing: Name of the operation, for the error.
+        rules: Rule of each pattern.
+        keys: Keys of all objects.
 
     Raises:
-        TreeError: no key has a pattern as the first that matches, a rule isn't a function, or `rules` isn't a dict.
+        TreeError: A pattern is the first match of no key, a rule isn't a function, or `rules` isn't a dict.
 
     Examples:
         >>> list(rules_by_key("reshard_objects", {"rng.*": max}, ["rng.0", "loader"]))
@@ -124,8 +124,8 @@ def reshaped_arrays(arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedO
     """Return the arrays that targets request in a shape that the source lacks, each once.
 
     Args:
-        arrays: the source's arrays; targets of other keys are ignored.
-        targets: what is asked for.
+        arrays: Arrays of the source; targets with other keys are ignored.
+        targets: Requested objects.
 
     Examples:
         >>> held = held_arrays([ShardedObject("rng", 7, (1,), (0,))])
@@ -144,11 +144,11 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
     """Raise unless there is a rule for each array that changes its shape, and both shapes are known.
 
     Args:
-        arrays: those that change their shape.
-        rules: by key.
+        arrays: Arrays that change their shape.
+        rules: Rule of each key.
 
     Raises:
-        IntegrityError: names each other array.
+        IntegrityError: An array has no rule, or an ambiguous shape; names each of them.
 
     Examples:
         >>> check_ruled([ShapeChange("rng", ((1,),), (2,))], {"rng": max})
@@ -156,28 +156,28 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
     arrays = list(arrays)
     lacking = [str(array) for array in arrays if array.key not in rules]
     if lacking:
-        what, fix = "objects change their shape, and there is no rule for them", f"Name a rule: {OBJECT_RULES}."
-        raise IntegrityError(error_text(what, offenders=lacking, fix=fix))
+        heading, fix = "objects change their shape, but have no rule", f"Name a rule: {OBJECT_RULES}."
+        raise IntegrityError(error_text(heading, offenders=lacking, fix=fix))
     unclear = [str(array) for array in arrays if len(array.stored) > 1 or min(array.asked, default=0) < 0]
     if unclear:
-        what, fix = "objects change their shape, but from which or to which is ambiguous", "Give one shape, all of it."
-        raise IntegrityError(error_text(what, offenders=unclear, fix=fix))
+        heading, fix = "objects change their shape, but one of the shapes is ambiguous", "Give one shape, all of it."
+        raise IntegrityError(error_text(heading, offenders=unclear, fix=fix))
 
 
 def objects_by_rule(
     arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject], rules: Mapping[str, ObjectRule]
 ) -> list[ShardedObject]:
-    """Return targets with own copies of their data, by the rules of their keys where the shape changes.
+    """Return targets with own copies of their data, converted by their keys' rules where the shape changes.
 
     Args:
-        arrays: the source's arrays; each target's key has some.
-        targets: what is asked for.
-        rules: for each key that changes its shape, one.
+        arrays: Arrays of the source, some for each target's key.
+        targets: Requested objects.
+        rules: Rule of each key whose array changes its shape.
 
     Raises:
-        IntegrityError: a cell is missing.
-        ShapeError: a rule gives more or fewer values than there are cells.
-        UnsupportedValue: a value can't be copied, or a rule can't handle it.
+        IntegrityError: A cell has no main replica.
+        ShapeError: A rule returns more or fewer values than there are cells.
+        UnsupportedValue: A value can't be copied, or a rule can't handle it.
 
     Examples:
         >>> held = held_arrays([ShardedObject("rng", 7, (1,), (0,))])
@@ -188,15 +188,15 @@ def objects_by_rule(
     objects = []
     for item in targets:
         array = (item.key, item.global_shape)
-        # A rule runs once for each array, and not for each target: it may be slow, and fold with a user's function.
+        # A rule runs once for each array, not for each target: it may be slow, and call a user's function.
         if array not in values:
             values[array] = _values(arrays[item.key], *array, rules)
         value = values[array].get(item.global_offset, _MISSING)
         if value is _MISSING:
-            what, fix = f"objects {item.key!r}: no rank has the cell {item.global_offset}", "Pass all ranks' objects."
-            raise IntegrityError(error_text(what, found=f"no main replica in shape {item.global_shape}", fix=fix))
+            text, fix = f"objects {item.key!r}: no rank has the cell {item.global_offset}", "Pass all ranks' objects."
+            raise IntegrityError(error_text(text, found=f"no main replica in shape {item.global_shape}", fix=fix))
         name = f"the object {item.key!r} at {item.global_offset}"
-        # Copied for each target: replicas and a rule's repeated values would share mutable state.
+        # Each target gets a copy: replicas and a rule's repeated values would share mutable state.
         objects.append(item if value is HOLE else replace(item, data=own_copy(value, name)))
     return objects
 

@@ -1,4 +1,4 @@
-"""Whether ranks agree on each key's kind, and whether their objects fill their global arrays."""
+"""Agreement of ranks on each key's kind, and completeness of global arrays of objects."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ObjectColumns:
     """Sharded objects, one a row: a cell of the array ``keys[key[row]]``.
 
     Attributes:
-        keys: the arrays' keys, sorted; a key with several shapes appears once for each.
-        shapes: for each of them, its global shape in objects.
-        key: which array, int64 (objects,).
-        offset: the cell, int64 (objects, axes), right-aligned.
-        rank: who holds the object, int64 (objects,).
-        main: whether it is the main replica, bool (objects,).
+        keys: Keys of the arrays, sorted; a key with several shapes appears once for each.
+        shapes: Global shape in objects for each of the keys.
+        key: Number of each object's array, int64 (objects,).
+        offset: Cell of each object, int64 (objects, axes), right-aligned.
+        rank: Rank that holds the object, int64 (objects,).
+        main: Whether the object is the main replica, bool (objects,).
     """
 
     keys: tuple[str, ...]
@@ -44,11 +44,11 @@ class ObjectColumns:
 
 
 def object_columns(objects: Sequence[ShardedObject], rank: int = 0) -> ObjectColumns:
-    """Return one rank's objects as columns, a row an object, in the order given.
+    """Return one rank's objects as columns, one row an object, in the same order.
 
     Args:
-        objects: sharded objects, with or without data.
-        rank: the rank that holds them.
+        objects: Sharded objects, with or without data.
+        rank: Rank that holds them.
 
     Examples:
         >>> columns = object_columns([ShardedObject("rng", None, (2, 4), (1, 3))], rank=1)
@@ -72,7 +72,7 @@ def object_columns(objects: Sequence[ShardedObject], rank: int = 0) -> ObjectCol
 
 
 def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
-    """Return several ranks' objects as one, rows in the order given.
+    """Return several ranks' objects as one, rows in the same order.
 
     Examples:
         >>> objects = [ShardedObject("rng", None, (2,), (rank,)) for rank in range(2)]
@@ -96,12 +96,12 @@ def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
 
 
 def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
-    """Return which cells of the global arrays don't have exactly one main replica.
+    """Return a problem for each cell of the global arrays without exactly one main replica.
 
-    Where an array's last size is unknown (-1), it ends with the last object that any rank holds.
+    If an array's last size is unknown (-1), the last object of any rank determines it.
 
     Args:
-        columns: the objects of all ranks.
+        columns: Objects of all ranks.
 
     Examples:
         >>> objects = [ShardedObject("rng", None, (4,), (place,)) for place in (0, 1, 3)]
@@ -116,8 +116,8 @@ def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
 
 
 def _as_cells(columns: ObjectColumns) -> ShardColumns:
-    """Return objects as shards of one element, of an arbitrary dtype: tensors' checks then serve objects too."""
-    # A last size of -1 is unknown, as in old checkpoints: it is as long as the objects make it.
+    """Return objects as shards of one element, of an arbitrary dtype, so that tensors' checks serve objects too."""
+    # A last size of -1 is unknown, as in old checkpoints; the objects determine it.
     ends = np.zeros(len(columns.keys), dtype=np.int64)
     np.maximum.at(ends, columns.key, columns.offset[:, -1] + 1)
     shapes = (
@@ -147,11 +147,11 @@ ONE_KIND = (
 
 
 def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
-    """Return the keys that ranks disagree about, each with the kinds that it has and on which ranks.
+    """Return the keys that ranks disagree about, each with its kinds and their ranks.
 
     Args:
-        parts: each rank's shards.
-        objects: each rank's objects.
+        parts: Shards of each rank.
+        objects: Objects of each rank.
 
     Examples:
         >>> import torch, shardtree as st
@@ -161,8 +161,8 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (5,) float32 on ranks 1, 2
     """
-    # Alone, a rank's columns already agree with themselves.
-    if sum(bool(keys) for keys in (*(part.keys for part in parts), *(each.keys for each in objects))) < 2:
+    # A single rank's columns already agree with themselves.
+    if sum(bool(keys) for keys in (*(part.keys for part in parts), *(array.keys for array in objects))) < 2:
         return ()
     wrong = _differing_keys(parts, objects)
     kinds_of: dict[str, dict[str, list[int]]] = {key: defaultdict(list) for key in sorted(wrong)}
@@ -186,12 +186,12 @@ def _differing_keys(parts: Sequence[ShardColumns], objects: Sequence[ObjectColum
     same: dict[TensorKind, TensorKind] = {}
     kinds_of: dict[str, TensorKind | tuple[int, ...]] = {}
     wrong: set[str] = set()
-    # Ranks that are alike have the same tuples, as messages between ranks are read: one of them is enough.
+    # Equal ranks share tuples, since messages between ranks are read so: one of them is enough.
     tables = {(id(part.keys), id(part.kinds)): part for part in parts}
     for part in tables.values():
         _compare(kinds_of, part.keys, _intern(part.kinds, same), wrong)
-    for each in objects:
-        _compare(kinds_of, each.keys, each.shapes, wrong)
+    for array in objects:
+        _compare(kinds_of, array.keys, array.shapes, wrong)
     return wrong
 
 
@@ -199,7 +199,7 @@ _Kind = TypeVar("_Kind", bound=TensorKind | tuple[int, ...])
 
 
 def _compare(kinds_of: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Kind, ...], wrong: set[str]) -> None:
-    """Add the kinds of new keys to `kinds_of`, and to `wrong` the keys that are known with another kind."""
+    """Add the kinds of new keys to `kinds_of`, and known keys of another kind to `wrong`."""
     if not kinds_of and len(set(keys)) == len(keys):
         kinds_of.update(zip(keys, kinds, strict=True))
         return
@@ -211,14 +211,14 @@ def _compare(kinds_of: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Kind
 
 
 def _intern(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -> tuple[TensorKind, ...]:
-    """Return kinds with one object for all that are equal, so that they compare by identity."""
+    """Return kinds with one object for all equal ones, so that they compare by identity."""
     few = {id(kind): kind for kind in kinds}
     ours = {number: same.setdefault(kind, kind) for number, kind in few.items()}
     return tuple([ours[id(kind)] for kind in kinds])
 
 
 def _numbers_and_ranks(columns: ShardColumns | ObjectColumns, keys: Collection[str]) -> list[list[int]]:
-    """Return the numbers of the given keys in columns, each with each rank that holds something of it."""
+    """Return (number, rank) pairs of some keys: the key's number, and each rank that holds a part of it."""
     mask = np.array([key in keys for key in columns.keys], dtype=np.bool_)
     rows = np.flatnonzero(mask[columns.key])
     pairs: list[list[int]] = np.unique(np.column_stack([columns.key[rows], columns.rank[rows]]), axis=0).tolist()
@@ -230,7 +230,7 @@ def _kind_text(columns: ShardColumns | ObjectColumns, number: int) -> str:
 
 
 def without_keys(columns: ShardColumns, keys: Collection[object]) -> ShardColumns:
-    """Return columns without the given keys.
+    """Return columns without the rows of some keys.
 
     Examples:
         >>> import torch, shardtree as st
@@ -240,10 +240,10 @@ def without_keys(columns: ShardColumns, keys: Collection[object]) -> ShardColumn
     """
     mask = np.array([key not in keys for key in columns.keys], dtype=np.bool_)
     numbers = np.flatnonzero(mask).tolist()
-    rest = select_rows(columns, np.flatnonzero(mask[columns.key]))
+    kept = select_rows(columns, np.flatnonzero(mask[columns.key]))
     return replace(
-        rest,
+        kept,
         keys=tuple(columns.keys[number] for number in numbers),
         kinds=tuple(columns.kinds[number] for number in numbers),
-        key=(np.cumsum(mask) - 1)[rest.key],
+        key=(np.cumsum(mask) - 1)[kept.key],
     )

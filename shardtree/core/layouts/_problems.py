@@ -1,6 +1,7 @@
-"""Where main replicas don't tile their tensors: faults in columns, and problems, which say so in words.
+"""Faults of layouts, as columns, and problems, which describe them in words.
 
-A fault is a box, or a flat range of one, like a shard. A problem names it with the ranks that hold something there.
+A fault is a box or a flat range, like a shard, with no main replica or several. A problem names it with the ranks that
+hold something there.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from ._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
 _ROUNDED = 2.0**62
-"""Products that are this large as floats are computed again as Python ints: an int64 could overflow."""
+"""A bound on products as floats: larger ones are computed again as Python ints, since an int64 could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Faults:
-    """Places that no main replica holds, or more than one, a place a row.
+    """Boxes and flat ranges with no main replica, or several, one a row.
 
     Attributes:
-        key: which tensor, ascending, int64 (faults,).
-        offset: int64 (faults, axes), right-aligned.
-        shape: int64 (faults, axes).
-        start: first element of the flat range, -1 for a whole box, int64 (faults,).
-        stop: one past its last element, -1 for a whole box, int64 (faults,).
-        doubled: True where it is held more than once, False where not at all, bool (faults,).
+        key: Number of the tensor's key, ascending, int64 (faults,).
+        offset: Offset of the box, int64 (faults, axes), right-aligned.
+        shape: Shape of the box, int64 (faults, axes).
+        start: First element of the flat range, -1 for a whole box, int64 (faults,).
+        stop: One past its last element, -1 for a whole box, int64 (faults,).
+        doubled: True for several main replicas, False for none, bool (faults,).
     """
 
     key: Column
@@ -47,13 +48,13 @@ class Faults:
 
 
 def sharding_faults(main: ShardColumns) -> Faults:
-    """Return every place that doesn't belong to exactly one of the given shards.
+    """Return every place that doesn't belong to exactly one of the shards.
 
-    Faults of a tensor whose flat ranges belong to disjoint boxes are flat ranges, since its user thinks in them; those
-    of any other are boxes.
+    If the flat ranges of a tensor belong to disjoint boxes, its faults are flat ranges, since its user thinks in them;
+    otherwise they are boxes.
 
     Args:
-        main: the main replicas of all ranks.
+        main: Main replicas of all ranks.
 
     Examples:
         >>> import torch, shardtree as st
@@ -66,7 +67,7 @@ def sharding_faults(main: ShardColumns) -> Faults:
 
 
 def doubled_faults(shards: ShardColumns) -> Faults:
-    """Return every place that belongs to more than one of the given shards.
+    """Return every place that belongs to more than one of the shards.
 
     Examples:
         >>> import torch, shardtree as st
@@ -84,11 +85,11 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
     areas, of_shard = _flat_areas(shards)
     in_ranges = _reported_in_ranges(shards, areas, regions)
     key, offset, shape = _boxes(shards, areas, in_ranges)
-    found = [_box_faults(key, offset, shape, regions, with_gaps=with_gaps)]
+    faults = [_box_faults(key, offset, shape, regions, with_gaps=with_gaps)]
     ranges = np.flatnonzero((shards.start >= 0) & in_ranges[shards.key])
     if ranges.size:
         parts = select_rows(shards, ranges)
-        # Areas of other keys are reported as boxes: here they get no elements, and so lack none.
+        # Areas of other keys are reported as boxes; here they get no elements, so that they lack none.
         sizes = np.where(in_ranges[areas.key], geometry.volumes(areas.shape), 0)
         lines = _box_faults(
             of_shard[ranges],
@@ -97,15 +98,15 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
             sizes[:, None],
             with_gaps=with_gaps,
         )
-        # A flattened area is a box of one axis, and a flat range an interval of it: the same check serves both.
+        # A flattened area is a box of one axis, and a flat range an interval of it, so that one check serves both.
         start, stop = lines.offset[:, 0], lines.offset[:, 0] + lines.shape[:, 0]
         area = select_rows(areas, lines.key)
-        found.append(Faults(area.key, area.offset, area.shape, start, stop, lines.doubled))
-    return join_faults(found)
+        faults.append(Faults(area.key, area.offset, area.shape, start, stop, lines.doubled))
+    return join_faults(faults)
 
 
 def _are_whole(shards: ShardColumns, regions: Column) -> bool:
-    """Return whether each tensor is one shard, as in what one process holds: then there is nothing to compare."""
+    """Return whether each tensor is one whole shard, as in a single process, so that nothing must be compared."""
     if len(shards) != len(shards.keys) or shards.offset.any() or (shards.start >= 0).any():
         return False
     is_held = np.bincount(shards.key, minlength=len(shards)) == 1
@@ -113,7 +114,7 @@ def _are_whole(shards: ShardColumns, regions: Column) -> bool:
 
 
 def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
-    """Return a row for each box that is flattened, and for each shard the number of its box."""
+    """Return the boxes that are flattened, one a row, and the number of each shard's box; -1 if it isn't flat."""
     flat = np.flatnonzero(shards.start >= 0)
     boxes = np.column_stack([shards.key[flat], shards.offset[flat], shards.shape[flat]])
     _, first, number = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
@@ -123,7 +124,7 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 
 
 def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
-    """Return which tensors have flat ranges, of boxes that lie in the tensor and apart from others."""
+    """Return whether each tensor's faults are flat ranges: it has some, in disjoint boxes inside of the tensor."""
     in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
     if not areas.key.size:
         return in_ranges
@@ -134,14 +135,14 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
     key = np.concatenate([areas.key, shards.key[whole]])
     offset = np.concatenate([areas.offset, shards.offset[whole]])
     shape = np.concatenate([areas.shape, shards.shape[whole]])
-    # Flat ranges and boxes may hold a tensor together, each element once, in areas that overlap: reported in ranges, a
-    # legal layout would lack elements.
+    # Flat ranges and boxes may tile a tensor together in areas that overlap. Reported in ranges, such a legal layout
+    # would lack elements.
     in_ranges[geometry.shared_groups(key, *_clipped(key, offset, shape, regions))] = False
     return in_ranges
 
 
 def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[Column, Column, Column]:
-    """Return the boxes of all shards; where flat ranges are reported as such, the boxes that contain them."""
+    """Return the boxes of all shards; flat ranges that are reported as such are replaced by the boxes around them."""
     rows = np.flatnonzero((shards.start < 0) | ~in_ranges[shards.key])
     others = select_rows(shards, rows)
     boxes = shard_boxes(others.offset, others.shape, others.start, others.stop)
@@ -154,36 +155,36 @@ def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[
 
 
 def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *, with_gaps: bool) -> Faults:
-    """Return where the boxes of each group don't tile its region."""
+    """Return the places at which the boxes of a group don't tile its region, for all groups."""
     sizes = _sizes(regions)
     offset, shape = _clipped(group, offset, shape, regions)
-    # One vectorised pass over all groups finds which are wrong. Only those are carved up box by box, to name places.
-    held = geometry.group_sums(group, geometry.volumes(shape), sizes.size)
-    wrong = held != sizes if with_gaps else held > sizes
+    # One vectorised pass finds the groups with faults. Only those are carved up box by box, to locate the faults.
+    counts = geometry.group_sums(group, geometry.volumes(shape), sizes.size)
+    wrong = counts != sizes if with_gaps else counts > sizes
     wrong[geometry.shared_groups(group, offset, shape)] = True
     rows = np.flatnonzero(wrong[group])
     rows = rows[np.argsort(group[rows], kind="stable")]
     numbers = np.flatnonzero(wrong)
     begins = np.searchsorted(group[rows], numbers)
     ends = np.searchsorted(group[rows], numbers, side="right")
-    found = [_whole_boxes(0, offset[:0], shape[:0], doubled=False)]
+    faults = [_whole_boxes(0, offset[:0], shape[:0], doubled=False)]
     for number, begin, end in zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True):
-        own = rows[begin:end]
-        missing, doubled = geometry.coverage_faults(offset[own], shape[own], tuple(regions[number].tolist()))
-        found += [_whole_boxes(number, *missing, doubled=False)] if with_gaps else []
-        found.append(_whole_boxes(number, *doubled, doubled=True))
-    return join_faults(found)
+        members = rows[begin:end]
+        missing, doubled = geometry.coverage_faults(offset[members], shape[members], tuple(regions[number].tolist()))
+        faults += [_whole_boxes(number, *missing, doubled=False)] if with_gaps else []
+        faults.append(_whole_boxes(number, *doubled, doubled=True))
+    return join_faults(faults)
 
 
 def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> tuple[Column, Column]:
-    """Return boxes without what lies beyond their regions."""
+    """Return boxes without the parts beyond their regions."""
     whole = regions.take(group, axis=0)
     begin = np.minimum(offset, whole)
     return begin, np.minimum(offset + shape, whole) - begin
 
 
 def _sizes(regions: Column) -> Column:
-    """Return how many elements each region has, at most `_MOST`."""
+    """Return the number of elements of each region, at most `_MOST`."""
     sizes = geometry.volumes(regions)
     for row in np.flatnonzero(regions.prod(axis=1, dtype=np.float64) >= _ROUNDED).tolist():
         sizes[row] = min(prod(regions[row].tolist()), _MOST)
@@ -198,25 +199,25 @@ def _whole_boxes(key: int, offset: Column, shape: Column, *, doubled: bool) -> F
 
 
 def join_faults(found: list[Faults]) -> Faults:
-    """Return faults as one, by key; of one key in the order given."""
+    """Return several lists of faults as one, sorted by key; the order within a key is kept."""
     together = geometry.joined_rows(found)
     return geometry.rows_of(together, np.argsort(together.key, kind="stable"))
 
 
-# A problem, and how boxes and flat ranges are written in its text.
+# Problems, and the text of boxes and flat ranges in them.
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with how ranks share a state.
+    """A problem of the way in which ranks share a state.
 
     Attributes:
-        key: the key of the tensor or object; of a common value, its path.
-        ranks: those concerned, ascending.
-        what: what is wrong, as text.
-        box: where in the global tensor or array of objects, as slices; None where it isn't about a place.
-        flat: which elements of the flattened box, where shards are flat ranges; None for all of it.
-        fix: what to do about it, as text; empty where that isn't known.
+        key: Key of the tensor or object, or path of a common value.
+        ranks: Ranks concerned, ascending.
+        what: Description of the problem.
+        box: Slices of the global tensor or array of objects; None if the problem has no place.
+        flat: Slice of the flattened box, if shards are flat ranges; None for all of it.
+        fix: Advice; empty if there is none.
     """
 
     key: str | TreePath
@@ -230,7 +231,7 @@ class Problem:
 
     @property
     def where(self) -> str:
-        """The ranks."""
+        """The ranks, as text."""
         return f"({rank_text(self.ranks)})" if self.ranks else ""
 
 
@@ -256,7 +257,7 @@ _OTHERS = "; only other replicas: "
 _HELD = ": "
 
 _FILL = (
-    "Where a place has no main replica, compare the shards' offsets, shapes and flat ranges, and look whether all "
+    "Where a place has no main replica, compare the shards' offsets, shapes and flat ranges, and check that all "
     "ranks take part, with all of their shards."
 )
 _FIXES = {
@@ -264,7 +265,7 @@ _FIXES = {
     _NEXT_TO: _FILL,
     _OTHERS: (
         "Where only other replicas hold a place, give one of them replica_id 0, or a tuple of zeros: replica ids tell "
-        "apart the ranks that hold the same box. Of a pipeline stage's DTensors, pass from_dtensors within= the "
+        "apart the ranks that hold the same box. For a pipeline stage's DTensors, pass from_dtensors within= the "
         "stage's mesh."
     ),
     _HELD: (
@@ -275,12 +276,12 @@ _FIXES = {
 
 
 def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Problem, ...]:
-    """Return faults as problems: the first 20 of each key, and one that counts the others.
+    """Return the problems of faults: the first 20 of each key, and one that counts the others.
 
     Args:
-        columns: all shards, replicas too.
-        faults: of their main replicas.
-        noun: what the shards have: "element" or "object".
+        columns: All shards, replicas included.
+        faults: Faults of their main replicas.
+        noun: Unit of the shards, "element" or "object".
 
     Examples:
         >>> import torch, shardtree as st
@@ -294,14 +295,14 @@ def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Pr
     place = np.arange(len(faults)) - np.searchsorted(faults.key, faults.key)
     left = np.searchsorted(faults.key, faults.key, side="right") - np.arange(len(faults)) - 1
     shown = np.flatnonzero(place < _SHOWN_OF_ONE)
-    # Only shards of tensors with faults: pairs are searched among few rows of many.
+    # Only shards of tensors with faults are searched for pairs, few rows of many.
     concerned = np.zeros(len(columns.keys), dtype=np.bool_)
     concerned[faults.key] = True
     shards = select_rows(columns, np.flatnonzero(concerned[columns.key]))
     holders = _holders(shards, geometry.rows_of(faults, shown))
     problems = []
-    for row, held in zip(shown.tolist(), holders, strict=True):
-        problems.append(_problem(shards, faults, row, held, noun))
+    for row, related in zip(shown.tolist(), holders, strict=True):
+        problems.append(_problem(shards, faults, row, related, noun))
         if place[row] == _SHOWN_OF_ONE - 1 and left[row]:
             more = f"and {plural(int(left[row]), 'more place')}"
             problems.append(Problem(columns.keys[int(faults.key[row])], (), more))
@@ -319,29 +320,29 @@ def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Co
     shown, more = holders[:_SHOWN_HOLDERS].tolist(), len(holders) - _SHOWN_HOLDERS
     who = [f"rank {shards.rank[other]} {place_text(*_place(shards, other, len(whole)))}" for other in shown]
     who += [f"and {more} more"] if more > 0 else []
-    what = f"{place_text(box, flat)} {state} ({part} of {plural(prod(whole), noun)}){relation}{', '.join(who)}"
+    text = f"{place_text(box, flat)} {state} ({part} of {plural(prod(whole), noun)}){relation}{', '.join(who)}"
     ranks = tuple(np.unique(shards.rank[holders]).tolist())
-    return Problem(shards.keys[number], ranks, what, box, flat, _FIXES[relation])
+    return Problem(shards.keys[number], ranks, text, box, flat, _FIXES[relation])
 
 
 def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
-    """Return, for each fault, how shards relate to it, and which: those in it, or else those next to it."""
+    """Return (relation, shards) of each fault: the shards in it, or else those next to it."""
     mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
     doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
-    found = [(_NO_RANK, np.zeros(0, dtype=np.int64))] * len(faults)
+    relations = [(_NO_RANK, np.zeros(0, dtype=np.int64))] * len(faults)
     for relation, rows, candidates, reach in (
-        # Later rows replace earlier ones: a copy that could become the main replica says more than a neighbour.
+        # Later rows replace earlier ones: a copy that could become the main replica is more helpful than a neighbour.
         (_NEXT_TO, gaps, mains, 1),
         (_OTHERS, gaps, others, 0),
         (_HELD, doubled, mains, 0),
     ):
-        for row, held in _within_reach(select_rows(shards, candidates), geometry.rows_of(faults, rows), reach=reach):
-            found[int(rows[row])] = relation, candidates[held]
-    return found
+        for row, near in _within_reach(select_rows(shards, candidates), geometry.rows_of(faults, rows), reach=reach):
+            relations[int(rows[row])] = relation, candidates[near]
+    return relations
 
 
 def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
-    """Return faults with the shards that have an element in them, or no further than `reach` from them."""
+    """Return the faults that shards touch, with the rows of shards within `reach` elements of them."""
     places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     fault, box = geometry.overlapping_pairs(
@@ -358,6 +359,6 @@ def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterat
 
 
 def _place(places: ShardColumns | Faults, row: int, axes: int) -> tuple[tuple[slice, ...], slice | None]:
-    """Return a row's box, without the axes that it was widened by, and its flat range."""
+    """Return a row's box, without the axes that widening added, and its flat range."""
     start, stop = int(places.start[row]), int(places.stop[row])
     return geometry.box_slices(places.offset[row], places.shape[row], axes), None if start < 0 else slice(start, stop)

@@ -1,4 +1,4 @@
-"""Trees of several ranks: by rank, and their tensor shards as columns."""
+"""Trees of several ranks, by rank, and their tensor shards as columns."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ._columns import ShardColumns, shard_columns
 from ._integrity import join_columns
 
 RankTrees: TypeAlias = Sequence[Any] | Mapping[int, Any]
-"""A tree for each rank: a sequence that begins with rank 0's, or a mapping."""
+"""The tree of each rank: a sequence that begins with rank 0's, or a mapping by rank."""
 
 
 def tree_columns(trees: RankTrees) -> ShardColumns:
     """Return the tensor shards of several ranks' trees, factories applied, as columns.
 
     Args:
-        trees: each rank's tree, by rank: a mapping, or a sequence that begins with rank 0. A rank's rows are in the
+        trees: Tree of each rank: a mapping by rank, or a sequence that begins with rank 0. A rank's rows are in the
             order of its tree's leaves.
 
     Raises:
-        TreeError: there is none, or it is one tree rather than a tree for each rank; or a leaf is a DTensor.
-        IntegrityError: shards of one key differ in global shape, dtype or prepended axes.
+        TreeError: There is no tree, or a single one rather than a tree for each rank; or a leaf is a DTensor.
+        IntegrityError: Shards of one key differ in global shape, dtype or prepended axes.
 
     Examples:
         >>> import torch
@@ -42,25 +42,25 @@ def trees_by_rank(trees: RankTrees, doing: str = "trees by rank") -> dict[int, A
     """Return ranks' trees by rank, ascending.
 
     Args:
-        trees: a tree for each rank.
-        doing: for the message.
+        trees: Tree of each rank.
+        doing: Name of the operation, for the message.
 
     Raises:
-        TreeError: there is none, or it is one tree rather than a tree for each rank.
+        TreeError: There is no tree, or a single one rather than a tree for each rank.
 
     Examples:
         >>> trees_by_rank([{"step": 3}, {"step": 4}])
         {0: {'step': 3}, 1: {'step': 4}}
     """
-    what = f"{doing}: not a tree for each rank"
-    fix = "Pass a list that begins with rank 0's, or a mapping by rank; of one tree alone, [tree]."
+    heading = f"{doing}: not a tree for each rank"
+    fix = "Pass a list that begins with rank 0's, or a mapping by rank; for a single tree, [tree]."
     if not isinstance(trees, (list, tuple, Mapping)) or not trees:
         found = "none" if isinstance(trees, (list, tuple, Mapping)) else type(trees).__name__
-        raise TreeError(error_text(what, found=found, fix=fix))
+        raise TreeError(error_text(heading, found=found, fix=fix))
     by_rank = trees if isinstance(trees, Mapping) else dict(enumerate(trees))
     wrong = [repr(rank)[:100] for rank in by_rank if not _is_rank(rank)]
     if wrong:
-        raise TreeError(error_text(f"{what}; these aren't ranks", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{heading}; these aren't ranks", offenders=wrong, fix=fix))
     return {int(rank): by_rank[rank] for rank in sorted(by_rank)}
 
 
@@ -73,7 +73,7 @@ def tensor_shards(tree: Any) -> list[ShardedTensor]:
     """Return a tree's tensor shards, factories applied, in the order of its leaves.
 
     Raises:
-        TreeError: a leaf is a DTensor: it is a part of a tensor, and would count as a plain value.
+        TreeError: A leaf is a DTensor, which is a part of a tensor and would count as a plain value.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""How stored tensors are cut, as their chunks show, and which file holds which part."""
+"""Layouts of stored tensors: their grids, derived from chunks, and the files of their parts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._columns import ShardColumns
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StoredLayout:
-    """Which file holds which part of a stored tensor, as a checkpoint's index says.
+    """The parts of a stored tensor by file, as recorded in a checkpoint's index.
 
     Attributes:
-        columns: of one tensor, a row a chunk; `rank` is the number of the file.
-        files: their names in the checkpoint.
+        columns: Chunks of one tensor, one a row; `rank` is the number of the file.
+        files: Names of the files in the checkpoint.
     """
 
     columns: ShardColumns
@@ -33,21 +33,21 @@ class StoredLayout:
         return notebook_html(self)
 
 
-# Grids, found from chunks.
+# Grids, derived from chunks.
 
 GridKind = Literal["empty", "whole", "regular", "uneven", "irregular", "flat"]
-"""No chunk; one that holds the whole tensor; a grid of equal cells; a grid of unequal cells; boxes that make no grid;
-flat ranges of boxes."""
+"""No chunk; a single chunk of the whole tensor; a grid of equal cells; a grid of unequal cells; boxes that form no
+grid; flat ranges of boxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How one tensor is cut.
+    """The division of one tensor into chunks.
 
     Attributes:
         kind: "empty", "whole", "regular", "uneven", "irregular" or "flat".
-        counts: pieces along each axis; () where the chunks are no grid.
-        chunks: how many chunks there are.
+        counts: Number of pieces along each axis; () if the chunks form no grid.
+        chunks: Number of chunks.
     """
 
     kind: GridKind
@@ -56,17 +56,17 @@ class Grid:
 
 
 def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes: Column) -> list[Grid]:
-    """Return how each tensor is cut, for all tensors at once.
+    """Return the division of each tensor into chunks, for all tensors at once.
 
-    Chunks that don't overlap make a grid if there are as many of them as ways to pick one of the intervals that occur
-    along each axis.
+    Chunks that don't overlap form a grid if their number is the product, over all axes, of the numbers of distinct
+    intervals.
 
     Args:
-        key: the tensor that each chunk belongs to, ascending, int64 (chunks,).
-        offset: right-aligned, int64 (chunks, axes).
-        shape: right-aligned, int64 (chunks, axes).
-        start: first element of a flat range, -1 for a whole box, int64 (chunks,).
-        axes: how many axes each tensor has, int64 (keys,).
+        key: Number of each chunk's tensor, ascending, int64 (chunks,).
+        offset: Offset of each chunk, right-aligned, int64 (chunks, axes).
+        shape: Shape of each chunk, right-aligned, int64 (chunks, axes).
+        start: First element of a flat range, -1 for a whole box, int64 (chunks,).
+        axes: Number of axes of each tensor, int64 (keys,).
 
     Examples:
         >>> offset = np.array([[0, 0], [0, 3], [2, 0], [2, 3], [0, 0], [0, 5]])
@@ -80,7 +80,7 @@ def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes:
     keys, width = axes.size, offset.shape[1]
     chunks = np.bincount(key, minlength=keys)
     counts = np.stack([_interval_counts(key, offset[:, axis], shape[:, axis], keys) for axis in range(width)], axis=1)
-    # In floats, since products can exceed an int64. They are exact up to 2**53, far more than there can be chunks.
+    # Products are floats, since they can exceed an int64. They are exact up to 2**53, far above the number of chunks.
     is_grid = np.prod(counts.astype(np.float64), axis=1) == chunks
     first = np.searchsorted(key, np.arange(keys))
     differs = (shape != shape[first[key]]).any(axis=1) if key.size else np.zeros(0, dtype=np.bool_)
@@ -96,7 +96,7 @@ def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes:
 
 
 def _interval_counts(key: Column, begin: Column, length: Column, keys: int) -> Column:
-    """Return how many different intervals of one axis the chunks of each tensor occupy."""
+    """Return the number of distinct intervals of one axis that the chunks of each tensor occupy."""
     order = np.lexsort((length, begin, key))
     ordered = np.stack([key[order], begin[order], length[order]])
     is_new = np.ones(key.size, dtype=np.bool_)
