@@ -1,4 +1,4 @@
-"""Encoding and decoding: dtypes, JSON, safetensors headers, trees of values. No files are opened here."""
+"""Encoding and decoding of dtypes, JSON, safetensors headers and trees of values. No files are opened here."""
 
 from __future__ import annotations
 

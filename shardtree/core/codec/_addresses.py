@@ -1,7 +1,7 @@
-"""Names under which shardtree's own classes are stored: their public addresses, wherever their modules are.
+"""Stored names of shardtree's own classes, which are their public addresses, wherever their modules are.
 
-A stored name outlives the module that holds the class, which may move; the public address stays importable. It is the
-root's where the root has the class, as users write `st.Mesh`, and its room's otherwise.
+A stored name outlives the module of its class, which may move; the public address stays importable. It is the root's if
+the root has the class, as users write `st.Mesh`, and its room's otherwise.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ _HOMES = {
         "trees._join": "Record",
     },
 }
-"""Public module → modules below shardtree that hold its classes, or held them when files were written → the classes.
+"""Classes by public module, then by a module below shardtree that holds them, or held them when files were written.
 
-Files name the old modules, so a row that was right once is never removed: a class that moves alone gets one more; of
-modules that move, `_moved` has the new address. Private classes are in journals of conversions.
+Files name the old modules, so no row may ever be removed: a class that moves alone gets another row; `_moved` has the
+new addresses of whole modules that move. Private classes appear in journals of conversions.
 """
 
 STORED_NAMES = {
@@ -118,14 +118,14 @@ STORED_NAMES = {
     for name in names.split()
     for address in (f"shardtree.{home}.{name}", leaf("new_address")(f"shardtree.{home}.{name}"))
 }
-"""Address of a class in the module that holds or held it → the name under which it is stored."""
+"""Stored name of each class, by its address in a module that holds or held it."""
 
 
 def stored_name(address: str) -> str:
-    """Return the name under which a class is stored: the public address of ours, and others' own.
+    """Return the stored name of a class: the public address of ours, and the own address of any other.
 
     Args:
-        address: module and qualified name of the class, now or when a file was written.
+        address: Module and qualified name of the class, now or when a file was written.
 
     Examples:
         >>> stored_name("shardtree.layouts.meshes._mesh.Mesh"), stored_name("shardtree.Mesh")
@@ -137,7 +137,7 @@ def stored_name(address: str) -> str:
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Return the addresses of a stored class: its stored name, and those in the modules that hold or held it.
+    """Return all addresses of a stored class: its stored name, and those in modules that hold or held it.
 
     Examples:
         >>> addresses_of("shardtree.Mesh")

@@ -1,7 +1,7 @@
 """Nodes of tensors, NumPy arrays and scalars, bytes and buffers.
 
-A value whose dtype safetensors has is an entry of that dtype and shape, so that other readers see it too; others are
-plain bytes, with dtype and shape in the node.
+A value whose dtype safetensors has becomes an entry of that dtype and shape, so that other readers see it too. Others
+become plain bytes, with dtype and shape in the node.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> tor
 
 
 def is_plain_array(value: np.ndarray[Any, Any]) -> bool:
-    """Return whether an array's items are numbers, dates or text, which have a length.
+    """Return whether an array's items are numbers, dates or text of a positive size.
 
     Examples:
         >>> is_plain_array(np.zeros(3)), is_plain_array(np.array([{}]))
@@ -136,7 +136,7 @@ def _decode_scalar(fields: dict[str, Any], child: Child, take: Take) -> Any:
 
 
 def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
-    # Not by their bits: an array would drop trailing zeros, which these strings keep.
+    # Their bits aren't stored, since an array would drop trailing zeros, which these strings keep.
     return {
         "$": f"numpy.{type(value).__name__}",
         "value": child(str.__str__(value) if isinstance(value, str) else bytes(value)),
@@ -145,7 +145,7 @@ def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
 
 def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
     name = exactly(str, fields["dtype"])
-    # Matched first: NumPy's own parser also accepts objects, which are pointers, records and deprecated names.
+    # The pattern comes first: NumPy's own parser also accepts objects, which are pointers, records and old names.
     if not _NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
         raise ValueError("not a NumPy dtype of numbers, dates or text")
     return np.dtype(name)

@@ -1,4 +1,4 @@
-"""CRC32, the checksum of zip archives; by isal if that is installed, which is several times faster than zlib."""
+"""CRC32, the checksum of zip archives, by isal if it is installed, which is several times faster than zlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def crc32(data: Buffer, before: int = 0) -> int:
-    """Return the CRC32 of bytes; `before` is that of the bytes before them, for a checksum in parts.
+    """Return the CRC32 of bytes; for a checksum in parts, `before` is the CRC32 of all earlier bytes.
 
     Examples:
         >>> hex(crc32(b"123456789")), crc32(b"789", crc32(b"123456")) == crc32(b"123456789")
@@ -30,5 +30,5 @@ def _fastest() -> Callable[[Buffer, int], int]:
 
 
 def crc32_thread_bytes() -> int:
-    """Return of how many bytes the CRC32 takes longer than handing them to another thread, out of a core's cache."""
+    """Return the number of bytes from which a CRC32 takes longer than handing cold bytes to another thread."""
     return 1024 * 1024 if _fastest() is zlib.crc32 else 16 * 1024 * 1024

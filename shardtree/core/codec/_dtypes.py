@@ -1,4 +1,4 @@
-"""Torch dtypes: their names, their safetensors tags, and tensors' bits."""
+"""Torch dtypes: their names and safetensors tags, and the bits of tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from ...errors import MetadataError, UnsupportedValue, error_text
 from ..lazy import INTEGERS, as_integers, flat_bytes
 
-# All dtypes of this torch rather than a list of ours: torch adds dtypes faster than formats add versions. By their own
-# names: an alias such as torch.half prints as float16.
+# The table has all dtypes of this torch, since torch adds dtypes faster than formats add versions. Each is under its
+# own name: an alias such as torch.half prints as float16.
 _BY_NAME: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
@@ -40,7 +40,7 @@ _TAGS_BY_NAME = {
 _TAGS = {_BY_NAME[name]: tag for name, tag in _TAGS_BY_NAME.items() if name in _BY_NAME}
 _BY_TAG = {tag: dtype for dtype, tag in _TAGS.items()}
 
-# Two values in each byte: an element of torch's is a pair, while headers of safetensors count values.
+# Dtypes of two values in a byte: an element in torch is a pair, while safetensors headers count values.
 _PAIR_TAGS = {_BY_NAME[name]: tag for name, tag in {"float4_e2m1fn_x2": "F4"}.items() if name in _BY_NAME}
 _PAIRS_BY_TAG = {tag: dtype for dtype, tag in _PAIR_TAGS.items()}
 
@@ -49,7 +49,7 @@ _QUANTISED_DTYPES = frozenset(
 )
 
 
-# Dtypes that NumPy and memoryview support; others that have a tag are viewed as integers of their size.
+# Dtypes that NumPy and memoryview support; other tagged dtypes are viewed as integers of their size.
 _IN_NUMPY = (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _VIEWED_AS = {dtype: INTEGERS[dtype.itemsize] for dtype in _TAGS} | {dtype: dtype for dtype in _IN_NUMPY}
 
@@ -65,10 +65,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype that has this name, the inverse of `dtype_name`.
+    """Return the dtype with a name, the inverse of `dtype_name`.
 
     Raises:
-        UnsupportedValue: this torch has no dtype of that name.
+        UnsupportedValue: This torch has no dtype of that name.
 
     Examples:
         >>> dtype_from_name("bfloat16")
@@ -77,12 +77,12 @@ def dtype_from_name(name: str) -> torch.dtype:
     try:
         return _BY_NAME[name]
     except KeyError:
-        what = f"dtype: torch {torch.__version__} has no dtype named {name[:100]!r}"
-        raise UnsupportedValue(error_text(what, fix="Use a torch that has it, or cast before saving.")) from None
+        heading = f"dtype: torch {torch.__version__} has no dtype named {name[:100]!r}"
+        raise UnsupportedValue(error_text(heading, fix="Use a torch that has it, or cast before saving.")) from None
 
 
 def format_tag(dtype: torch.dtype) -> str:
-    """Return the safetensors tag of a dtype; `"U8"`, plain bytes, if none counts the same elements as torch.
+    """Return the safetensors tag of a dtype; `"U8"`, plain bytes, if no tag counts elements as torch does.
 
     Examples:
         >>> format_tag(torch.bfloat16), format_tag(torch.complex128)
@@ -92,7 +92,7 @@ def format_tag(dtype: torch.dtype) -> str:
 
 
 def is_tagged(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has a tag for a dtype, whose elements are torch's: not of pairs, as `kind_in_file`.
+    """Return whether safetensors has a tag for a dtype that counts elements as torch does, so not for pairs of values.
 
     Examples:
         >>> is_tagged(torch.uint8), is_tagged(torch.complex128)
@@ -105,7 +105,7 @@ def dtype_from_tag(tag: str) -> torch.dtype:
     """Return the dtype of a safetensors tag, the inverse of `format_tag` on the dtypes that have a tag.
 
     Raises:
-        UnsupportedValue: this torch has no dtype for the tag, as with 6-bit floats.
+        UnsupportedValue: This torch has no dtype for the tag, such as those of 6-bit floats.
 
     Examples:
         >>> dtype_from_tag("BF16")
@@ -114,14 +114,15 @@ def dtype_from_tag(tag: str) -> torch.dtype:
     try:
         return _BY_TAG[tag]
     except KeyError:
-        what = f"dtype: torch {torch.__version__} has no dtype for the safetensors tag {tag[:100]!r}"
-        raise UnsupportedValue(error_text(what, fix="Use a torch that has it.")) from None
+        heading = f"dtype: torch {torch.__version__} has no dtype for the safetensors tag {tag[:100]!r}"
+        raise UnsupportedValue(error_text(heading, fix="Use a torch that has it.")) from None
 
 
 def kind_in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     """Return the tag and shape that safetensors' library writes for a tensor; None if it can't.
 
-    As `format_tag`, and 4-bit floats too, which torch counts in pairs: their last axis is twice as long in a header.
+    The tag is that of `format_tag`. 4-bit floats have one too: torch counts them in pairs, so that their last axis is
+    twice as long in a header.
 
     Examples:
         >>> kind_in_file(torch.bfloat16, (2, 3)), kind_in_file(torch.complex128, (2, 3))
@@ -138,7 +139,7 @@ def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple
     """Return the dtype and shape in torch of a tensor in a safetensors file, the inverse of `kind_in_file`.
 
     Raises:
-        UnsupportedValue: this torch has no dtype for the tag, or none for that shape: an odd number of 4-bit floats.
+        UnsupportedValue: This torch has no dtype for the tag, or the shape has an odd number of 4-bit floats.
 
     Examples:
         >>> kind_from_file("BF16", (2, 3))
@@ -153,7 +154,7 @@ def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is quantised: its values depend on a scale and a zero point beside their bits.
+    """Return whether a dtype is quantised: its values also depend on a scale and a zero point.
 
     Examples:
         >>> is_quantised(torch.qint8), is_quantised(torch.int8)
@@ -166,11 +167,11 @@ def check_storable(dtype: torch.dtype, what: str) -> None:
     """Raise unless a tensor of this dtype can be stored bit for bit.
 
     Args:
-        dtype: the tensor's dtype.
-        what: what is being stored, for the message.
+        dtype: Dtype of the tensor.
+        what: Name of the stored tensor, for the message.
 
     Raises:
-        UnsupportedValue: the dtype is quantised: a scale and a zero point aren't part of its bits.
+        UnsupportedValue: The dtype is quantised: a scale and a zero point aren't part of its bits.
 
     Examples:
         >>> check_storable(torch.float32, "'decoder.weight'")
@@ -184,14 +185,14 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes as a tensor that shares its memory.
 
     Args:
-        tensor: any storable dtype and shape, contiguous, on the CPU.
+        tensor: Contiguous tensor on the CPU, of any storable dtype and shape.
 
     Returns:
         uint8 (bytes,), in row-major order, detached from autograd.
 
     Raises:
-        MetadataError: the tensor's memory doesn't hold its elements in row-major order.
-        UnsupportedValue: its dtype is quantised.
+        MetadataError: The tensor's memory doesn't hold its elements in row-major order.
+        UnsupportedValue: The dtype is quantised.
 
     Examples:
         >>> bit_view(torch.tensor([1, 256], dtype=torch.int16))
@@ -204,13 +205,13 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
     r"""Return a tensor's bytes as a writable buffer that shares its memory; three times as fast as `bit_view`.
 
     Args:
-        tensor: as for `bit_view`.
+        tensor: Tensor as for `bit_view`.
 
     Returns:
-        one byte an item, in row-major order.
+        One byte an item, in row-major order.
 
     Raises:
-        MetadataError, UnsupportedValue: as `bit_view`.
+        MetadataError, UnsupportedValue: Errors of `bit_view`.
 
     Examples:
         >>> bytes(byte_buffer(torch.tensor([1, 256], dtype=torch.int16)))
@@ -219,7 +220,7 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach() if tensor.requires_grad else tensor
     viewed_as = _VIEWED_AS.get(plain.dtype)
     if viewed_as is not None and plain.is_contiguous():
-        # No checks before: NumPy and memoryview themselves refuse other devices (TypeError), lazy conjugates
+        # There are no checks before: NumPy and memoryview themselves refuse other devices (TypeError), lazy conjugates
         # (RuntimeError), no elements (TypeError) and too many axes (ValueError), and a load calls this for each tensor.
         with suppress(RuntimeError, TypeError, ValueError):
             return memoryview((plain if viewed_as is plain.dtype else plain.view(viewed_as)).numpy()).cast("B")
@@ -234,7 +235,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is its elements, each of which has memory: not sparse, nested, quantised or meta.
+    """Return whether a tensor consists of elements in memory: it isn't sparse, nested, quantised or meta.
 
     Examples:
         >>> is_dense(torch.eye(2).t()), is_dense(torch.eye(2).to_sparse())
@@ -244,16 +245,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in row-major order on the CPU: a view if its memory is that already, else a copy.
+    """Return a tensor's bytes in row-major order on the CPU: a view of its memory if possible, else a copy.
 
     Args:
-        tensor: any storable dtype and shape, on any device, with any strides.
+        tensor: Tensor of any storable dtype and shape, on any device, with any strides.
 
     Returns:
         uint8 (bytes,), detached from autograd.
 
     Raises:
-        UnsupportedValue: its dtype is quantised.
+        UnsupportedValue: The dtype is quantised.
 
     Examples:
         >>> row_major_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
@@ -263,10 +264,10 @@ def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in row-major order on its device: a view if its memory is that already, else a copy.
+    """Return a tensor's bytes in row-major order on its device: a view of its memory if possible, else a copy.
 
     Raises:
-        UnsupportedValue: its dtype is quantised.
+        UnsupportedValue: The dtype is quantised.
 
     Examples:
         >>> device_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
@@ -277,7 +278,7 @@ def device_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its elements in row-major order, on the CPU; an assignment fills it.
+    """Return whether a tensor's memory holds its elements in row-major order, on the CPU, so that writing it fills it.
 
     Examples:
         >>> is_plain_memory(torch.eye(2)), is_plain_memory(torch.eye(2, 3).t())

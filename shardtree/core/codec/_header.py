@@ -1,6 +1,6 @@
-"""JSON in files, canonical where written and strict where read; and the header of a safetensors file, which is JSON.
+"""JSON of files, canonical if written and strict if read, and headers of safetensors files, which are JSON.
 
-A header is 8 bytes of length, JSON that lists the tensors and their bytes, and spaces.
+A header is 8 bytes of length, JSON that lists the tensors and their byte ranges, and padding spaces.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def canonical_json(value: Any) -> bytes:
     """Return the canonical JSON text of a value: sorted keys, no spaces, ASCII.
 
     Args:
-        value: None, bools, ints, finite floats, strings, lists, tuples and dicts with string keys.
+        value: Nested lists, tuples and dicts with string keys, of None, bools, ints, finite floats and strings.
 
     Raises:
-        UnsupportedValue: the value contains something else.
+        UnsupportedValue: The value contains anything else.
 
     Examples:
         >>> canonical_json({"b": [1, 2.5], "a": None})
@@ -41,19 +41,19 @@ def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
     """Parse an untrusted JSON text.
 
     Args:
-        data: UTF-8.
-        what: the text's name, for messages.
+        data: The text in UTF-8.
+        what: Name of the text, for messages.
 
     Raises:
-        CorruptCheckpoint: not UTF-8, not JSON, a name twice in one object, a number that isn't finite, or nested
-            too deep.
+        CorruptCheckpoint: The text isn't UTF-8 or JSON, has a name twice in one object or a number that isn't finite,
+            or is nested too deep.
 
     Examples:
         >>> parse_json(b'{"a": [1, 2.5]}', "metadata.json")
         {'a': [1, 2.5]}
     """
     try:
-        # Before the bytes become text: a file with holes can be terabytes long, takes no space, and reads as zeros.
+        # This comes before the decoding: a file with holes can be terabytes long, takes no space, and reads as zeros.
         if _ZERO.search(data):
             raise ValueError("a zero byte")
         text = str(data, "utf-8")
@@ -67,7 +67,7 @@ def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json keeps the last of two members of one name, other readers the first: they would see different checkpoints.
+    # json keeps the last of two members with one name, other readers the first: they would see different checkpoints.
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name occurs twice in one object")
@@ -85,11 +85,11 @@ def _finite_float(text: str) -> float:
     return value
 
 
-# Entries, and the bytes that each must have.
+# Entries, and the size of their data.
 
 MAX_INT = 2**63 - 1
 
-# All tags of the format, also those that torch has no dtype for: a file with such a tensor is still valid.
+# All tags of the format, including those without a dtype in torch: a file with such a tensor is still valid.
 _TAGS_BY_BITS = {
     4: ("F4",),
     6: ("F6_E2M3", "F6_E3M2"),
@@ -105,11 +105,11 @@ class HeaderEntry(NamedTuple):
     """One tensor of a safetensors file.
 
     Attributes:
-        name: its name in the file.
-        tag: its dtype, as the format names it: `"BF16"`.
-        shape: its lengths, in elements.
-        start: its first byte, counted from where the data starts.
-        stop: one past its last byte.
+        name: Name of the tensor in the file.
+        tag: Dtype as the format names it, such as `"BF16"`.
+        shape: Shape in elements.
+        start: First byte, counted from the begin of the data.
+        stop: One past its last byte.
     """
 
     name: str
@@ -123,7 +123,8 @@ def byte_length(tag: str, shape: Iterable[int]) -> int:
     """Return the number of bytes of a tensor with a tag and a shape, both of which may come from a file.
 
     Raises:
-        ValueError: no such tag, more elements than 64 bits can count, or a last byte that is used in part.
+        ValueError: The tag is unknown, the shape has more elements than 64 bits can count, or the last byte is used in
+            part.
 
     Examples:
         >>> byte_length("BF16", (2, 3)), byte_length("F64", ()), byte_length("F4", (2, 0))
@@ -141,7 +142,7 @@ def element_count(shape: Iterable[int]) -> int:
     """Return the number of elements of a shape, which may come from a file.
 
     Raises:
-        ValueError: a negative length, or more elements than 64 bits can count, lengths of zero left out.
+        ValueError: A length is negative, or there are more elements than 64 bits can count, lengths of zero left out.
 
     Examples:
         >>> element_count((2, 3)), element_count((2, 0)), element_count(())
@@ -167,22 +168,22 @@ def encode_header(
     """Return the bytes before the data of a safetensors file.
 
     Args:
-        entries: in the order of their bytes, without gaps.
-        metadata: strings to keep beside the tensors.
-        alignment: bytes; the data starts at a multiple of it.
+        entries: Entries in the order of their bytes, without gaps.
+        metadata: Strings that are stored beside the tensors.
+        alignment: Number of bytes; the data starts at a multiple of it.
 
     Returns:
         An 8-byte little-endian length, JSON in UTF-8, and spaces up to the alignment.
 
     Raises:
-        MetadataError: the entries don't tile the data, names occur twice, or the header would be larger than 100 MB.
+        MetadataError: The entries don't tile the data, names occur twice, or the header would exceed 100 MB.
 
     Examples:
         >>> header = encode_header([HeaderEntry("w", "F32", (2, 3), 0, 24)])
         >>> len(header), header[8:65]
         (128, b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}')
     """
-    # Put together by hand rather than by json.dumps of a dict: a checkpoint has a header entry for each tensor.
+    # The text is put together by hand, which is faster than json.dumps: a checkpoint has an entry for each tensor.
     parts = _entry_texts(list(entries))
     if metadata:
         pairs = (f"{encode_basestring(name)}:{encode_basestring(text)}" for name, text in metadata.items())
@@ -192,21 +193,21 @@ def encode_header(
         text = header.encode("utf-8")
     except UnicodeEncodeError as error:
         near = header[max(0, error.start - 40) : error.start + 40]
-        what = f"safetensors header: a name isn't valid Unicode, near {near!r}"
-        raise MetadataError(error_text(what, fix="Use names without lone surrogates.")) from None
+        fault = f"safetensors header: a name isn't valid Unicode, near {near!r}"
+        raise MetadataError(error_text(fault, fix="Use names without lone surrogates.")) from None
     text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
     if len(text) > _MAX_HEADER:
-        what = "safetensors header: too large"
+        fault = "safetensors header: too large"
         expected = f"at most {_MAX_HEADER} bytes"
-        raise MetadataError(error_text(what, found=len(text), expected=expected, fix="Store fewer tensors in a file."))
+        raise MetadataError(error_text(fault, found=len(text), expected=expected, fix="Store fewer tensors in a file."))
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def _entry_texts(entries: list[HeaderEntry]) -> list[str]:
-    """Return each entry as a member of the JSON object; raises unless names differ and the entries tile their bytes."""
+    """Return the JSON member of each entry, after checking that names differ and the entries tile their bytes."""
     if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
-        what = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
-        raise MetadataError(error_text(what))
+        heading = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
+        raise MetadataError(error_text(heading))
     kinds: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # models repeat few shapes in many layers
     texts, end = [], 0
     for entry in entries:
@@ -231,7 +232,7 @@ def _kind(entry: HeaderEntry) -> tuple[int, str]:
 
 
 def _tiling_problem(entry: HeaderEntry, end: int, length: int) -> str:
-    problem = "leaves a gap, overlaps, or doesn't have the bytes of its shape"
+    problem = "leaves a gap, overlaps, or has another length than its shape"
     what = f"safetensors header: entry {_short(entry.name)} {problem}"
     return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
 
@@ -241,14 +242,14 @@ def _short(name: str) -> str:
 
 
 def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int:
-    """Return how many bytes of JSON follow the first 8 bytes of a safetensors file.
+    """Return the number of JSON bytes after the first 8 bytes of a safetensors file.
 
     Args:
-        data: the file's beginning, at least 8 bytes.
-        file_length: of the whole file, in bytes.
+        data: Beginning of the file, at least 8 bytes.
+        file_length: Length of the whole file, in bytes.
 
     Raises:
-        CorruptCheckpoint: no file of this length can have such a header.
+        CorruptCheckpoint: No file of this length can have such a header.
 
     Examples:
         >>> header_length(encode_header([]), 64)
@@ -258,7 +259,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
         what = "safetensors header: the file is too short"
         raise CorruptCheckpoint(error_text(what, found=f"{size} bytes", expected="8 or more"))
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    # Checked before the header is read: the number is the file's, and could claim 2**63 bytes.
+    # The check comes before the header is read: the number is from the file, and could claim 2**63 bytes.
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
     if not 2 <= length <= limit:
         what = "safetensors header: its length doesn't fit the file"
@@ -269,7 +270,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
 def header_of(
     read: Callable[[int, int], bytes | bytearray | memoryview], length: int, first_bytes: int = _LENGTH_BYTES
 ) -> tuple[tuple[HeaderEntry, ...], int, dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file, of which nothing but the header is read.
+    """Return the tensors of a safetensors file, the offset of its data, and its metadata, reading only the header.
 
     Args:
         read: Function from a byte range of the file to its bytes; called twice at most.
@@ -277,7 +278,7 @@ def header_of(
         first_bytes: Number of bytes to read first; a header that lies within them takes no second call.
 
     Raises:
-        CorruptCheckpoint: as `decode_header`.
+        CorruptCheckpoint: The header is invalid, as for `decode_header`.
 
     Examples:
         >>> file = encode_header([], {"format": "pt"})
@@ -291,17 +292,17 @@ def header_of(
 
 
 def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[tuple[HeaderEntry, ...], int]:
-    """Return a safetensors file's entries and where its data starts.
+    """Return a safetensors file's entries and the offset of its data.
 
     Args:
-        data: the file's beginning, at least its header; the rest is ignored.
-        file_length: of the whole file, in bytes.
+        data: Beginning of the file, at least its header; any further bytes are ignored.
+        file_length: Length of the whole file, in bytes.
 
     Returns:
-        The entries in the order of their bytes, and the byte of the file at which the data starts.
+        The entries in the order of their bytes, and the offset of the data in the file.
 
     Raises:
-        CorruptCheckpoint: the header isn't valid, or its entries don't tile the rest of the file exactly.
+        CorruptCheckpoint: The header is invalid, or its entries don't tile the rest of the file exactly.
 
     Examples:
         >>> entries = (HeaderEntry("w", "F32", (2, 3), 0, 24),)
@@ -315,14 +316,14 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
 def decode_header_and_metadata(
     data: bytes | bytearray | memoryview, file_length: int
 ) -> tuple[tuple[HeaderEntry, ...], int, dict[str, str]]:
-    """Return what `decode_header` does, and the metadata of the file: strings beside its tensors.
+    """Return a safetensors file's entries, the offset of its data, and its metadata: strings beside its tensors.
 
     Args:
-        data: the file's beginning, at least its header.
-        file_length: of the whole file, in bytes.
+        data: Beginning of the file, at least its header.
+        file_length: Length of the whole file, in bytes.
 
     Raises:
-        CorruptCheckpoint: as `decode_header`.
+        CorruptCheckpoint: The header is invalid, as for `decode_header`.
 
     Examples:
         >>> decode_header_and_metadata(encode_header([], {"format": "pt"}), 64)
@@ -330,8 +331,8 @@ def decode_header_and_metadata(
     """
     data_start = _LENGTH_BYTES + header_length(data, file_length)
     if len(data) < data_start:
-        what = "safetensors header: cut off"
-        raise CorruptCheckpoint(error_text(what, found=f"{len(data)} bytes", expected=data_start))
+        heading = "safetensors header: cut off"
+        raise CorruptCheckpoint(error_text(heading, found=f"{len(data)} bytes", expected=data_start))
     fields = parse_json(data[_LENGTH_BYTES:data_start], "safetensors header")
     if not isinstance(fields, dict) or data[_LENGTH_BYTES] != ord("{"):
         raise CorruptCheckpoint(error_text("safetensors header: not a JSON object"))
@@ -341,15 +342,15 @@ def decode_header_and_metadata(
     lengths: dict[tuple[str, tuple[int, ...]], int] = {}  # models repeat few shapes in many layers
     entries = [_entry(name, spec, lengths) for name, spec in fields.items()]
     entries.sort(key=itemgetter(3, 4))
-    # No gaps and no overlaps: bytes that no entry names could hide data, and shared ones make a small file large.
+    # Gaps and overlaps are refused: bytes that no entry names could hide data, and shared ones make a small file large.
     end = 0
     for entry in entries:
         if entry.start != end:
             raise CorruptCheckpoint(_tiling_problem(entry, end, entry.stop - entry.start))
         end = entry.stop
     if data_start + end != file_length:
-        what = "safetensors header: the entries don't end where the file does"
-        raise CorruptCheckpoint(error_text(what, found=f"{file_length} bytes", expected=data_start + end))
+        heading = "safetensors header: the entries don't end where the file does"
+        raise CorruptCheckpoint(error_text(heading, found=f"{file_length} bytes", expected=data_start + end))
     return tuple(entries), data_start, metadata
 
 
@@ -357,16 +358,16 @@ def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]
     """Return the entry that a member of the JSON object describes.
 
     Args:
-        name: of the member.
-        spec: its value.
-        lengths: in bytes of tensors of a tag and shape, as far as they are known; others are added.
+        name: Name of the member.
+        spec: Value of the member.
+        lengths: Known lengths in bytes, by tag and shape; new ones are added.
     """
     try:
         name.encode("utf-8")
         tag, shape, (start, stop) = spec["dtype"], spec["shape"], spec["data_offsets"]
         if len(spec) != 3 or type(tag) is not str or type(shape) is not list:
             raise ValueError("not a dtype, a shape and two data_offsets, and nothing else")
-        # Before anything is looked up: 1.0 and True are equal to 1.
+        # Types are checked before any look-up, since 1.0 and True are equal to 1.
         are_numbers = {*map(type, shape), type(start), type(stop)} == {int}
         if not are_numbers or min(start, stop, *shape) < 0 or max(start, stop, *shape) > MAX_INT:
             raise ValueError("a number that can't be a length")

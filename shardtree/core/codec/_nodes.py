@@ -1,4 +1,4 @@
-"""What encoders and decoders of values share: nodes of JSON, entries of bytes, and records.
+"""Shared parts of the encoders and decoders of values: nodes of JSON, entries of bytes, and records.
 
 A node is either a plain JSON value or an object with the member `"$"`, which names the kind of value.
 """
@@ -23,20 +23,20 @@ MAX_DEPTH = 100
 
 Node = Any
 Take = Callable[[Any], tuple[str, tuple[int, ...], memoryview]]
-"""Entry's name → its tag, shape and bytes; each entry can be taken once."""
+"""A function from an entry's name to its tag, shape and bytes; each entry can be taken once."""
 
 
 class Child(Protocol):
-    """Encodes or decodes a child of a value; `steps` lead from the value's path to the child's."""
+    """A function that encodes or decodes a child of a value; `steps` lead from the value's path to the child's."""
 
     def __call__(self, value: Any, /, *steps: Any) -> Any: ...
 
 
 Encoder = Callable[[Any, Child], Node]
-"""Value → node, or NotImplemented for a value that only pickle can store."""
+"""A function from a value to its node; NotImplemented for a value that only pickle can store."""
 
 Decoder = tuple[tuple[str, ...], Callable[[dict[str, Any], Child, Take], Any]]
-"""The members that a node has beside `"$"`, and the function from them to the value."""
+"""The names of a node's members beside `"$"`, and the function from them to the value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +44,10 @@ class Blob:
     """Bytes that become an entry of the file; in a node it is a placeholder for the entry's name.
 
     Attributes:
-        data: the bytes, as a contiguous buffer.
-        tag: safetensors' dtype.
-        shape: lengths, in elements of the tag.
-        item_size: bytes to which the entry should be aligned.
+        data: The bytes, as a contiguous buffer.
+        tag: Dtype as safetensors names it.
+        shape: Shape in elements of that dtype.
+        item_size: Alignment of the entry in bytes.
     """
 
     data: Any
@@ -67,23 +67,23 @@ def plain_blob(data: Any) -> Blob:
 
 
 def exactly(kind: type[T], value: Any) -> T:
-    """Return the value; raises unless it is of exactly this type.
+    """Return the value, after checking that it has exactly this type.
 
     Raises:
-        TypeError: it isn't; `decode_tree` adds where.
+        TypeError: The value has another type; `decode_tree` adds its path.
 
     Examples:
         >>> exactly(int, 3)
         3
     """
-    # Not isinstance: True is an int, and a subclass from an allowed constructor may behave differently.
+    # isinstance isn't enough: True is an int, and a subclass from an allowed constructor may behave differently.
     if type(value) is not kind:
         raise TypeError(f"found {type(value).__name__}, expected {kind.__name__}")
     return value
 
 
 def shown_path(path: TreePath) -> str:
-    """Return a path as text for error messages, with long and odd keys, and long paths, shortened.
+    """Return a path as text for error messages, with long paths and long or unusual keys shortened.
 
     Args:
         path: Steps from the root; a dict's key is a step, whatever its type.
@@ -102,7 +102,7 @@ def _step(key: Any) -> Any:
 
 
 def plainer(value: Any) -> str:
-    """Return what to store instead of a value that only a pickle can hold, for errors.
+    """Return advice for errors: what to store instead of a value that only a pickle can hold.
 
     Examples:
         >>> plainer(print)[:32]
@@ -116,11 +116,11 @@ def plainer(value: Any) -> str:
     )
 
 
-# Records: how enum members, dataclasses and named tuples are stored. Their class's name is data, and never imported.
+# Records are the stored form of enum members, dataclasses and named tuples. Their class's name is never imported.
 
 
 def type_name(cls: type) -> str:
-    """Return the name of a class that is stored with its instances: its address, of our own classes the public one.
+    """Return the stored name of an instance's class: its address; for our own classes, the public one.
 
     Examples:
         >>> import collections
@@ -148,10 +148,10 @@ def record_of(value: Any) -> Record | None:
 
 
 def named_types(types: Iterable[type]) -> dict[str, type]:
-    """Return classes by the names that are stored with their instances.
+    """Return classes by their stored names.
 
     Raises:
-        UnsupportedValue: one isn't an enum, dataclass or named tuple.
+        UnsupportedValue: A class isn't an enum, dataclass or named tuple.
 
     Examples:
         >>> from http import HTTPStatus
@@ -172,11 +172,11 @@ def instance_of(record: Record, cls: type) -> Any:
     """Return the instance of a class that a record describes, without running `__init__`.
 
     Args:
-        record: of an instance of this class, perhaps of an older version of the class.
-        cls: an enum, a dataclass or a named tuple.
+        record: Record of an instance of this class, perhaps of an older version.
+        cls: An enum, a dataclass or a named tuple.
 
     Raises:
-        UnsupportedValue: the class has other fields, or no such member.
+        UnsupportedValue: The class has other fields, or no such member.
 
     Examples:
         >>> from http import HTTPStatus
@@ -190,7 +190,7 @@ def instance_of(record: Record, cls: type) -> Any:
         return _member(record, cls)
     if issubclass(cls, tuple):
         return tuple.__new__(cls, (record.fields[name] for name in names))
-    # Without __init__ and __post_init__: they ran when the instance was first made, and may change fields again.
+    # __init__ and __post_init__ aren't called: they ran when the instance was first made, and may change fields again.
     value: Any = object.__new__(cls)
     for name in names:
         object.__setattr__(value, name, record.fields[name])
@@ -208,7 +208,7 @@ def _member(record: Record, cls: type[Enum]) -> Enum:
 
 
 def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
-    what = f"{record.type_name[:200]}: the class given in types isn't what was stored"
+    what = f"{record.type_name[:200]}: the class in types differs from the stored one"
     fix = "Leave the class out of types, and make the instance from the Record."
     return UnsupportedValue(error_text(what, found=str(found)[:1000], expected=expected, fix=fix))
 

@@ -50,18 +50,18 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
     """Encode a tree of plain values as the bytes of a safetensors file, which `decode_tree` decodes.
 
     Each value comes back unchanged: None, numbers of any size, strings, bytes, ranges and slices, lists,
-    tuples, sets, deques and dicts of any keys with their order, tensors, NumPy arrays and scalars, dtypes, devices,
+    tuples, sets, deques and dicts with any keys in their order, tensors, NumPy arrays and scalars, dtypes, devices,
     `io.BytesIO` with its position, paths, `argparse.Namespace`, `HOLE`. Tensors and parameters come back as plain
-    tensors on the CPU that need no gradient, and OrderedDicts without their attributes. A value that occurs twice
+    tensors on the CPU without a gradient, and OrderedDicts without their attributes. A value that occurs twice
     is stored twice. Enum members, dataclasses and named tuples are stored as `Record`s.
 
     Args:
-        tree: any of these values in any of these containers, at most 100 deep.
-        allow_pickle: store other values as pickles, which run code when they are loaded.
+        tree: Any of these values in any of these containers, at most 100 deep.
+        allow_pickle: Whether other values are stored as pickles, which run code when they are loaded.
 
     Raises:
-        UnsupportedValue: a value is none of these.
-        TreeError: the tree is deeper, or contains itself.
+        UnsupportedValue: A value is of another type.
+        TreeError: The tree is deeper, or contains itself.
 
     Examples:
         >>> from shardtree.core.codec import decode_tree
@@ -75,10 +75,10 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
             node, default=lambda blob: _entry_name(blob, blobs), separators=(",", ":"), check_circular=False
         )
     except RecursionError:
-        fix = "Call it from fewer nested calls."
+        fix = "Call encode_tree from fewer nested calls."
         raise TreeError(error_text("encode_tree: too little of Python's recursion limit is left", fix=fix)) from None
     pairs = [*((str(n), blob) for n, blob in enumerate(blobs)), ("structure", plain_blob(text.encode("ascii")))]
-    # Wide items first: then each entry is aligned to its items, without padding between entries.
+    # Wide items come first, so that each entry is aligned to its items without padding between entries.
     pairs.sort(key=lambda pair: -pair[1].item_size)
     entries, start = [], 0
     for name, blob in pairs:
@@ -114,7 +114,7 @@ def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bo
 
 
 def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
-    """Return the node of a value that only pickle can store, or raise if that isn't allowed."""
+    """Return the node of a value that only pickle can store; raises if that isn't allowed."""
     what = f"encode_tree: {shown_path(path)}"
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
@@ -128,7 +128,7 @@ def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
 
 
 def _describe(value: Any) -> str:
-    """Return a value's type, and what about it can't be stored."""
+    """Return a value's type, and the property that can't be stored."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     factory = getattr(value, "default_factory", None)
     if isinstance(value, torch.Tensor):
@@ -149,7 +149,7 @@ def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
     return TreeError(error_text(what, fix="Flatten the tree."))
 
 
-# Decoding, of bytes that may be hostile.
+# Decoding of bytes that may be hostile.
 
 _DECODERS: dict[str, Decoder] = {
     **_values.DECODERS,
@@ -162,7 +162,7 @@ _HOLE = {"$": "hole"}
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What all nodes of a file share while it is decoded."""
+    """State that all nodes of a file share while it is decoded."""
 
     take: Take
     types: dict[str, type]
@@ -170,20 +170,20 @@ class _Reader:
 
 
 def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Any:
-    """Decode what `encode_tree` returned; the bytes may be untrusted.
+    """Decode the bytes of `encode_tree`, which may be untrusted.
 
-    Nothing that the bytes name is imported, and no code in them runs unless `allow_pickle` is given.
+    Nothing that the bytes name is imported, and no code in them runs unless `allow_pickle` is set.
 
     Args:
-        data: a whole file. The tree shares no memory with it.
-        types: enums, dataclasses and named tuples whose instances are restored, without running `__init__`; those of
-            other classes become `Record`s.
-        allow_pickle: unpickle what was stored as a pickle. Only for files whose writer you trust.
+        data: The whole file. The tree shares no memory with it.
+        types: Enums, dataclasses and named tuples whose instances are restored, without running `__init__`; instances
+            of other classes become `Record`s.
+        allow_pickle: Whether pickles are loaded. Set it only for files whose writer you trust.
 
     Raises:
-        CorruptCheckpoint: the bytes aren't such a file.
-        UnsafeFile: a value was stored as a pickle and `allow_pickle` isn't given.
-        UnsupportedValue: a class in `types` has other fields now, or a dtype isn't in this torch.
+        CorruptCheckpoint: The bytes aren't such a file.
+        UnsafeFile: A value was stored as a pickle and `allow_pickle` isn't set.
+        UnsupportedValue: A class in `types` has other fields now, or this torch lacks a dtype.
 
     Examples:
         >>> from http import HTTPStatus
@@ -203,7 +203,7 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
         raise CorruptCheckpoint(error_text("decode_tree: no entry 'structure' of bytes"))
     structure = parse_json(text, "decode_tree: structure")
 
-    # Once: else a small file could refer to one entry a million times, and become a tree that fills the memory.
+    # Each entry can be taken once: else a small file could refer to one a million times, and fill the memory.
     def take(name: Any) -> tuple[str, tuple[int, ...], memoryview]:
         if exactly(str, name) not in left:
             raise ValueError("an entry that isn't there, or is used twice")
@@ -229,8 +229,8 @@ def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:
     except CheckpointingException:
         raise
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
-        what = f"decode_tree: {shown_path(path)} is malformed: {str(error)[:200]}"
-        raise CorruptCheckpoint(error_text(what)) from error
+        heading = f"decode_tree: {shown_path(path)} is malformed: {str(error)[:200]}"
+        raise CorruptCheckpoint(error_text(heading)) from error
 
 
 def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any:

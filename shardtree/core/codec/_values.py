@@ -29,8 +29,8 @@ def _itself(value: Any, child: Child) -> Node:
 
 
 def _encode_int(value: int, child: Child) -> Node:
-    # Many JSON readers support 64 bits only; and parsing long decimal numbers takes quadratic time, hexadecimal
-    # doesn't.
+    # Many JSON readers support only 64 bits; and long decimal numbers take quadratic time to parse, unlike hexadecimal
+    # ones.
     return value if -(2**63) <= value < 2**63 else {"$": "int", "hex": f"{value:x}"}
 
 
@@ -78,10 +78,10 @@ def _encode_bounds(value: range | slice, child: Child) -> Node:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of an untrusted name.
+    """Return the device with an untrusted name.
 
     Raises:
-        ValueError: it isn't the name of a device.
+        ValueError: The text isn't the name of a device.
 
     Examples:
         >>> device_of("cuda:1")
@@ -93,10 +93,10 @@ def device_of(name: str) -> torch.device:
 
 
 def path_of(kind: type[PurePath], *segments: Any) -> PurePath:
-    """Return a path of a class; one of another platform's files, which can't be made here, only names them.
+    """Return a path of a class; another platform's path, which can't be made here, becomes a pure path.
 
     Raises:
-        TypeError: a segment isn't a string.
+        TypeError: A segment isn't a string.
 
     Examples:
         >>> path_of(WindowsPath, "runs", "step_10")
@@ -109,14 +109,14 @@ def path_of(kind: type[PurePath], *segments: Any) -> PurePath:
 
 # Containers: lists, tuples, sets, dicts and similar ones
 
-# Guard against hash collisions: hashes of numbers, and of tuples of them, are predictable, so that a file can choose
-# keys that all collide.
+# The limit guards against hash collisions: hashes of numbers, and of tuples of them, are predictable, so that a file
+# can choose keys that all collide.
 
 _COLLISIONS = 1_000
 
 
 def check_collisions(keys: Iterable[Hashable]) -> None:
-    """Raise ValueError if so many different keys have the same hash that each look-up becomes a search.
+    """Raise ValueError if so many different keys share a hash that each look-up becomes a search.
 
     Examples:
         >>> check_collisions([1, 1.5, (2, "a")])
@@ -158,7 +158,7 @@ def _decode_deque(fields: dict[str, Any], child: Child, take: Take) -> deque[Any
 
 
 def _encode_set(value: set[Any] | frozenset[Any], child: Child) -> Node:
-    # Sorted: a set's order differs from process to process, and ranks compare their common states by hash.
+    # Items are sorted, since a set's order differs between processes, and ranks compare common states by hash.
     items = sorted((child(item) for item in value), key=_text)
     return {"$": type(value).__name__, "items": items}
 
@@ -219,7 +219,7 @@ def _pair(key: Node, item: Node) -> tuple[Node, Node]:
 
 def _decode_namespace(fields: dict[str, Any], child: Child, take: Take) -> Namespace:
     value = Namespace()
-    vars(value).update(decode_fields(fields["fields"], child))  # not as keyword arguments: a name may be "self"
+    vars(value).update(decode_fields(fields["fields"], child))  # no keyword arguments, since a name may be "self"
     return value
 
 
@@ -227,7 +227,7 @@ def decode_fields(node: Node, child: Child) -> dict[str, Any]:
     """Decode the fields of an object, whose names must be strings.
 
     Raises:
-        TypeError: they aren't; `decode_tree` adds where.
+        TypeError: A name isn't a string; `decode_tree` adds the path.
 
     Examples:
         >>> decode_fields({"lr": 0.1}, lambda node: node)

@@ -1,4 +1,7 @@
-"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
+"""Plans of saves and loads, as columns: the writer of each shard, and the destination of stored bytes.
+
+Every rank computes the same plan.
+"""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""Conversion to another dtype: which ones a load or a reshard allows, and elements, after a check that integers fit."""
+"""Conversion of elements to another dtype: the allowed pairs of dtypes, and a check that integers fit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from ...errors import ShapeError, error_text
 from ..trees import torch_converts
 
 _SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set()  # torch 2.6 hasn't
-"""They hold powers of two only: a sign would be lost, and zero can't be represented."""
+"""Dtypes that hold powers of two only, so that signs would be lost, and zero can't be represented."""
 
 
 def convertible(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether values of one dtype may be converted to another: at most rounded, never with parts left out.
+    """Return whether a load or a reshard may convert values of one dtype to another: rounding is allowed, loss isn't.
 
-    Between floating-point dtypes, and between complex ones, as `torch.Tensor.to` does, which rounds, and makes
-    infinities of what is too large. From bools to integers to floating-point to complex dtypes, not the other way:
-    a fraction or an imaginary part would be lost silently. Between integers, where each value fits.
+    Floating-point dtypes convert to each other, and complex ones too, as `torch.Tensor.to` does: it rounds, and makes
+    infinities of numbers that are too large. Bools convert to integers, these to floating-point dtypes, these to
+    complex ones, but not back: a fraction or an imaginary part would be lost silently. Integers convert to each other
+    if each value fits.
 
     Examples:
         >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)
@@ -25,7 +26,7 @@ def convertible(before: torch.dtype, after: torch.dtype) -> bool:
         >>> convertible(torch.float32, torch.int64), convertible(torch.complex64, torch.float32)
         (False, False)
     """
-    # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
+    # Ranks order the kinds of dtypes: a conversion to a higher kind keeps every value up to rounding.
     return before == after or (_rank(before) <= _rank(after) and after not in _SCALES and torch_converts(before, after))
 
 
@@ -36,21 +37,21 @@ def _rank(dtype: torch.dtype) -> int:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Return whether a dtype holds integers; bools are none."""
+    """Return whether a dtype holds integers; bools don't count."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def convert(key: str, elements: torch.Tensor, target: torch.Tensor, *, doing: str = "load") -> None:
-    """Copy elements into others of another dtype, as `torch.Tensor.to` would convert them.
+    """Copy elements into a tensor of another dtype, converted as by `torch.Tensor.to`.
 
     Args:
-        key: the tensor's, for messages.
-        elements: strided in any way, on any device.
-        target: as many, written in place.
-        doing: for messages.
+        key: Key of the tensor, for messages.
+        elements: Source, with any strides, on any device.
+        target: Destination of the same shape, written in place.
+        doing: Name of the operation, for messages.
 
     Raises:
-        ShapeError: an integer doesn't fit the target's dtype.
+        ShapeError: An integer doesn't fit the target's dtype.
 
     Examples:
         >>> target = torch.zeros(2, dtype=torch.bfloat16)
@@ -58,7 +59,7 @@ def convert(key: str, elements: torch.Tensor, target: torch.Tensor, *, doing: st
         >>> target
         tensor([1., 2.], dtype=torch.bfloat16)
     """
-    # Checked beforehand, since `copy_` wraps integers that are too large around without an error.
+    # The check comes first, since `copy_` silently wraps integers that are too large.
     if is_integer(elements.dtype) and is_integer(target.dtype) and elements.numel():
         _check_range(key, elements, target.dtype, doing)
     with torch.no_grad():
@@ -71,5 +72,5 @@ def _check_range(key: str, elements: torch.Tensor, dtype: torch.dtype, doing: st
     low, high = int(np.min(values)), int(np.max(values))
     if low < most.min or high > most.max:
         found, expected = f"values from {low} to {high}", f"{most.min} to {most.max}, which {dtype} can hold"
-        fix = "Ask for it in the dtype that it has."
+        fix = "Load it in its stored dtype."
         raise ShapeError(error_text(f"{doing}: {key!r} can't be converted", found=found, expected=expected, fix=fix))

@@ -1,4 +1,4 @@
-"""The prospect of a load before it reads: what doesn't fit, and what reading the rest takes."""
+"""The prospect of a load before it reads: problems, and the cost of reading."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """The prospect of loading shards, as a format gives it before it reads any.
+    """The prospect of loading shards, which a format computes before it reads any.
 
     Attributes:
-        problems: Reasons why some can't be loaded.
+        problems: Reasons why some shards can't be loaded.
         cost: Function that returns the cost of loading the others; None if the format doesn't know.
         uncompared: Keys of an optimizer's states whose masters won't be compared with weights, though they could be.
     """
 
     problems: tuple[Misfit, ...] = ()
-    # A function, since problems are looked for first, and a cost takes a plan of all reads.
+    # The cost is a function, since problems come first, and a cost takes a plan of all reads.
     cost: Callable[[], ReadCost] | None = None
     uncompared: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Whether a target fits what is stored: what isn't, what is of another kind, and shards that aren't stored whole."""
+"""The fit of a target with a checkpoint: requests that aren't stored, differ in kind, or are stored in part."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Overlap:
     """A box of a shard's elements.
 
     Attributes:
-        start: where the enclosing box begins in the shard's flattened data, in elements.
-        shape: of the enclosing box.
-        part: slices of the enclosing box.
+        start: Offset of the enclosing box in the shard's flattened data, in elements.
+        shape: Shape of the enclosing box.
+        part: Slices of the enclosing box.
     """
 
     start: int
@@ -35,16 +35,16 @@ class Overlap:
     part: tuple[slice, ...]
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Return these elements of a shard's contiguous data, as a view."""
+        """Return the box's elements from a shard's contiguous data, as a view."""
         return data.reshape(-1)[self.start : self.start + prod(self.shape)].view(self.shape)[self.part]
 
 
 def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overlap, ...]:
-    """Return the boxes of a shard's elements that lie in a tensor of that global shape; none where it has no elements.
+    """Return the boxes of a shard's elements that lie in a tensor of another global shape; empty if none do.
 
     Args:
-        shard: one box, or a flat range, which consists of a few.
-        global_shape: with as many axes as the shard's.
+        shard: A box, or a flat range, which consists of several boxes.
+        global_shape: Global shape of the tensor, with as many axes as the shard's.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.arange(6).view(3, 2))
@@ -52,7 +52,7 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
         [[[0, 1], [2, 3]]]
     """
     columns = shard_columns([shard])
-    # Columns describe a scalar as one axis of one index, so the whole tensor must be described in the same way.
+    # Columns describe a scalar as one axis of length one, so the whole tensor must be described in the same way.
     whole = np.array(global_shape or (1,), dtype=np.int64)[None]
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     offset, shape = intersect(boxes.offset, boxes.shape, np.zeros_like(whole), whole)
@@ -65,7 +65,7 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
 
 
 def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
-    """Return how many of a shard's elements lie in a tensor of that global shape.
+    """Return the number of a shard's elements that lie in a tensor of another global shape.
 
     Examples:
         >>> stored_elements(ShardedTensor.from_rank_offsets("w", torch.zeros(3, 2)), (2, 9))
@@ -75,12 +75,12 @@ def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
 
 
 def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
-    """Return the keys that aren't stored, sorted, each with a stored key that looks like it and isn't requested itself.
+    """Return the keys that aren't stored, sorted, each with the most similar stored key that isn't requested itself.
 
     Args:
-        keys: what is requested.
-        names: what is stored.
-        is_object: whether these are unique keys of objects.
+        keys: Requested keys.
+        names: Stored keys.
+        is_object: Whether these are unique keys of objects.
 
     Examples:
         >>> print(*find_unexpected(["decoder.bais"], ["decoder.bias"]))
@@ -104,15 +104,15 @@ def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: b
 def find_mismatches(
     shards: Iterable[ShardedTensor], kinds: Mapping[str, TensorKind], *, cast: bool = False
 ) -> tuple[Mismatch, ...]:
-    """Return, of each tensor of which a shard doesn't fit what is stored, how it differs.
+    """Return a mismatch for each tensor whose stored kind a shard doesn't fit.
 
-    Another global shape fits where the shard has `allow_shape_mismatch` and as many axes; another dtype where it is to
+    Another global shape fits if the shard has `allow_shape_mismatch` and as many axes; another dtype fits if it is to
     be converted and can be.
 
     Args:
-        shards: what is requested.
-        kinds: for each of their keys, what is stored.
-        cast: whether dtypes are converted.
+        shards: Requested shards.
+        kinds: Stored kind of each of their keys.
+        cast: Whether dtypes are converted.
 
     Examples:
         >>> import torch
@@ -126,7 +126,7 @@ def find_mismatches(
         same_dtype = shard.dtype == kind.dtype or (cast and convertible(kind.dtype, shard.dtype))
         may_differ = shard.allow_shape_mismatch and len(shard.global_shape) == len(kind.global_shape)
         if not (same_dtype and (shard.global_shape == kind.global_shape or may_differ)):
-            # Without prepended axes: which axes a shard's data lacks makes no difference to what is stored.
+            # Prepended axes are left out: which axes a shard's data lacks makes no difference to the stored tensor.
             request = TensorKind(shard.dtype, shard.global_shape, 0)
             mismatches.setdefault(
                 shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), request, cast)
@@ -140,13 +140,13 @@ def find_gaps(
     kinds: Mapping[str, TensorKind],
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Gap, ...]:
-    """Return the shards of which not all elements are stored; those beyond the stored global shape don't count.
+    """Return a gap for each shard with elements that aren't stored; those beyond the stored global shape don't count.
 
     Args:
-        shards: what is requested; they fit what is stored.
-        counts: how many elements of each are stored, int64 (shards,).
-        kinds: for each of their keys, what is stored.
-        reasons: Reasons for gaps, by key, where they are known.
+        shards: Requested shards, which fit the stored kinds.
+        counts: Number of stored elements of each shard, int64 (shards,).
+        kinds: Stored kind of each of their keys.
+        reasons: Known reasons for gaps, by key.
 
     Examples:
         >>> import numpy as np, torch

@@ -1,4 +1,4 @@
-"""Which stored bytes go where: requested shards are intersected with stored chunks, giving runs and strided pieces."""
+"""Plans of reads: requested shards are intersected with stored chunks, which gives runs and strided pieces."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..geometry import Column, group_sums
 from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
-"""Bytes. Several runs shorter than this are read with the gaps between them: one read each would cost more."""
+"""Number of bytes. Several runs shorter than this are read together with their gaps, since a read each costs more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredChunks:
-    """Where stored chunks lie: a row-major box, or flat range of one, in consecutive bytes of a file.
+    """The files and offsets of stored chunks; each is a row-major box or flat range in consecutive bytes.
 
     Attributes:
-        key: the tensor, numbered as in the request, int64 (chunks,).
-        offset: int64 (chunks, axes), right-aligned.
-        shape: int64 (chunks, axes).
-        start: first element of the flat range, -1 for a whole box, int64 (chunks,).
-        stop: int64 (chunks,).
-        file: number of the file, int64 (chunks,).
-        byte: where in the file the chunk's first element begins, int64 (chunks,).
+        key: Number of each chunk's tensor in the request, int64 (chunks,).
+        offset: Offset of each box, int64 (chunks, axes), right-aligned.
+        shape: Shape of each box, int64 (chunks, axes).
+        start: First element of the flat range, -1 for a whole box, int64 (chunks,).
+        stop: One past its last element, int64 (chunks,).
+        file: Number of the file, int64 (chunks,).
+        byte: Offset of the chunk's first element in the file, int64 (chunks,).
     """
 
     key: Column
@@ -42,14 +42,14 @@ class StoredChunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Bytes that are consecutive in a file and in a target's memory, ordered by file, then byte.
+    """Bytes that are consecutive in both a file and a target's memory, ordered by file, then offset.
 
     Attributes:
-        file: int64 (runs,).
-        byte: where the run begins in the file, int64 (runs,).
-        target: the row of the requested shard, int64 (runs,).
-        target_byte: where the run begins in the target's memory, int64 (runs,).
-        length: in bytes, int64 (runs,).
+        file: Number of the file, int64 (runs,).
+        byte: Offset of the run in the file, int64 (runs,).
+        target: Row of the requested shard, int64 (runs,).
+        target_byte: Offset of the run in the target's memory, int64 (runs,).
+        length: Length in bytes, int64 (runs,).
     """
 
     file: Column
@@ -61,17 +61,17 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strided:
-    """Boxes of elements to be copied out of a stored box into a target's box, row by row.
+    """Boxes of elements that are copied from a stored box to a target's box, row by row.
 
     Attributes:
-        file: int64 (pieces,).
-        byte: where the piece's first element lies in the file, int64 (pieces,).
-        target: the row of the requested shard, int64 (pieces,).
-        target_byte: where the piece's first element goes in the target's memory, int64 (pieces,).
-        shape: int64 (pieces, axes).
-        stride: of the stored box, in elements, int64 (pieces, axes).
-        target_stride: of the target's box, in elements, int64 (pieces, axes).
-        item_size: bytes an element takes, int64 (pieces,).
+        file: Number of the file, int64 (pieces,).
+        byte: Offset of the piece's first element in the file, int64 (pieces,).
+        target: Row of the requested shard, int64 (pieces,).
+        target_byte: Offset of the piece's first element in the target's memory, int64 (pieces,).
+        shape: Shape of the piece, int64 (pieces, axes).
+        stride: Strides of the stored box, in elements, int64 (pieces, axes).
+        target_stride: Strides of the target's box, in elements, int64 (pieces, axes).
+        item_size: Size of an element in bytes, int64 (pieces,).
     """
 
     file: Column
@@ -86,13 +86,13 @@ class Strided:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What a rank reads. A value: nothing has been read yet.
+    """The reads of a rank, as a value: nothing has been read yet.
 
     Attributes:
-        runs: read directly into the targets' memory.
-        strided: boxes of many short rows, read with the gaps between them.
-        covered: how many elements of each requested shard the stored chunks hold, int64 (shards,).
-        doubled: requested keys of which stored chunks overlap, int64, ascending.
+        runs: Runs that are read directly into the targets' memory.
+        strided: Boxes of many short rows, which are read together with their gaps.
+        covered: Number of elements of each requested shard that stored chunks hold, int64 (shards,).
+        doubled: Requested keys whose stored chunks overlap, int64, ascending.
     """
 
     runs: Runs
@@ -102,7 +102,7 @@ class LoadPlan:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of tensors the plan reads."""
+        """The number of tensor bytes that the plan reads."""
         sizes = geometry.volumes(self.strided.shape) * self.strided.item_size
         return int(self.runs.length.sum() + sizes.sum())
 
@@ -113,19 +113,19 @@ class LoadPlan:
         return numbers
 
     def select(self, runs: Column | NDArray[np.bool_], strided: Column | NDArray[np.bool_]) -> LoadPlan:
-        """Return the plan of some runs and some boxes, given by their numbers or by flags."""
+        """Return the plan of some runs and some boxes, selected by number or by flag."""
         return replace(self, runs=geometry.rows_of(self.runs, runs), strided=geometry.rows_of(self.strided, strided))
 
 
 def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int = SHORTEST_RUN) -> LoadPlan:
-    """Return what has to be read so that the requested shards are filled from the stored chunks.
+    """Return the reads that fill the requested shards from the stored chunks.
 
-    Each byte that is requested is read once. Memory is row-major, a flat shard's in the order of its range.
+    Each requested byte is read once. Memory is row-major; a flat shard's is in the order of its range.
 
     Args:
-        requests: the shards to fill; ``chunks.key`` numbers ``requests.keys``.
-        chunks: what is stored of these tensors, of the same dtypes.
-        shortest_run: in bytes; several runs shorter than this become one strided piece.
+        requests: Shards to fill; ``chunks.key`` numbers ``requests.keys``.
+        chunks: Stored chunks of these tensors, of the same dtypes.
+        shortest_run: Number of bytes; several runs shorter than this become one strided piece.
 
     Examples:
         >>> import torch, shardtree as st
@@ -142,7 +142,7 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
     targets = shard_boxes(
         geometry.widen(requests.offset, axes, 0), geometry.widen(requests.shape, axes, 1), requests.start, requests.stop
     )
-    # Most of planning a million chunks was sorting them, so chunks far from the request are dropped before that.
+    # Sorting dominated the planning of a million chunks, so chunks far from the request are dropped before it.
     key = requests.key[targets.shard]
     chunks = _reachable_chunks(key, targets, chunks, axes)
     sources = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
@@ -154,16 +154,16 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
     counts = np.bincount(pieces.target, weights=geometry.volumes(pieces.shape), minlength=len(requests)).astype(
         np.int64
     )
-    runs, rest = _split(pieces, shortest_run)
+    runs, strided = _split(pieces, shortest_run)
     rows = geometry.distinct(right)
     boxes = (sources.offset.take(rows, axis=0), sources.shape.take(rows, axis=0))
     return LoadPlan(
-        _merge(runs), rest, counts, geometry.shared_groups(chunks.key.take(sources.shard.take(rows)), *boxes)
+        _merge(runs), strided, counts, geometry.shared_groups(chunks.key.take(sources.shard.take(rows)), *boxes)
     )
 
 
 def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
-    """Return the chunks that may be needed: most ranks need few of all that are stored."""
+    """Return the chunks that a request may need, which are few of all stored ones on most ranks."""
     offset, shape = geometry.widen(chunks.offset, axes, 0), geometry.widen(chunks.shape, axes, 1)
     rows, _ = geometry.rows_in_reach(geometry.reach_of(key, boxes.offset, boxes.shape), chunks.key, offset, shape)
     # Taking all rows would copy every column.
@@ -174,7 +174,7 @@ def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes
 
 
 def runs_plan(runs: Runs) -> LoadPlan:
-    """Return the plan that reads runs and nothing else; in file order, like those of every plan.
+    """Return the plan that reads only these runs, in file order, like those of every plan.
 
     Examples:
         >>> one = np.ones(1, dtype=np.int64)
@@ -189,7 +189,7 @@ def runs_plan(runs: Runs) -> LoadPlan:
 def _pieces(
     requests: ShardColumns, chunks: StoredChunks, targets: BoxColumns, sources: BoxColumns, left: Column, right: Column
 ) -> Strided:
-    """Return what each requested box has in common with each stored box, as strided copies."""
+    """Return the intersection of each requested box with each stored box, as strided copies."""
     box, source_box = targets.shape.take(left, axis=0), sources.shape.take(right, axis=0)
     place, source_place = targets.offset.take(left, axis=0), sources.offset.take(right, axis=0)
     offset, shape = geometry.intersect(place, box, source_place, source_box)
@@ -219,7 +219,7 @@ def _dot(left: Column, right: Column) -> Column:
 
 
 def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
-    """Return the pieces that are worth reading run by run as runs, and the others."""
+    """Return the pieces to be read run by run, as runs, and the other pieces."""
     run = np.ones(len(pieces.file), dtype=np.int64)
     rows = pieces.shape.copy()
     for axis in range(pieces.shape.shape[1] - 1, -1, -1):
@@ -233,7 +233,7 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
         rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])
     count = geometry.volumes(rows)
     # Many short runs are read as one strided piece: beyond some number of calls, a read for each row costs more than
-    # reading what lies between them too.
+    # reading the gaps between them too.
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
     plain, others = np.flatnonzero(direct), np.flatnonzero(~direct)
     runs = _runs(geometry.rows_of(pieces, plain), rows.take(plain, axis=0), count[plain], run[plain])
@@ -255,7 +255,7 @@ def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
 
 def _merge(runs: Runs) -> Runs:
     """Return runs in file order, with neighbours in both file and memory joined: one call reads them together."""
-    # In file order, so that storage is read forwards, and neighbours to be joined become adjacent rows.
+    # File order reads storage forwards, and makes neighbours that are joined adjacent rows.
     order = np.lexsort((runs.byte, runs.file))
     file, byte, target, target_byte, length = (
         column[order] for column in (runs.file, runs.byte, runs.target, runs.target_byte, runs.length)
@@ -268,22 +268,22 @@ def _merge(runs: Runs) -> Runs:
         | (target_byte[1:] != target_byte[:-1] + length[:-1])
     )
     first = np.flatnonzero(new)
-    # `reduceat` fails for no indices.
+    # `reduceat` fails without indices.
     total = np.add.reduceat(length, first) if first.size else length
     return Runs(file[first], byte[first], target[first], target_byte[first], total)
 
 
-# Work in rounds and groups of bounded size: rounds of reads that need a buffer besides their target.
+# Rounds and groups of bounded size: reads that need a buffer besides their target go in rounds.
 
 
 def read_rounds(columns: ShardColumns, *, most_bytes: int = limits.CAST_BYTES) -> Column:
-    """Return the round in which each shard is read, int64 (shards,): all of a tensor in one.
+    """Return the round in which each shard is read, int64 (shards,); all shards of a tensor share one.
 
-    In each round no rank reads more than `most_bytes`, unless a single tensor is larger.
+    No rank reads more than `most_bytes` in a round, unless a single tensor is larger.
 
     Args:
-        columns: what one rank reads, or all of them.
-        most_bytes: that a rank reads in one round.
+        columns: Shards that one rank reads, or all ranks.
+        most_bytes: Upper bound of the bytes that a rank reads in one round.
 
     Examples:
         >>> import torch, shardtree as st
@@ -295,7 +295,7 @@ def read_rounds(columns: ShardColumns, *, most_bytes: int = limits.CAST_BYTES) -
     sizes = group_sums((columns.key, columns.rank), columns.nbytes, (len(columns.keys), ranks))
     rounds, number, room = [], 0, np.full(ranks, most_bytes, dtype=np.int64)
     for size in sizes:
-        # A round ends for all ranks at once: ranks that exchange what they read must find the same rounds.
+        # A round ends for all ranks at once: ranks that exchange the read bytes must compute the same rounds.
         if (size > room).any() and (room < most_bytes).any():
             number, room = number + 1, np.full(ranks, most_bytes, dtype=np.int64)
         room = room - size
@@ -309,12 +309,12 @@ T = TypeVar("T")
 
 
 def grouped(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Yield items in groups, in order; a group is larger than that only if it is a single item.
+    """Yield items in groups of bounded size, in order; only a single item may exceed the bound.
 
     Args:
-        items: any.
-        nbytes: how large an item is.
-        most_bytes: in a group.
+        items: Items to group.
+        nbytes: Function that returns the size of an item.
+        most_bytes: Upper bound of a group's size.
 
     Examples:
         >>> list(grouped(["abc", "d", "e", "fghij"], len, 4))

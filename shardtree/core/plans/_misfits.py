@@ -1,4 +1,4 @@
-"""Misfits: why something that a target asks for can't be loaded, as data whose text errors and explanations share."""
+"""Misfits: reasons why a target can't be loaded, as data that gives errors and explanations one text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ._without_scales import ScaledValues
 
 @dataclass(frozen=True, slots=True)
 class Unexpected:
-    """Something that is requested and not stored.
+    """A requested tensor or object that isn't stored.
 
     Attributes:
-        key: the tensor's, or the object's unique key.
-        near: a stored key that looks like it, None if there is none.
-        is_object: whether it is a sharded object.
-        path: where the common state has a plain tensor that is meant, as text; None if it has none.
-        refusal: reason why it can't be read, if it is stored all the same.
+        key: Key of the tensor, or unique key of the object.
+        near: Most similar stored key; None if there is none.
+        is_object: Whether it is a sharded object.
+        path: Path of a plain tensor of the common state that is probably meant, as text; None if there is none.
+        refusal: Reason why it can't be read, if it is stored after all.
     """
 
     where: ClassVar[str] = ""
@@ -38,7 +38,7 @@ class Unexpected:
 
     @property
     def what(self) -> str:
-        """That it isn't stored, or can't be read, and what may be meant."""
+        """The problem, with a guess at the key that is meant."""
         if self.path is not None:
             return f"not stored as shards: it is a plain tensor of the common state at {self.path}"
         if self.refusal is not None:
@@ -47,7 +47,7 @@ class Unexpected:
 
     @property
     def fix(self) -> str:
-        """Advice on asking for what is stored."""
+        """Advice about requests that fit the checkpoint."""
         if self.path is not None:
             return "Leave plain tensors of the common state out of the target: `load` returns them where they are."
         if self.is_object:
@@ -60,7 +60,7 @@ class Unexpected:
 
     @property
     def text(self) -> str:
-        """The key, and what may be meant by it."""
+        """The key, with a guess at the key that is meant."""
         if self.path is not None:
             return f"{self.key!r} is a plain tensor of the common state at {self.path}"
         if self.refusal is not None:
@@ -70,13 +70,13 @@ class Unexpected:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that is stored with another global shape or dtype than requested.
+    """A tensor whose stored global shape or dtype differs from the requested one.
 
     Attributes:
-        key: the tensor.
-        stored: what it is.
-        asked: what it should be.
-        cast: whether its dtype is converted already, where it can be.
+        key: Key of the tensor.
+        stored: Stored kind.
+        asked: Requested kind.
+        cast: Whether the load already converts the dtype, if it can be.
     """
 
     where: ClassVar[str] = ""
@@ -90,12 +90,12 @@ class Mismatch:
 
     @property
     def what(self) -> str:
-        """Both kinds."""
+        """The stored and the requested kind."""
         return f"checkpoint has {self.stored}, target asks for {self.asked}"
 
     @property
     def fix(self) -> str:
-        """Advice on loading another shape or dtype."""
+        """Advice about loading with another shape or dtype."""
         return "\n  ".join(filter(None, (self._shape_fix, self._dtype_fix)))
 
     @property
@@ -115,14 +115,14 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A shard of which not all elements are stored.
+    """A shard that is stored only in part.
 
     Attributes:
-        key: the tensor.
-        offset: of the shard in it.
-        stored: how many of its elements are.
-        wanted: how many should be.
-        why: Reason that the rest has no values, where the format knows it; else empty.
+        key: Key of the tensor.
+        offset: Offset of the shard in the tensor.
+        stored: Number of its elements that are stored.
+        wanted: Number of its elements that should be.
+        why: Reason for the missing values, if the format knows it; else empty.
     """
 
     key: str
@@ -140,13 +140,13 @@ class Gap:
 
     @property
     def what(self) -> str:
-        """The share that is stored."""
+        """The stored share of the elements."""
         more = f": {self.why}" if self.why else ""
         return f"{self.stored} of {self.wanted} elements are stored{more}"
 
     @property
     def fix(self) -> str:
-        """Advice on what can be loaded."""
+        """Advice about the elements that can be loaded."""
         if self.why:
             return "Load only what is there."
         return "The checkpoint was saved without all ranks; load only what is there."
@@ -154,7 +154,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A tensor that is stored in a way that can't be read here, and why."""
+    """A stored tensor that can't be read here, and the reason."""
 
     where: ClassVar[str] = ""
     fix: ClassVar[str] = ""
@@ -171,13 +171,13 @@ class Refusal:
 
 
 Misfit = Unexpected | Mismatch | Gap | Refusal | ScaledValues | ShapeChange
-"""Why something that a target asks for can't be loaded; its text is one line."""
+"""A reason why a part of a target can't be loaded; its text is one line."""
 
 _STATE = re.compile(r"(optimizer\.state\.[^.]+)\.(.*)", re.DOTALL)
 
 
 def by_number(key: str, names: Collection[str]) -> str | None:
-    """Return the stored state of an optimizer's first parameter, where states stand under numbers instead of names.
+    """Return the stored state of an optimizer's first parameter, if states stand under numbers instead of names.
 
     Examples:
         >>> by_number("optimizer.state.exp_avg.w", ["optimizer.state.exp_avg.0"])
@@ -189,7 +189,7 @@ def by_number(key: str, names: Collection[str]) -> str | None:
 
 
 def wants_names(problem: Unexpected) -> bool:
-    """Return whether an optimizer's state is asked for by its parameter's name, and stored under a number.
+    """Return whether an optimizer's state is requested by its parameter's name, but stored under a number.
 
     Examples:
         >>> wants_names(Unexpected("optimizer.state.exp_avg.w", "optimizer.state.exp_avg.0"))
@@ -200,13 +200,13 @@ def wants_names(problem: Unexpected) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PrefixDifference:
-    """Several keys that aren't stored, and of which each is stored with, or without, one prefix.
+    """Several keys that aren't stored, but are if one prefix is removed from them, or added.
 
     Attributes:
-        keys: what is requested.
-        near: what each is stored as, in the same order.
-        too_much: the prefix that is requested and not stored; else empty.
-        lacking: the prefix that is stored and not requested; else empty.
+        keys: Requested keys.
+        near: Stored key of each of them, in the same order.
+        too_much: Prefix of the requested keys that the stored ones lack; else empty.
+        lacking: Prefix of the stored keys that the requested ones lack; else empty.
     """
 
     where: ClassVar[str] = ""
@@ -226,23 +226,23 @@ class PrefixDifference:
 
     @property
     def what(self) -> str:
-        """The prefix that is too much, or missing."""
+        """The excess or missing prefix."""
         how = f"without their prefix {self.too_much!r}" if self.too_much else f"with {self.lacking!r} before them"
         return f"stored {how}"
 
     @property
     def fix(self) -> str:
-        """Advice on renaming them all."""
+        """Advice about renaming all keys at once."""
         if self.too_much:
             return f"Take {self.too_much!r} off: st.rename(tree, lambda key: key.removeprefix({self.too_much!r}))."
         return f"Put {self.lacking!r} before them: st.prefix(tree, {self.lacking!r})."
 
 
 def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None:
-    """Return the one prefix by which all keys differ from those that are stored; None if there is none.
+    """Return the one prefix by which all keys differ from stored ones; None if there is none.
 
     Args:
-        problems: what `find_unexpected` found.
+        problems: Result of `find_unexpected`.
 
     Examples:
         >>> print(prefix_difference([Unexpected("module.b", "b"), Unexpected("module.w", "w")]))
@@ -261,7 +261,7 @@ def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None
 
 
 def with_prefixes(problems: Sequence[Misfit]) -> list[Misfit | PrefixDifference]:
-    """Return problems with one in place of all keys that differ from stored ones by one prefix.
+    """Return problems with a single one in the place of all keys that differ from stored ones by one prefix.
 
     Examples:
         >>> print(*with_prefixes([Unexpected("b", "model.b"), Unexpected("w", "model.w")]))

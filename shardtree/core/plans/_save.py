@@ -1,4 +1,4 @@
-"""Which rank writes which shard, once, and what is dealt out among ranks that hold the same: all do about as much."""
+"""The writer of each shard, and the division of bytes that several ranks hold, so that all write about as much."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..layouts import ShardColumns, check_columns
 
 
 def main_writes(columns: ShardColumns) -> Mask:
-    """Return which shards are written when no rank knows the others' layouts: the main replicas, all of them.
+    """Return the shards that are written if no rank knows the others' layouts: all main replicas.
 
     Returns:
-        bool (shards,).
+        Flags, bool (shards,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -28,19 +28,19 @@ def main_writes(columns: ShardColumns) -> Mask:
 
 
 def level_writes(columns: ShardColumns, ranks: int) -> Mask:
-    """Return which shards are written when every rank knows all layouts, so that writers have about as many bytes each.
+    """Return the shards that are written if every rank knows all layouts, with about as many bytes for each rank.
 
     Shards that lie on the same set of ranks are sorted by size and assigned to these ranks in snake order (0 1 2 2 1
     0), so that within a set no rank writes more than the mean plus the largest shard. Sets with fewer ranks, which
     leave less choice, come first; each begins with the rank that has least to write so far. Ties break by key, then
-    place: every rank computes the same answer from the same columns.
+    place, so that every rank computes the same result from the same columns.
 
     Args:
-        columns: the shards of all ranks; those without any main replica aren't written.
-        ranks: how many ranks there are.
+        columns: Shards of all ranks; those without any main replica aren't written.
+        ranks: Number of ranks.
 
     Returns:
-        bool (shards,): exactly one row is true for each shard that has a main replica somewhere.
+        Flags, bool (shards,): exactly one row is true for each shard that has a main replica somewhere.
 
     Examples:
         >>> import torch, shardtree as st
@@ -61,10 +61,10 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: M
     """Return one row for each wanted place, chosen so that ranks have about as many bytes each.
 
     Args:
-        columns: the shards of all ranks.
-        ranks: how many ranks there are.
-        place: where each shard lies, as `held_places` numbers it, int64 (shards,).
-        is_wanted: which places need a row, bool (places,).
+        columns: Shards of all ranks.
+        ranks: Number of ranks.
+        place: Number of each shard's place, as `held_places` gives it, int64 (shards,).
+        is_wanted: Whether each place needs a row, bool (places,).
     """
     size = np.zeros(is_wanted.size, dtype=np.int64)
     size[place] = columns.nbytes
@@ -79,7 +79,7 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: M
     for places, members in holder_sets(holders):
         order = members[np.argsort(load[members], kind="stable")]
         by_size = places[np.argsort(-size[places], kind="stable")]
-        # Forth and back, in snake order.
+        # Snake order goes back and forth over the ranks.
         turn, position = np.divmod(np.arange(by_size.size), order.size)
         writer[by_size] = order[np.where(turn % 2 == 0, position, order.size - 1 - position)]
         np.add.at(load, writer[by_size], size[by_size])
@@ -87,12 +87,12 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: M
 
 
 def held_places(columns: ShardColumns) -> tuple[Column, int]:
-    """Return where each shard lies, as a number that replicas share, and how many places there are.
+    """Return the number of each shard's place, which replicas share, and the number of places.
 
     Places are numbered by key, then box, so that all ranks number them alike.
 
     Returns:
-        int64 (shards,), and the count.
+        Numbers, int64 (shards,), and the count.
     """
     boxes = (*columns.offset.T, *columns.shape.T)
     return row_numbers((columns.key, *boxes, columns.start, columns.stop))
@@ -100,13 +100,13 @@ def held_places(columns: ShardColumns) -> tuple[Column, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Who holds places.
+    """The ranks that hold each place.
 
     Attributes:
-        place: ascending, int64 (places,).
-        count: how many ranks hold it, int64 (places,).
-        first: where these begin in `rank`, int64 (places,).
-        rank: ascending for each place, int64 (holders,).
+        place: Number of the place, ascending, int64 (places,).
+        count: Number of its holders, int64 (places,).
+        first: Index of its first holder in `rank`, int64 (places,).
+        rank: Holders, ascending for each place, int64 (holders,).
     """
 
     place: Column
@@ -117,7 +117,7 @@ class Holders:
 
 def find_holders(place: Column, rank: Column, is_wanted: Mask) -> Holders:
     ranks = int(rank.max(initial=0)) + 1
-    # Place and rank as one integer sort many times faster than as two columns.
+    # Place and rank, packed in one integer, sort many times faster than as two columns.
     pairs = distinct((place * ranks + rank)[is_wanted[place]])
     of = pairs // ranks
     first = np.flatnonzero(begins(of))
@@ -125,7 +125,7 @@ def find_holders(place: Column, rank: Column, is_wanted: Mask) -> Holders:
 
 
 def holder_sets(holders: Holders) -> Iterator[tuple[Column, Column]]:
-    """Yield (places, holders) for each set of several ranks that holds places, smaller sets first."""
+    """Yield (places, ranks) for each set of several ranks that holds places, smaller sets first."""
     for count in distinct(holders.count[holders.count > 1]).tolist():
         numbers = np.flatnonzero(holders.count == count)
         members = holders.rank[holders.first[numbers][:, None] + np.arange(count)]
@@ -138,14 +138,14 @@ def holder_sets(holders: Holders) -> Iterator[tuple[Column, Column]]:
 
 def _first_row_of(place: Column, rank: Column, writer: Column) -> Mask:
     rows = np.flatnonzero(writer[place] == rank)
-    # A rank may hold a place twice, as replicas on one rank do, and must write it once.
+    # A rank may hold a place twice, such as two replicas, and must write it once.
     _, first = np.unique(place[rows], return_index=True)
     writes = np.zeros(place.size, dtype=np.bool_)
     writes[rows[first]] = True
     return writes
 
 
-# Bytes dealt out: of what several ranks could read or send, each takes a part, so that all are level.
+# Division of bytes that several ranks could read or send: each rank takes a part, so that all have about as much.
 
 _SWEEPS = 8
 _MANY_SETS = 2000
@@ -153,13 +153,13 @@ _MANY_SETS = 2000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLine:
-    """Pieces that one set of ranks holds, laid end to end as a line, and where the line may be cut.
+    """Pieces that one set of ranks holds, laid end to end as a line, with the places at which it may be cut.
 
     Attributes:
-        item: the numbers of the pieces, int64 (items,).
-        size: bytes, int64 (items,).
-        row: the bytes that a piece is cut in multiples of; 0 where it isn't cut, int64 (items,).
-        holders: ranks, ascending, int64 (holders,).
+        item: Number of each piece, int64 (items,).
+        size: Size of each piece in bytes, int64 (items,).
+        row: Number of bytes whose multiples are cuts of a piece; 0 for a piece that isn't cut, int64 (items,).
+        holders: Ranks that hold the pieces, ascending, int64 (holders,).
     """
 
     item: Column
@@ -170,7 +170,7 @@ class HeldLine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Parts of a line's pieces, each with its sender: item, first byte, end, rank, int64 (parts,) each."""
+    """Parts of a line's pieces with their senders: item, first byte, end and rank, int64 (parts,) each."""
 
     item: Column
     begin: Column
@@ -179,13 +179,13 @@ class Parts:
 
 
 def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: int) -> Parts:
-    """Return who sends, or reads, what: of each line its holders take parts, so that ranks are level.
+    """Return the sender, or reader, of each part: the holders of a line share it so that ranks have level loads.
 
     Args:
-        alone: what only one rank can take.
-        lines: what several can.
-        load: the bytes of each rank besides, int64 (ranks,).
-        shortest_cut: bytes; no part of a piece that is cut is shorter.
+        alone: Parts that only one rank can take.
+        lines: Lines that several ranks can share.
+        load: Number of other bytes of each rank, int64 (ranks,).
+        shortest_cut: Least number of bytes in a part of a cut piece.
 
     Examples:
         >>> none, one = np.zeros(0, dtype=np.int64), np.array([100])
@@ -199,8 +199,8 @@ def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: in
     for line in lines:
         assignments.append(_assign_line(line, load[line.holders], shortest_cut))
         load = _add_load(load, assignments[-1], 1)
-    # The first pass sees only the loads of lines before. Sweeps assign each line anew under all others' loads, until
-    # nothing changes; with very many sets that would take long.
+    # The first pass sees only the loads of earlier lines. Sweeps reassign each line under all others' loads, until
+    # nothing changes; with very many sets they would take long.
     for _ in range(_SWEEPS if 1 < len(lines) <= _MANY_SETS else 0):
         before = load
         for number, line in enumerate(lines):
@@ -219,7 +219,7 @@ def _add_load(load: Column, parts: Parts, sign: int) -> Column:
 
 
 def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
-    """Return a line's pieces with their senders: each holder gets a interval whose length levels its load."""
+    """Return a line's pieces with their senders: each holder gets an interval whose length levels its load."""
     end = np.cumsum(line.size)
     begin = end - line.size
     bounds = np.cumsum(_shares(load, int(end[-1])))[:-1]
@@ -234,7 +234,7 @@ def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
 
 
 def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
-    """Return where a line is cut: at the row nearest to a bound inside its piece, or at the piece's nearer end."""
+    """Return the cuts of a line: each bound moves to the nearest row in its piece, or to the piece's nearer end."""
     at = bounds - begin
     whole = np.where(2 * at > size, size, 0)
     rows = np.maximum(row, 1)
@@ -244,7 +244,7 @@ def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut:
 
 
 def _shares(load: Column, total: int) -> Column:
-    """Return how a number of bytes is added to loads, so that the highest becomes as low as possible."""
+    """Return the share of some bytes that is added to each load, so that the highest load ends as low as possible."""
     order = np.argsort(load, kind="stable")
     above = load[order] - load.min()
     need = above * np.arange(load.size) - (np.cumsum(above) - above)

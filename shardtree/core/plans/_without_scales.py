@@ -1,4 +1,4 @@
-"""Quantised values that a load would convert without the scales that lie beside them."""
+"""Quantised values that a load would convert without the scales beside them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..trees import BY_SCALES, scaled_values, scaled_what
 
 @dataclass(frozen=True, slots=True)
 class ScaledValues:
-    """Values that would be converted without the scales that lie beside them.
+    """Values that would be converted without the scales beside them.
 
     Attributes:
-        key: the tensor.
-        dtype: that it is stored in.
-        scales: the keys of the scales.
+        key: Key of the tensor.
+        dtype: Stored dtype.
+        scales: Keys of the scales.
     """
 
     where: ClassVar[str] = ""
@@ -45,13 +45,13 @@ def find_scaled(
     stored: Callable[[Sequence[str]], Mapping[str, TensorKind]],
     is_plain: Callable[[str], bool],
 ) -> tuple[ScaledValues, ...]:
-    """Return the tensors whose values would be converted without the scales that are stored beside them.
+    """Return the tensors whose values would be converted without the scales stored beside them.
 
     Args:
-        shards: what is requested.
-        kinds: what is stored of their keys, where something is.
-        stored: returns what is stored of some keys, whoever requests it: so all ranks find the same.
-        is_plain: whether a key's values need no scales.
+        shards: Requested shards.
+        kinds: Stored kinds by key; some of the shards' keys may be missing.
+        stored: Function from keys to stored kinds, whichever rank requests them, so that all ranks get the same result.
+        is_plain: Function that tells whether a key's values need no scales.
 
     Examples:
         >>> import torch
@@ -62,5 +62,5 @@ def find_scaled(
     """
     pairs = ((shard, kinds[shard.key].dtype) for shard in shards if shard.key in kinds)
     changed = {shard.key: dtype for shard, dtype in pairs if shard.dtype != dtype and not is_plain(shard.key)}
-    found = scaled_values(changed, lambda keys: {key: kind.dtype for key, kind in stored(keys).items()})
-    return tuple(ScaledValues(key, changed[key], scales) for key, scales in found.items())
+    scales_of = scaled_values(changed, lambda keys: {key: kind.dtype for key, kind in stored(keys).items()})
+    return tuple(ScaledValues(key, changed[key], scales) for key, scales in scales_of.items())
