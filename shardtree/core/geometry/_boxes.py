@@ -1,7 +1,7 @@
-"""Numbers in arguments, as ints; and boxes in columns: rows of (offset, shape), int64, right-aligned to one length.
+"""Numbers in arguments, as ints, and boxes as columns of offsets and shapes, int64, right-aligned to one rank.
 
 A box of fewer axes is padded on the left with offset 0 and shape 1, so that tensors of any rank share one column and
-row-major order isn't changed by the padding. There is always at least one axis: a scalar is the box ``[0], [1]``.
+the padding doesn't change row-major order. There is always at least one axis: a scalar is the box ``[0], [1]``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from ...errors import CheckpointingException, MetadataError, error_text
 
-# Numbers in arguments, converted to ints and tuples of ints, or refused by the argument's name.
+# Numbers in arguments, which become ints and tuples of ints, or are refused under the argument's name.
 
 
 def refuse(
     subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
 ) -> NoReturn:
-    """Raise `error` with the field that doesn't fit, what was found and expected, and what to do."""
+    """Raise `error` with the field that doesn't fit, the found and the expected value, and advice."""
     raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
 
 
@@ -51,7 +51,7 @@ def integer(subject: str, field: str, value: Any) -> int:
 
 
 def as_int(value: Any) -> int | None:
-    """Return an int-like value as an int, None for anything else: bools, floats and texts too.
+    """Return an int-like value as an int; None for anything else, including bools, floats and strings.
 
     Examples:
         >>> import numpy
@@ -59,15 +59,15 @@ def as_int(value: Any) -> int | None:
         (4, None, None)
     """
     try:
-        # A bool is an int to Python; as a size or index it is most likely a misplaced argument. Others are taken by
-        # `__index__`, which NumPy's integers have, and floats and texts don't.
+        # A bool is an int to Python; as a size or index it is most likely a misplaced argument. `__index__` exists for
+        # NumPy's integers, but not for floats and strings.
         return None if isinstance(value, bool) else int(operator.index(value))
     except TypeError:
         return None
 
 
 def integer64(subject: str, field: str, value: Any) -> int:
-    """Return an int-like value as an int of 64 bits, as columns hold sizes and places, or raise MetadataError.
+    """Return an int-like value as an int of 64 bits, as columns hold it, or raise MetadataError.
 
     Examples:
         >>> integer64("ShardedTensor 'w'", "replica_id", 1)
@@ -96,7 +96,7 @@ def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
 
 
 def flat_range(subject: str, value: Any) -> slice | None:
-    """Return a flat range as slice(start, stop) of ints, None as it is; anything else raises MetadataError.
+    """Return a flat range as slice(start, stop) of ints, and None unchanged; other values raise MetadataError.
 
     Examples:
         >>> flat_range("ShardedTensor 'w'", slice(2, 5, 1))
@@ -117,7 +117,7 @@ def flat_range(subject: str, value: Any) -> slice | None:
 # Boxes in columns.
 
 Column = NDArray[np.int64]
-"""A column of numbers, int64: a row for each shard, or several numbers for each."""
+"""An int64 column of numbers: one row for each shard, with one number or several."""
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Record = TypeVar("Record")
 
@@ -126,12 +126,12 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
     """Return rows of unequal length as one right-aligned int64 column.
 
     Args:
-        rows: shapes or offsets, each of any number of axes.
-        fill: the value for axes that a row doesn't have: 0 for offsets, 1 for shapes.
-        axes: the least number of axes of the result.
+        rows: Shapes or offsets, each of any number of axes.
+        fill: Value for axes that a row lacks: 0 for offsets, 1 for shapes.
+        axes: Least number of axes of the result.
 
     Returns:
-        int64 (rows, axes).
+        The column, int64 (rows, axes).
 
     Examples:
         >>> box_column([(4, 2), (), (7,)], fill=1).tolist()
@@ -139,7 +139,7 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
     """
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     width = max(1, axes, int(lengths.max(initial=0)))
-    # One pass over all numbers, instead of an array for each row.
+    # One pass over all numbers replaces an array for each row.
     numbers = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
     if numbers.size == len(rows) * width:
         return numbers.reshape(-1, width)
@@ -149,7 +149,7 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
 
 
 def widen(column: Column, axes: int, fill: int) -> Column:
-    """Return a column of boxes with at least the given number of axes, padded on the left.
+    """Return a column of boxes with at least this number of axes, padded on the left.
 
     Examples:
         >>> widen(np.array([[3, 4]]), 3, fill=1).tolist()
@@ -175,7 +175,7 @@ def narrowed(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def as_int64(column: NDArray[Any]) -> NDArray[Any]:
-    """Return what `narrowed` got.
+    """Return the column as it was before `narrowed`.
 
     Examples:
         >>> as_int64(narrowed(np.array([1, 2]))).dtype, as_int64(np.array([True])).dtype
@@ -188,9 +188,9 @@ def box_slices(offset: Column, shape: Column, axes: int) -> tuple[slice, ...]:
     """Return one row's box as slices, without the axes that `widen` added.
 
     Args:
-        offset: int64 (axes or more,).
-        shape: likewise.
-        axes: how many the box has of its own.
+        offset: Offset of the box, int64 (axes or more,).
+        shape: Shape of the box, int64 (axes or more,).
+        axes: Number of the box's own axes.
 
     Examples:
         >>> box_slices(np.array([0, 3, 4]), np.array([1, 2, 2]), 2)
@@ -214,7 +214,7 @@ def volumes(shape: Column) -> Column:
 
 
 def row_major_strides(shape: Column) -> Column:
-    """Return, for each box and axis, how many elements apart neighbours along that axis are.
+    """Return the row-major strides of each box, in elements.
 
     Examples:
         >>> row_major_strides(np.array([[4, 2, 3]])).tolist()
@@ -228,9 +228,9 @@ def row_major_strides(shape: Column) -> Column:
 def intersect(
     left_offset: Column, left_shape: Column, right_offset: Column, right_shape: Column
 ) -> tuple[Column, Column]:
-    """Return the boxes that rows of two columns have in common, as offsets and shapes.
+    """Return the intersection of the boxes in each row of two columns, as offsets and shapes.
 
-    Rows that have nothing in common get a shape with a zero in it.
+    If two boxes have no element in common, the shape contains a zero.
 
     Examples:
         >>> offset, shape = intersect(*(np.array([row]) for row in ([0, 0], [4, 4], [2, 1], [4, 2])))
@@ -242,14 +242,14 @@ def intersect(
     return offset, np.maximum(shape, 0)
 
 
-# Distinct values and rows, found by sorting: since 2.4 NumPy's `unique` hashes, which is a hundred times slower for a
-# million integers.
+# Distinct values and rows are found by sorting: since 2.4 NumPy's `unique` hashes, which is a hundred times slower for
+# a million integers.
 
 _ROOM = 2**62
 
 
 def distinct(values: Column) -> Column:
-    """Return the different values, ascending.
+    """Return the distinct values, ascending.
 
     Examples:
         >>> distinct(np.array([3, 1, 3])).tolist()
@@ -260,10 +260,10 @@ def distinct(values: Column) -> Column:
 
 
 def begins(*columns: Column) -> Mask:
-    """Return which rows of sorted columns differ from the row before, bool (rows,).
+    """Return whether each row of sorted columns differs from the row before, bool (rows,).
 
     Args:
-        columns: of one length, sorted together.
+        columns: Columns of one length, sorted together.
 
     Examples:
         >>> begins(np.array([1, 1, 2, 2]), np.array([5, 5, 5, 6])).tolist()
@@ -278,12 +278,12 @@ def begins(*columns: Column) -> Mask:
 
 
 def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int | tuple[int, ...]) -> Column:
-    """Return the sum of each group's values: exact, unlike NumPy's `bincount`, whose weights are floats.
+    """Return the sum of each group's values, exactly, unlike NumPy's `bincount`, whose weights are floats.
 
     Args:
-        group: what each value belongs to, int64 (values,); or such a column for each axis of the result.
-        values: int64 (values,).
-        groups: how many there are, the shape of the result.
+        group: Number of each value's group, int64 (values,); or one such column for each axis of the result.
+        values: Values to add up, int64 (values,).
+        groups: Number of groups, or the shape of the result.
 
     Examples:
         >>> group_sums(np.array([0, 2, 2]), np.array([6, 1, 4]), 3).tolist()
@@ -298,8 +298,8 @@ def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
     """Return all numbers of some spans, in order, each with the number of its span.
 
     Args:
-        first: where the spans begin, int64 (spans,).
-        count: how long they are, int64 (spans,).
+        first: First number of each span, int64 (spans,).
+        count: Length of each span, int64 (spans,).
 
     Returns:
         ``(span, number)``, int64 (numbers,) each.
@@ -313,7 +313,7 @@ def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
 
 
 def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record:
-    """Return some rows of a record all of whose slots are columns, in the order given.
+    """Return some rows of a record whose slots are all columns, in the order of their numbers.
 
     Examples:
         >>> from shardtree.core.plans import Runs
@@ -322,14 +322,14 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
     """
     kind: Any = type(columns)
     each = (getattr(columns, name) for name in kind.__slots__)
-    # By `take`, which is several times as fast, where it does.
+    # Row numbers go through `take`, which is several times as fast; slices and flags can't.
     is_plain = isinstance(rows, slice) or rows.dtype == np.bool_
     record: Record = kind(*(one[rows] if is_plain else one.take(rows, axis=0) for one in each))
     return record
 
 
 def joined_rows(parts: Sequence[Record]) -> Record:
-    """Return the rows of several records, one at least, all of whose slots are columns, as one.
+    """Return the rows of several records, at least one, whose slots are all columns, as one record.
 
     Examples:
         >>> class Pairs:
@@ -347,15 +347,15 @@ def joined_rows(parts: Sequence[Record]) -> Record:
 
 
 def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
-    """Return the number of each row among all distinct rows in order, and how many distinct ones there are.
+    """Return the number of each row among the distinct rows in order, and the number of distinct rows.
 
-    The columns of a row become one integer, which sorts many times faster than several.
+    The columns of a row become one integer, which sorts many times faster than several columns.
 
     Args:
-        columns: of one length, the most significant first.
+        columns: Columns of one length, the most significant first.
 
     Returns:
-        int64 (rows,), and the count.
+        Numbers, int64 (rows,), and the count.
 
     Examples:
         >>> row_numbers([np.array([1, 0, 1]), np.array([7, 9, 7])])
@@ -365,7 +365,7 @@ def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
     for column in columns:
         column, width = _from_zero(column)
         code, size = (code, size) if size else (np.zeros(column.size, dtype=np.int64), 1)
-        # Before the code would overflow, values are replaced by their ranks, of which there are at most as many as
+        # Before the code would overflow, values are replaced by their ranks, which are at most as many as there are
         # rows.
         if size * width > _ROOM:
             (code, size), (column, width) = _ranks(code), _ranks(column)
@@ -374,14 +374,14 @@ def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
 
 
 def _from_zero(column: Column) -> tuple[Column, int]:
-    """Return a column that begins at 0, and one more than its largest value."""
+    """Return the column shifted to begin at 0, and one more than its largest value."""
     low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
     return (column - low, high - low + 1) if high - low < _ROOM else _ranks(column)
 
 
 def _ranks(values: Column) -> tuple[Column, int]:
-    """Return each value's rank among the distinct values, and how many of those there are."""
-    # Any order of equal values will do, so the default sort, which isn't stable but faster, is enough.
+    """Return each value's rank among the distinct values, and the number of those."""
+    # The order of equal values doesn't matter, so the default sort suffices, which is faster but not stable.
     order = np.argsort(values)
     new = begins(values[order])
     number = np.empty(values.size, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Boxes cut: what one list takes of another and the rest; along the edges of those that they overlap; flat ranges."""
+"""Cuts of boxes: the pieces that one list takes of another; cuts along the edges of overlaps; boxes of flat ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._coverage import shared_groups
 from ._pairs import overlapping_pairs
 
 _FEW = 16
-"""A box with more pairs is divided first: else each pair would be compared with all pieces left of the box."""
+"""Greatest number of pairs of a box that isn't divided first: each pair is compared with all remaining pieces."""
 
 _Boxes = tuple[Column, Column, Column]
 """Identifiers of boxes, int64 (boxes,), and their offsets and shapes, int64 (boxes, axes) each."""
@@ -20,15 +20,15 @@ _Boxes = tuple[Column, Column, Column]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """What was cut out of boxes, and what is left of them; together exactly the boxes.
+    """The pieces cut out of boxes, and the remaining pieces; together exactly the boxes.
 
     Attributes:
-        pair: the number of the pair that cut the piece out, int64 (pieces,).
-        offset: of the piece, int64 (pieces, axes).
-        shape: int64 (pieces, axes).
-        row: the box that a remaining piece belongs to, int64 (left,).
-        rest_offset: int64 (left, axes).
-        rest_shape: int64 (left, axes).
+        pair: Number of the pair that cut each piece out, int64 (pieces,).
+        offset: Offset of each piece, int64 (pieces, axes).
+        shape: Shape of each piece, int64 (pieces, axes).
+        row: Row of the box of each remaining piece, int64 (left,).
+        rest_offset: Offset of each remaining piece, int64 (left, axes).
+        rest_shape: Shape of each remaining piece, int64 (left, axes).
     """
 
     pair: Column
@@ -40,17 +40,17 @@ class Cuts:
 
 
 def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Cuts:
-    """Return what other boxes cut out of some boxes, one after the other, and what they leave.
+    """Return the pieces that other boxes cut out of some boxes, one after the other, and the remaining pieces.
 
-    A box's pairs are applied in the order given: an element goes to the first that has it. Cuts of a box that don't
-    overlap each other stay whole.
+    A box's pairs are applied in their order: an element goes to the first pair that contains it. Cuts of a box that
+    don't overlap each other stay whole.
 
     Args:
-        offset: of the boxes, int64 (boxes, axes).
-        shape: int64 (boxes, axes).
-        left: the box of each pair, int64 (pairs,).
-        cut_offset: of the pair's other box, int64 (pairs, axes).
-        cut_shape: int64 (pairs, axes).
+        offset: Offset of each box, int64 (boxes, axes).
+        shape: Shape of each box, int64 (boxes, axes).
+        left: Row of each pair's box, int64 (pairs,).
+        cut_offset: Offset of each pair's other box, int64 (pairs, axes).
+        cut_shape: Shape of each pair's other box, int64 (pairs, axes).
 
     Examples:
         >>> carved = carve_boxes(*map(np.array, ([[0, 0]], [[2, 4]], [0], [[0, 1]], [[5, 2]])))
@@ -68,29 +68,29 @@ def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column,
     tiled = apart & (group_sums(left[pair], volumes(hits[2]), len(offset)) == volumes(shape))
     waits = np.flatnonzero(~tiled[left[pair]])
     row = np.flatnonzero(~tiled)
-    pieces, rest = _carve_in_order((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
+    pieces, remains = _carve_in_order((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
     whole = _select(hits, np.flatnonzero(apart[left[pair]]))
     parts = _select(pieces, np.flatnonzero(~apart[left[pieces[0]]]))
-    return Cuts(*_concatenate([whole, parts]), *_in_order(*rest))
+    return Cuts(*_concatenate([whole, parts]), *_in_order(*remains))
 
 
 def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, _Boxes]:
-    """Return what cuts take of the boxes that they lie in, in order, and the rest.
+    """Return the pieces that cuts take of their boxes, in order, and the remaining pieces.
 
     Args:
-        boxes: identified by their rows, ascending.
-        left: the row that each cut is of, int64 (cuts,).
-        cuts: identified by their pairs.
+        boxes: Boxes identified by their rows, ascending.
+        left: Row of each cut's box, int64 (cuts,).
+        cuts: Cuts identified by their pairs.
     """
     (number, *places), node, cut = _divide(boxes, np.searchsorted(boxes[0], left), cuts)
     order = np.argsort(node, kind="stable")
     count = np.bincount(node, minlength=number.size)
     first = np.cumsum(count) - count
     live: _Boxes = (np.arange(number.size), places[0], places[1])
-    pieces, rest, step = [_select(cuts, order[:0])], [_select(live, order[:0])], 0
+    pieces, remains, step = [_select(cuts, order[:0])], [_select(live, order[:0])], 0
     while live[0].size:
         waits = step < count[live[0]]
-        rest.append(_select(live, np.flatnonzero(~waits)))
+        remains.append(_select(live, np.flatnonzero(~waits)))
         live = row, offset, shape = _select(live, np.flatnonzero(waits))
         now = cut[order[first[row] + step]]
         hit_offset, hit_shape = intersect(offset, shape, cuts[1][now], cuts[2][now])
@@ -99,7 +99,7 @@ def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, 
         around = _rest_of_box(*_select(live, hit), hit_offset[hit], hit_shape[hit])
         live = _concatenate([_select(live, miss), *around])
         step += 1
-    left_over = _concatenate(rest)
+    left_over = _concatenate(remains)
     return _concatenate(pieces), (number[left_over[0]], *left_over[1:])
 
 
@@ -107,13 +107,13 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
     """Return boxes divided along edges of cuts until each has few of them.
 
     Args:
-        boxes: to be divided; a part keeps its box's identifier.
-        node: the place of the box that each cut is in, int64 (cuts,).
-        cuts: each within its box.
+        boxes: Boxes to divide; a part keeps its box's identifier.
+        node: Index of each cut's box, int64 (cuts,).
+        cuts: Cuts, each within its box.
 
     Returns:
-        ``(parts, node, cut)``: the parts, and for each part and each cut that it meets their places, int64 (pairs,);
-        pairs of a part are in the order of the cuts.
+        ``(parts, node, cut)``: the parts, and the indices of each part and each cut that meet, int64 (pairs,); pairs
+        of a part are in the order of the cuts.
     """
     cut, begin = np.arange(node.size), 0
     parts, nodes, members = [_select(boxes, cut[:0])], [cut[:0]], [cut[:0]]
@@ -135,7 +135,7 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
 
 
 def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tuple[Column, Column, Mask]:
-    """Return, for each box, the axis along which most cuts have an edge inside, the middle edge, and if any exists."""
+    """Return, for each box, the axis with the most edges inside, the middle edge, and whether there is any."""
     count, axes = boxes[0].size, range(offset.shape[1])
     edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)
     inside = (edges > boxes[1][twice]) & (edges < (boxes[1] + boxes[2])[twice])
@@ -194,19 +194,19 @@ def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Colum
 
 
 def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
-    """Return the boxes that flat ranges consist of: at most ``2 * axes - 1`` a range, each contiguous in its range.
+    """Return the boxes that make up flat ranges: at most ``2 * axes - 1`` a range, each contiguous in its range.
 
-    From the last axis to the first, each completes its current row, until whole rows of the axis before it fit;
-    back from the first to the last, each takes the whole rows that fit before the end.
+    From the last axis to the first, each axis completes its current row, until whole rows of the axis before it fit.
+    Back from the first axis to the last, each takes the whole rows that fit before the end.
 
     Args:
-        shape: the flattened boxes, int64 (ranges, axes).
-        start: first element of each range in its flattened box, int64 (ranges,).
-        stop: one past the last element, int64 (ranges,).
+        shape: Shape of each flattened box, int64 (ranges, axes).
+        start: First element of each range in its flattened box, int64 (ranges,).
+        stop: One past the last element, int64 (ranges,).
 
     Returns:
-        ``(row, offset, shape, position)``: the range that a box belongs to, its offset within the flattened box,
-        its shape, and the element of the range that it begins at. Ordered by row, then position.
+        ``(row, offset, shape, position)``: the row of each box's range, its offset within the flattened box, its shape,
+        and the index of its first element in the range. Ordered by row, then position.
 
     Examples:
         >>> row, offset, part, position = flat_boxes(*map(np.array, ([[3, 4]], [2], [9])))
@@ -216,7 +216,7 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
         [2, 0] [1, 1] 6
     """
     axes = shape.shape[1]
-    # Boxes without elements have strides of 0, by which nothing can be divided.
+    # Boxes without elements have strides of 0, which can't be divisors.
     strides = np.maximum(row_major_strides(shape), 1)
     cursor = np.array(start, dtype=np.int64)
     pieces: list[tuple[Column, Column, Column, Column]] = []
@@ -230,7 +230,7 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
         rows = np.flatnonzero(until > cursor)
         if rows.size:
             pieces.append(_axis_boxes(shape[rows], strides[rows], axis, rows, cursor[rows], until[rows], start[rows]))
-            # All ranges advance together, axis by axis: the loop is over axes, and not over ranges.
+            # All ranges advance together: the loop is over axes, not over ranges.
             cursor = np.maximum(cursor, until)
     return _sorted_pieces(pieces, axes)
 
@@ -257,18 +257,18 @@ def _sorted_pieces(
     return row[order], offset[order], part[order], position[order]
 
 
-# Boxes cut until any two of a tensor are equal or disjoint.
+# Boxes cut until any two boxes of a tensor are equal or disjoint.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlignedBoxes:
-    """Boxes of which any two of one tensor are equal or disjoint.
+    """Boxes cut so that any two boxes of one tensor are equal or disjoint.
 
     Attributes:
-        row: the box that each is a piece of, int64 (pieces,).
-        offset: int64 (pieces, axes).
-        shape: int64 (pieces, axes).
-        number: the same for equal boxes, ascending with nothing left out, int64 (pieces,).
+        row: Row of the box that each piece comes from, int64 (pieces,).
+        offset: Offset of each piece, int64 (pieces, axes).
+        shape: Shape of each piece, int64 (pieces, axes).
+        number: Number shared by equal pieces, ascending without gaps, int64 (pieces,).
     """
 
     row: Column
@@ -278,12 +278,12 @@ class AlignedBoxes:
 
 
 def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
-    """Return boxes cut along the edges of those that they overlap, until no edge is inside of a box.
+    """Return boxes cut along the edges of the boxes that they overlap, until no edge is inside of a box.
 
     Args:
-        key: the tensor that each belongs to, int64 (boxes,).
-        offset: int64 (boxes, axes).
-        shape: without zeros, int64 (boxes, axes).
+        key: Number of each box's tensor, int64 (boxes,).
+        offset: Offset of each box, int64 (boxes, axes).
+        shape: Shape of each box, without zeros, int64 (boxes, axes).
 
     Examples:
         >>> boxes = aligned_boxes(np.array([0, 0]), np.array([[0], [2]]), np.array([[4], [4]]))
@@ -293,7 +293,7 @@ def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
     row = np.arange(len(key))
     number, first = distinct_boxes(key, offset, shape)
     cuts = _cuts(key[first], offset[first], shape[first])
-    # Repeated, since the pieces of a box that was cut may overlap others that the box's own cuts didn't meet.
+    # Cutting repeats, since pieces of a box may overlap others that the box's own cuts didn't meet.
     while any(box.size for box, _ in cuts):
         for axis, (box, at) in enumerate(cuts):
             piece, begin, size = _cut_along(number, offset[:, axis], shape[:, axis], box, at)
@@ -306,13 +306,13 @@ def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
 
 
 def distinct_boxes(key: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return a number for each distinct box, ascending by key and place, and a row of each."""
+    """Return the number of each row's distinct box, ascending by key and place, and one row of each distinct box."""
     number, count = row_numbers((key, *offset.T, *shape.T))
     return number, first_rows(number, count)
 
 
 def first_rows(number: Column, count: int) -> Column:
-    """Return where each number occurs first, int64 (count,).
+    """Return the index of each number's first occurrence, int64 (count,).
 
     Examples:
         >>> first_rows(np.array([1, 0, 1]), 2).tolist()
@@ -324,7 +324,7 @@ def first_rows(number: Column, count: int) -> Column:
 
 
 def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Column]]:
-    """Return, for each axis, as (box, place), where boxes are cut by those that they overlap; no two are the same."""
+    """Return distinct (box, place) columns for each axis: the edges at which overlapping boxes cut a box."""
     left, right = overlapping_pairs(key, offset, shape, key, offset, shape)
     left, right = left[left != right], right[left != right]
     cuts = []
@@ -338,14 +338,14 @@ def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Colu
 
 
 def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: Column) -> tuple[Column, Column, Column]:
-    """Return what intervals are cut into: the row, the begin within it, and the size of each piece.
+    """Return the pieces of intervals: row, begin within the interval, and size of each.
 
     Args:
-        number: which box each row is, int64 (rows,).
-        offset: of the interval, int64 (rows,).
-        shape: of the interval, int64 (rows,).
-        box: what is cut, ascending, int64 (cuts,).
-        at: where, ascending within a box, int64 (cuts,).
+        number: Number of each row's box, int64 (rows,).
+        offset: Begin of each interval, int64 (rows,).
+        shape: Length of each interval, int64 (rows,).
+        box: Number of the box that each cut divides, ascending, int64 (cuts,).
+        at: Place of each cut, ascending within a box, int64 (cuts,).
     """
     low, high = np.searchsorted(box, number, side="left"), np.searchsorted(box, number, side="right")
     pieces = high - low + 1
@@ -357,9 +357,9 @@ def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: C
 
 
 def grid_cells(key: Column, offset: Column, shape: Column) -> NDArray[np.float64]:
-    """Return into how many parts each box is cut by the edges of all boxes of its tensor, float64 (boxes,).
+    """Return the number of parts into which the edges of all boxes of its tensor cut each box, float64 (boxes,).
 
-    Boxes that are aligned have no more. As floats: the product may be any number.
+    Aligned boxes have no more parts. The numbers are floats, since a product may be of any size.
 
     Examples:
         >>> grid_cells(np.array([0, 0, 1]), np.array([[0], [2], [1]]), np.array([[4], [4], [1]])).tolist()

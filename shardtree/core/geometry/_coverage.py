@@ -1,4 +1,4 @@
-"""How often boxes cover elements: which tile, which share any, and where a region is covered not at all or twice."""
+"""Coverage of elements by boxes: tiling, overlaps, and the parts of a region that are missing or covered twice."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from numpy.typing import NDArray
 from ._boxes import Column, begins, distinct, volumes
 from ._pairs import overlapping_pairs, rows_with_elements
 
-# Tiling, tested in one pass over the boxes by a randomised sum.
+# Tiling is tested in one pass over the boxes by a randomised sum.
 
 _Weights = NDArray[np.uint64]
 
 _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-"""Shifts, and odd numbers with as many ones as zeros: those of SplitMix64, whose mixing this is."""
+"""Shifts and odd factors of SplitMix64's mixing; the factors have as many ones as zeros."""
 
 _MOST_AXES = 4
-"""Half of all weights are even, and a product of many even numbers is 0 modulo 2**64, whatever the boxes."""
+"""Bound on axes: half of all weights are even, and a product of many even numbers is 0 modulo 2**64 for any boxes."""
 
 
 def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> NDArray[np.bool_]:
-    """Return which groups have boxes that tile the smallest box around them, without gap and without overlap.
+    """Return whether each group's boxes tile the smallest box around them, without gaps or overlaps.
 
-    Each index of each axis has a pseudorandom weight, an element has the product of its indices' weights modulo 2**64,
-    and a box the sum of its elements', which follows from its corners. Boxes that tile another box have the same sum as
-    that. Others have it with a probability of about 2**-60 for boxes that differ along one axis or two, and 2**-52 for
-    four: the difference is a nonzero polynomial of the weights. So a positive result can be relied on; after a negative
-    one there is a gap or an overlap, or boxes differ along more axes. The weights follow from all the boxes by a
-    cryptographic hash, so that boxes can't be chosen to fit them.
+    Each index of each axis has a pseudorandom weight. The weight of an element is the product of its indices' weights
+    modulo 2**64, and that of a box is the sum over its elements, which follows from its corners. Boxes that tile
+    another box have the same sum. Other boxes have it with a probability of about 2**-60 if they differ along one axis
+    or two, and 2**-52 for four: the difference is a nonzero polynomial of the weights. A positive result is therefore
+    reliable; a negative one means a gap, an overlap, or boxes that differ along more axes. The weights follow from all
+    boxes by a cryptographic hash, so that boxes can't be chosen to fit them.
 
     Args:
-        group: the group that each box belongs to, from 0, int64 (boxes,).
-        offset: int64 (boxes, axes).
-        shape: int64 (boxes, axes); every box has elements.
-        groups: how many there are; those without boxes count as tiled.
+        group: Number of each box's group, from 0, int64 (boxes,).
+        offset: Offset of each box, int64 (boxes, axes).
+        shape: Shape of each box, int64 (boxes, axes); every box has elements.
+        groups: Number of groups; those without boxes count as tiled.
 
     Examples:
         >>> offset, shape = np.array([[0], [2], [0], [1]]), np.array([[2], [1], [1], [3]])
@@ -70,7 +70,7 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
 
 
 def _differing_axes(offset: Column, shape: Column) -> list[int]:
-    """Return the axes along which boxes differ, or all where there are few."""
+    """Return the axes along which boxes differ, or all axes if they are few."""
     axes = range(offset.shape[1])
     if len(axes) <= _MOST_AXES:
         return list(axes)
@@ -82,7 +82,7 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 
 
 def _weight(place: Column, seed: np.uint64) -> _Weights:
-    """Return the sum of the weights of all indices before a place: the place's bits, mixed as SplitMix64 does."""
+    """Return the sum of the weights of all indices before a place: the place's bits, mixed like in SplitMix64."""
     weight = place.astype(np.uint64)
     weight += seed
     for shift, factor in _FACTORS:
@@ -92,25 +92,26 @@ def _weight(place: Column, seed: np.uint64) -> _Weights:
     return weight
 
 
-# Groups in which two boxes share an element. Input may be adversarial, so no number of boxes may lead to all pairs.
+# Groups in which two boxes share an element. Input may be adversarial, so no input may cause a test of all pairs.
 
 _FEW_TOGETHER = 64
-"""Groups of at most so many boxes are compared in pairs, all groups at once; larger ones, if so many pairs for each
+"""Bound on a group's boxes: smaller groups are compared in pairs, all at once; larger ones, if that many pairs for each
 box suffice."""
 _MOST_PAIRS = 1 << 18
-"""Pairs that are tried at once, which bounds memory."""
+"""Number of pairs that are tried at once, which bounds memory."""
 
 
 def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     """Return the groups in which two boxes share an element, ascending.
 
-    A group of many boxes is cut in two until each part is decided: by volumes that exceed the smallest box around
-    them, or by trying its pairs, once they are few. So a million equal boxes take no longer than a million that tile.
+    A group of many boxes is cut in two until each part is decided: either the boxes' volumes exceed the smallest box
+    around them, or their pairs are few enough to try. A million equal boxes thus take no longer than a million that
+    tile.
 
     Args:
-        group: the group that each box belongs to, from 0, int64 (boxes,).
-        offset: int64 (boxes, axes).
-        shape: int64 (boxes, axes).
+        group: Number of each box's group, from 0, int64 (boxes,).
+        offset: Offset of each box, int64 (boxes, axes).
+        shape: Shape of each box, int64 (boxes, axes).
 
     Examples:
         >>> offset, shape = np.array([[0], [2], [0], [1]]), np.array([[2], [2], [2], [2]])
@@ -139,12 +140,12 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
 
 
 def _shared(begin: Column, end: Column) -> bool:
-    """Return whether two of some boxes, none of them empty, share an element."""
+    """Return whether any two of some boxes share an element; none of the boxes is empty."""
     if len(begin) < 2 or _overfull(begin, end):
         return len(begin) > 1
     crossings = [_crossings(begin[:, axis], end[:, axis]) for axis in range(begin.shape[1])]
     axis = int(np.argmin(crossings))
-    # Along some axis few boxes are side by side, as in grids: their pairs are cheaper than further cuts.
+    # In grids, few boxes are side by side along some axis: trying their pairs is cheaper than further cuts.
     if crossings[axis] <= _FEW_TOGETHER * len(begin):
         return _any_pair_meets(begin, end, axis)
     cut = _cut(begin, end)
@@ -158,14 +159,14 @@ def _shared(begin: Column, end: Column) -> bool:
 
 
 def _overfull(begin: Column, end: Column) -> bool:
-    """Return whether boxes hold more elements than the smallest box around them."""
+    """Return whether boxes hold more elements together than the smallest box around them."""
     around = (end.max(axis=0) - begin.min(axis=0)).astype(np.float64).prod()
-    # By a margin, since these are sums of floats; what is within it is decided by pairs.
+    # The margin allows for rounding, since these are sums of floats; pairs decide cases within it.
     return bool((end - begin).astype(np.float64).prod(axis=1).sum() > around * 1.001)
 
 
 def _crossings(begin: Column, end: Column) -> int:
-    """Return how many pairs of intervals share a point."""
+    """Return the number of pairs of intervals that share a point."""
     return int(np.searchsorted(np.sort(begin), end, side="left").sum()) - len(begin) * (len(begin) + 1) // 2
 
 
@@ -181,18 +182,18 @@ def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
 
 
 def _any_pair_meets(begin: Column, end: Column, axis: int) -> bool:
-    """Return whether two boxes meet, trying pairs that do so on one axis."""
+    """Return whether two boxes share an element, trying the pairs that overlap on one axis."""
     order = np.argsort(begin[:, axis], kind="stable")
     begin, end = begin[order], end[order]
     count = np.searchsorted(begin[:, axis], end[:, axis], side="left") - np.arange(len(begin)) - 1
     before = np.concatenate([[0], np.cumsum(count)])
-    # Few pairs at first, then more at a time: where boxes overlap, one of the first pairs mostly does.
+    # Pairs are few at first, then more at a time: if boxes overlap, one of the first pairs mostly does.
     row, most = 0, _FEW_TOGETHER * _FEW_TOGETHER
     while row < len(begin):
         stop = max(row + 1, int(np.searchsorted(before, before[row] + most, side="right")) - 1)
-        one = np.repeat(np.arange(row, stop), count[row:stop])
-        other = np.arange(one.size) + before[row] - before[one] + one + 1
-        if _any_meets(begin, end, one, other):
+        left = np.repeat(np.arange(row, stop), count[row:stop])
+        right = np.arange(left.size) + before[row] - before[left] + left + 1
+        if _any_meets(begin, end, left, right):
             return True
         row, most = stop, min(most * 4, _MOST_PAIRS)
     return False
@@ -206,7 +207,7 @@ def _any_meets(begin: Column, end: Column, one: Column, other: Column) -> bool:
     return one.size > 0
 
 
-# How often boxes cover the elements of a region.
+# Places of a region that boxes don't cover, or cover more than once.
 
 Boxes = tuple[Column, Column]
 """Offsets and shapes, int64 (boxes, axes) each."""
@@ -215,15 +216,15 @@ _MOST_CELLS = 1 << 18
 
 
 def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tuple[Boxes, Boxes]:
-    """Return the boxes of a region that no given box covers, and those that more than one covers.
+    """Return the parts of a region that no box covers, and those that several boxes cover, as boxes.
 
-    Both are maximal along the last axis first; those of one kind don't overlap. What lies outside of the region is
+    Both are maximal along the last axis first; boxes of one kind don't overlap. Boxes outside of the region are
     ignored.
 
     Args:
-        offset: int64 (boxes, axes).
-        shape: int64 (boxes, axes).
-        whole: the region's shape; it begins at 0.
+        offset: Offset of each box, int64 (boxes, axes).
+        shape: Shape of each box, int64 (boxes, axes).
+        whole: Shape of the region, which begins at 0.
 
     Examples:
         >>> missing, doubled = coverage_faults(np.array([[0, 0], [1, 0]]), np.array([[2, 3], [1, 3]]), (4, 3))
@@ -240,7 +241,7 @@ def _as_boxes(begin: Column, end: Column) -> Boxes:
 
 
 def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tuple[Boxes, Boxes]:
-    """Return begins and ends of what is missing and doubled between two corners of the region."""
+    """Return the begins and ends of missing and doubled boxes between two corners of the region."""
     begin, end = np.maximum(begin, low), np.minimum(end, high)
     rows = np.flatnonzero((begin < end).all(axis=1))
     begin, end = begin[rows], end[rows]
@@ -249,8 +250,8 @@ def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tu
         return none, none
     ends = (np.concatenate([begin[:, axis], end[:, axis], [low[axis], high[axis]]]) for axis in range(low.size))
     edges = [distinct(places) for places in ends]
-    # Cells grow with the product of all edges. Beyond a bound the region is halved instead, and halves that are tiled
-    # need no cells.
+    # The number of cells is the product of all edges. Beyond a bound the region is halved instead; tiled halves need no
+    # cells.
     if prod(len(places) - 1 for places in edges) <= _MOST_CELLS:
         count = _cell_counts(begin, end, edges)
         return _cells_where(count == 0, edges), _cells_where(count > 1, edges)
@@ -277,13 +278,13 @@ def _concatenate(one: Boxes, other: Boxes) -> Boxes:
 
 
 def _cell_counts(begin: Column, end: Column, edges: list[Column]) -> Column:
-    """Return how many boxes cover each cell between the edges, by cumulative sums of changes at the boxes' corners."""
+    """Return the number of boxes on each cell between the edges, by cumulative sums of changes at boxes' corners."""
     count = np.zeros([len(places) for places in edges], dtype=np.int64)
     sides = [
         (np.searchsorted(places, begin[:, axis]), np.searchsorted(places, end[:, axis]))
         for axis, places in enumerate(edges)
     ]
-    # Along an axis that isn't cut, all boxes begin at the first edge and end at the last: half of the corners suffice.
+    # Along an axis that isn't cut, all boxes reach from the first edge to the last: half of the corners suffice.
     choices = [(0,) if len(places) == 2 else (0, 1) for places in edges]
     for corner in product(*choices):
         place = tuple(side[which] for side, which in zip(sides, corner, strict=True))

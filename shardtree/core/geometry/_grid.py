@@ -1,4 +1,4 @@
-"""Boxes as cells: regular grids, what is narrowed, one axis cut into parts, and windows that tile a tensor."""
+"""Boxes as cells: regular grids, narrowing, one axis cut into parts, and windows that tile a tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import MetadataError, ShapeError
 from ._boxes import integers, refuse
 
-# Cells of regular grids: their place, its checks, and narrowing.
+# Cells of regular grids: their index, its checks, and narrowing.
 
 Shape = tuple[int, ...]
 
@@ -17,15 +17,15 @@ _IRREGULAR = "Pass axis_fragmentations=None for an irregular grid."
 
 
 def grid_cell(subject: str, box: Shape, cuts: Iterable[Any]) -> tuple[Shape, Shape, Shape]:
-    """Return the global shape, the offset and the number of pieces along each axis of a grid's cell.
+    """Return the global shape, the offset, and the number of pieces along each axis, of a grid's cell.
 
     Args:
-        subject: what errors are about.
-        box: the cell's shape.
+        subject: Subject of errors.
+        box: Shape of the cell.
         cuts: (axis, index, count) for each axis with more than one piece.
 
     Raises:
-        MetadataError: an axis is repeated or out of range, or an index isn't below its count.
+        MetadataError: An axis is repeated or out of range, or an index isn't below its count.
 
     Examples:
         >>> grid_cell("ShardedTensor 'w'", (4, 2), [(0, 3, 8)])
@@ -58,7 +58,7 @@ def _checked_cut(subject: str, rank: int, cut: Any) -> Shape:
 
 
 def check_ranks(subject: str, local_shape: Shape, global_shape: Shape, count: int) -> None:
-    """Raise MetadataError unless a local shape with so many prepended axes has the global shape's rank."""
+    """Raise MetadataError unless a local shape has the global shape's rank, `count` prepended axes included."""
     if count < 0:
         fix = "Count the leading axes that data lacks."
         refuse(subject, "prepend_axis_num", count, "0 or more", fix, error=MetadataError)
@@ -85,7 +85,7 @@ def check_flat_range(subject: str, flat: slice, local_shape: Shape) -> None:
 
 
 def check_box(subject: str, box: Shape, offset: Shape, global_shape: Shape, *, may_leave: bool) -> None:
-    """Raise MetadataError unless a box lies in the global shape; `may_leave` asks only that no number is negative."""
+    """Raise MetadataError unless a box lies in the global shape; `may_leave` only forbids negative numbers."""
     for field, value in (("local_shape", box), ("global_offset", offset), ("global_shape", global_shape)):
         if any(number < 0 for number in value):
             fix = "Count elements from the global tensor's beginning."
@@ -108,7 +108,7 @@ def check_cell(subject: str, box: Shape, offset: Shape, counts: Shape) -> None:
 
 
 def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) -> Shape:
-    """Return a cell's place in its grid, or raise ShapeError where the offset doesn't determine it.
+    """Return a cell's index in its grid; raises ShapeError if the offset doesn't determine it.
 
     Examples:
         >>> cell_index("ShardedTensor 'w'", (4, 2), (12, 0), (8, 1))
@@ -126,7 +126,7 @@ def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) ->
 
 
 def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool) -> Shape:
-    """Return the shape of a grid's cells; where a count doesn't divide an axis, round down if padded, or raise.
+    """Return the shape of a grid's cells; a count that doesn't divide an axis rounds down if padded, else raises.
 
     Examples:
         >>> cell_shape("ShardedTensor 'w'", (32, 2), (8, 1), padded=False)
@@ -140,7 +140,7 @@ def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool
 
 
 def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) -> tuple[int, int, int]:
-    """Return dim, start and length counted from the beginning, or raise ShapeError where they leave the shape.
+    """Return dim, start and length counted from the beginning; raises ShapeError if they exceed the shape.
 
     Examples:
         >>> narrow_place("narrow 'w'", (4, 2), -2, -3, 2)
@@ -158,7 +158,7 @@ def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) 
 
 
 def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, length: int) -> Shape:
-    """Return global numbers after every cell's `size` along an axis became `length`; an irregular grid raises.
+    """Return global numbers after each cell's `size` along an axis became `length`; an irregular grid raises.
 
     Examples:
         >>> narrow_axis("narrow 'w'", "global_shape", (32, 2), 0, 4, 1)
@@ -178,22 +178,22 @@ Run = tuple[slice, slice]
 def narrow_flat_range(
     local_shape: tuple[int, ...], start: int, stop: int, dim: int, narrow_start: int, length: int
 ) -> tuple[Run, ...]:
-    """Return the maximal runs that a flat range and a narrowed box have in common.
+    """Return the maximal runs of elements that a flat range and a narrowed box have in common.
 
     A run is contiguous twice: in the 1-D data that holds elements [start, stop) of the row-major flattened box, and
     in the row-major flattening of the box narrowed to [narrow_start, narrow_start + length) along `dim`.
 
     Args:
-        local_shape: the box, before narrowing.
-        start: the first element of the flattened box that the data holds.
-        stop: one past the last element.
-        dim: the axis to narrow, in [0, len(local_shape)).
-        narrow_start: the first index to keep along `dim`.
-        length: how many indices to keep.
+        local_shape: Shape of the box, before narrowing.
+        start: First element of the flattened box in the data.
+        stop: One past the last element.
+        dim: Axis to narrow, in [0, len(local_shape)).
+        narrow_start: First index to keep along `dim`.
+        length: Number of indices to keep.
 
     Returns:
-        (slice of the data, slice of the flattened narrowed box) for each run, in the data's order; empty runs are
-        left out, so there may be none.
+        (slice of the data, slice of the flattened narrowed box) for each run, in the data's order; there may be none,
+        since empty runs are left out.
 
     Examples:
         >>> narrow_flat_range((2, 4), 1, 8, 1, 2, 2)  # keep the last two columns of two rows
@@ -205,7 +205,7 @@ def narrow_flat_range(
     """
     if start >= stop or length == 0:
         return ()
-    if length == local_shape[dim]:  # nothing is cut: one run, where rows would each give one
+    if length == local_shape[dim]:  # without a cut there is one run, where rows would give one each
         return ((slice(0, stop - start), slice(start, stop)),)
     return tuple(_row_runs(prod(local_shape[dim + 1 :]), local_shape[dim], start, stop, narrow_start, length))
 
@@ -230,14 +230,14 @@ def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Sp
     """Return the part of some intervals that one of several holders gets.
 
     The indices are divided into `split_factor` blocks, each block into `parts` pieces, and the part is piece `index`
-    of every block. Blocks and pieces are as `torch.chunk` makes them: all as long as the first, but the last ones,
-    which may be shorter or have nothing.
+    of every block. Blocks and pieces are those of `torch.chunk`: all have the length of the first, except the last
+    ones, which may be shorter or empty.
 
     Args:
-        spans: what is cut.
-        parts: how many holders there are.
-        index: which one, from 0.
-        split_factor: how many blocks there are; more than one interleaves the parts.
+        spans: Intervals to cut.
+        parts: Number of holders.
+        index: Number of the holder, from 0.
+        split_factor: Number of blocks; more than one interleaves the parts.
 
     Examples:
         >>> [cut_spans(((0, 10),), 4, index) for index in range(4)]
@@ -260,13 +260,13 @@ def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Sp
 
 
 def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
-    # As `torch.chunk`, DTensor and FSDP cut; JAX refuses axes that aren't a multiple.
+    # `torch.chunk`, DTensor and FSDP cut like this; JAX refuses axes that aren't a multiple.
     size = ceil(length / parts)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 def _between(spans: Spans, start: int, stop: int) -> Spans:
-    """Return what lies between two positions, counted along the intervals."""
+    """Return the part of intervals between two positions, which count along the intervals."""
     part, position = [], 0
     for begin, end in spans:
         low, high = max(start - position, 0), min(stop - position, end - begin)
@@ -288,15 +288,15 @@ def _merge_adjacent(spans: list[tuple[int, int]]) -> Spans:
 # Windows: boxes that tile a tensor, each small enough for a cache, or for a read's bound of memory.
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A first index and a shape."""
+"""A box: its first index, and its shape."""
 
 
 def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the shape of the largest box of whole rows that holds at most so many elements, one at least.
+    """Return the shape of the largest box of whole rows with at most `most` elements, but at least one.
 
     Args:
-        shape: the tensor's.
-        most: elements in a box.
+        shape: Shape of the tensor.
+        most: Upper bound of the elements in a box.
 
     Examples:
         >>> box_shape((10, 4, 6), 100), box_shape((10, 4, 6), 12), box_shape((10, 4, 6), 5)
@@ -310,11 +310,11 @@ def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def tiles(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
-    """Yield the boxes of a grid over a tensor, those at its ends perhaps smaller; none of one without elements.
+    """Yield the boxes of a grid over a tensor; those at its ends may be smaller. An empty tensor has none.
 
     Args:
-        shape: the tensor's.
-        cell: a box's, at least 1 along each axis that has elements.
+        shape: Shape of the tensor.
+        cell: Shape of a box, at least 1 along each axis that has elements.
 
     Examples:
         >>> list(tiles((3, 4), (2, 4))), next(tiles((2**60,), (2,)))
@@ -325,7 +325,7 @@ def tiles(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
     if not shape:
         yield (), ()
         return
-    # Axis by axis: itertools.product would hold every start, of a tensor that only claims to be large too.
+    # The loops go axis by axis: itertools.product would hold all starts of a tensor that only claims to be large.
     for start in range(0, shape[0], cell[0]):
         size = min(cell[0], shape[0] - start)
         for offset, box in tiles(shape[1:], cell[1:]):
@@ -333,11 +333,11 @@ def tiles(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
 
 
 def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yield boxes of at most so many elements that tile a tensor, each a run of it, in row-major order.
+    """Yield boxes of at most `most` elements that tile a tensor, each a contiguous run, in row-major order.
 
     Args:
-        shape: the tensor's.
-        most: elements in a box, 1 at least.
+        shape: Shape of the tensor.
+        most: Upper bound of the elements in a box, at least 1.
 
     Examples:
         >>> list(slabs((3, 4), 8)), list(slabs((2, 3), 2))[:2]
@@ -347,7 +347,7 @@ def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a box in its tensor.
+    """Return the index of a box in its tensor, as slices.
 
     Examples:
         >>> slices((2, 0), (1, 4))

@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 
 from ._boxes import Column, Mask, begins, distinct, span_numbers
 
-# A filter before any sorting: boxes outside of the bounding box of their group's requests.
+# A filter before any sorting drops boxes outside of the bounding box of their group's requests.
 
 _AT_ONCE = 1 << 15
-"""Boxes at a time: few enough that intermediate columns stay in the processor's cache."""
+"""Number of boxes at a time, small enough that intermediate columns stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """The smallest box around the boxes of each group, a row a group.
+    """The smallest box around the boxes of each group, one row a group.
 
     Attributes:
-        group: ascending, int64 (groups,).
-        low: where it begins, int64 (groups, axes).
-        high: where it ends, int64 (groups, axes).
-        row: one of the group's boxes, int64 (groups,).
-        count: how many boxes the group has, int64 (groups,).
+        group: Number of the group, ascending, int64 (groups,).
+        low: Begin of the box, int64 (groups, axes).
+        high: End of the box, int64 (groups, axes).
+        row: Row of one of the group's boxes, int64 (groups,).
+        count: Number of boxes in the group, int64 (groups,).
     """
 
     group: Column
@@ -60,13 +60,13 @@ def reach_of(group: Column, offset: Column, shape: Column) -> Reach:
 
 
 def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return the boxes that have an element in their group's bounding box, by group, and the number of the group.
+    """Return the boxes with an element in their group's bounding box, by group, and the index of that group.
 
     Args:
-        reach: of some groups.
-        group: the group that each box belongs to, int64 (boxes,).
-        offset: int64 (boxes, axes).
-        shape: int64 (boxes, axes).
+        reach: Bounding boxes of some groups.
+        group: Number of each box's group, int64 (boxes,).
+        offset: Offset of each box, int64 (boxes, axes).
+        shape: Shape of each box, int64 (boxes, axes).
 
     Returns:
         ``(rows, number)``: int64 (rows,) each; ``reach.group[number]`` is the group.
@@ -82,7 +82,7 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
     chunks = [(none, none)]
     for rows, groups, count in _group_runs(reach.group, group if order is None else group[order]):
         near = rows if order is None else order[rows]
-        # The first axis is compared for all boxes, with edges repeated for each; the others only for what is left.
+        # The first axis is compared for all boxes, with edges repeated for each, later axes only for the rest.
         low, high = np.repeat(reach.low[groups, 0], count), np.repeat(reach.high[groups, 0], count)
         places = np.flatnonzero(_meet(offset[:, 0][near], shape[:, 0][near], low, high))
         number = groups.start + np.searchsorted(np.cumsum(count), places, side="right")
@@ -98,7 +98,7 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
 
 
 def rows_with_elements(shape: Column) -> Column:
-    """Return the rows of boxes that have elements.
+    """Return the rows of the boxes that have elements.
 
     Examples:
         >>> rows_with_elements(np.array([[2, 3], [2, 0]])).tolist()
@@ -111,7 +111,7 @@ def rows_with_elements(shape: Column) -> Column:
 
 
 def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
-    """Yield rows of some groups a few at a time, as a slice where they are consecutive; the groups; their counts."""
+    """Yield (rows, groups, counts) for some rows at a time; rows are a slice if they are consecutive."""
     first, last = (np.searchsorted(sorted_group, groups, side=side) for side in ("left", "right"))
     for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
         begin = int(np.searchsorted(last, low, side="right"))
@@ -126,7 +126,7 @@ def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column |
 
 
 def _meet(begin: Column, size: Column, low: Column, high: Column) -> NDArray[np.bool_]:
-    """Return which ranges overlap the interval between two edges; an empty one does where it lies inside."""
+    """Return whether each range overlaps the interval between two edges; an empty range does if it lies inside."""
     end = begin.copy()  # contiguous memory compares faster than a strided column
     flags = end < high
     end += size
@@ -141,18 +141,19 @@ def _numbers(rows: Column | slice) -> Column:
 # Groups divided into slabs, so that a sort along another axis has fewer boxes side by side.
 
 _MOST_COPIES = 3
-"""Slabs are so thick that boxes, counted once for each slab that they are in, are at most so many times as many."""
+"""Bound on the growth by slabs: they are so thick that boxes, repeated for each of their slabs, are at most that many
+times as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedBoxes:
-    """Boxes, none of them empty, each of one group.
+    """Boxes in groups; none of them is empty.
 
     Attributes:
-        row: the number of each box, int64 (boxes,).
-        group: int64 (boxes,).
-        offset: int64 (boxes, axes).
-        shape: int64 (boxes, axes).
+        row: Number of each box, int64 (boxes,).
+        group: Number of each box's group, int64 (boxes,).
+        offset: Offset of each box, int64 (boxes, axes).
+        shape: Shape of each box, int64 (boxes, axes).
     """
 
     row: Column
@@ -164,19 +165,19 @@ class GroupedBoxes:
         return len(self.row)
 
     def interval(self, axis: Column) -> tuple[Column, Column]:
-        """Return where boxes begin and end along an axis of each, int64 (boxes,)."""
+        """Return the begin and the end of each box along an axis of its own, int64 (boxes,) each."""
         rows = np.arange(len(self))
         begin = self.offset[rows, axis]
         return begin, begin + self.shape[rows, axis]
 
 
 def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes with slabs as groups, each box once for every slab that it is in; two that overlap do so in one.
+    """Return boxes grouped by slabs, each box once for every slab that it meets; two that overlap share a slab.
 
     Args:
-        left: of groups from 0.
-        right: likewise; slabs begin where some of these do.
-        axis: for each group, the axis that is divided into slabs, int64 (groups,).
+        left: Boxes with groups from 0.
+        right: Boxes with groups from 0; slabs begin where some of these do.
+        axis: Axis of each group that is divided into slabs, int64 (groups,).
 
     Examples:
         >>> row, zero = np.arange(4), np.zeros(4, dtype=np.int64)
@@ -187,12 +188,12 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
         ([0, 1], [0, 1, 2, 3], [0, 0, 1, 1])
     """
     places = distinct(np.concatenate([*left.interval(axis[left.group]), *right.interval(axis[right.group])]))
-    one, other = _group_places(left, axis, places), _group_places(right, axis, places)
-    groups, begins = np.arange(axis.size) * places.size, np.sort(other[0])
+    left_places, right_places = _group_places(left, axis, places), _group_places(right, axis, places)
+    groups, begins = np.arange(axis.size) * places.size, np.sort(right_places[0])
     thickness = max(1, int(np.sqrt(len(right) / axis.size)))
     while thickness < len(right):
         bounds = distinct(np.concatenate([groups, begins[::thickness]]))
-        (first, count), (other_first, other_count) = _spans(bounds, *one), _spans(bounds, *other)
+        (first, count), (other_first, other_count) = _spans(bounds, *left_places), _spans(bounds, *right_places)
         if count.sum() + other_count.sum() <= _MOST_COPIES * (len(left) + len(right)):
             return _repeat(left, first, count), _repeat(right, other_first, other_count)
         thickness *= 4
@@ -200,14 +201,14 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
 
 
 def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
-    """Return where boxes begin and end, as one number of the group and the place's rank among all places."""
+    """Return the begins and ends of boxes; each number combines the group with the place's rank among all places."""
     begin, end = boxes.interval(axis[boxes.group])
     base = boxes.group * places.size
     return base + np.searchsorted(places, begin), base + np.searchsorted(places, end)
 
 
 def _spans(bounds: Column, begin: Column, end: Column) -> tuple[Column, Column]:
-    """Return the first slab that each interval is in, and how many these are."""
+    """Return the first slab of each interval, and the number of its slabs."""
     first = np.searchsorted(bounds, begin, side="right") - 1
     return first, np.searchsorted(bounds, end, side="left") - first
 
@@ -218,9 +219,9 @@ def _repeat(boxes: GroupedBoxes, first: Column, count: Column) -> GroupedBoxes:
 
 
 _PLENTY = 8
-"""More candidates than so many times the number of boxes are too many."""
+"""Greatest number of candidates for each box; more of them are reduced by slabs."""
 _FEW = 2
-"""Up to so many times as many pairs as boxes are compared at once: sorting the boxes would take longer."""
+"""Greatest number of pairs for each box that are compared at once, since sorting the boxes would take longer."""
 
 
 def overlapping_pairs(
@@ -233,17 +234,17 @@ def overlapping_pairs(
 ) -> tuple[Column, Column]:
     """Return the pairs of rows (left, right) of one group whose boxes share an element.
 
-    Within each group the right boxes are sorted along the axis on which they begin at the most different places; a left
-    box's candidates are then one interval of them, filtered by the other axes. Where that leaves too many candidates,
-    groups are first divided into slabs along another axis.
+    Within each group, the right boxes are sorted along the axis with the most distinct begins. A left box's candidates
+    are then one interval of them, filtered by the other axes. If too many candidates remain, groups are first divided
+    into slabs along another axis.
 
     Args:
-        left_group: the group (tensor) that each left box belongs to, int64 (lefts,).
-        left_offset: int64 (lefts, axes).
-        left_shape: int64 (lefts, axes).
-        right_group: int64 (rights,).
-        right_offset: int64 (rights, axes).
-        right_shape: int64 (rights, axes).
+        left_group: Number of each left box's group (tensor), int64 (lefts,).
+        left_offset: Offset of each left box, int64 (lefts, axes).
+        left_shape: Shape of each left box, int64 (lefts, axes).
+        right_group: Number of each right box's group, int64 (rights,).
+        right_offset: Offset of each right box, int64 (rights, axes).
+        right_shape: Shape of each right box, int64 (rights, axes).
 
     Returns:
         ``(left, right)``: row numbers, int64 (pairs,), ordered by left, then right.
@@ -257,18 +258,18 @@ def overlapping_pairs(
     """
     reach = reach_of(left_group, left_offset, left_shape)
     near, number = rows_in_reach(reach, right_group, right_offset, right_shape)
-    # A group with a single left box has that as its bounding box: whatever passed the filter overlaps it.
+    # The bounding box of a group with a single left box is that box: all that passed the filter overlaps it.
     is_only = reach.count.take(number) == 1
     one, other = reach.row.take(number[is_only]), near[is_only]
     if not is_only.all():
         left = _in_groups(left_group, left_offset, left_shape, reach.group[reach.count > 1])
         right = _boxes_at(near[~is_only], right_group, right_offset, right_shape)
-        # Among these are all that share an element, some maybe more than once.
+        # These include all pairs that share an element, perhaps more than once.
         pairs = _few_pairs(left, right)
         more, others = _candidates(*_cut_into_slabs(*_renumber(left, right))) if pairs is None else pairs
         meets = _meets(left_offset, left_shape, more, right_offset, right_shape, others)
         one, other = np.concatenate([one, more[meets]]), np.concatenate([other, others[meets]])
-    # A pair that shares several slabs is found several times.
+    # A pair that shares several slabs occurs several times.
     code = distinct(one * len(right_group) + other)
     one = code // max(len(right_group), 1)
     return one, code - one * len(right_group)
@@ -289,7 +290,7 @@ def _boxes_at(rows: Column, group: Column, offset: Column, shape: Column) -> Gro
 def _meets(
     left_offset: Column, left_shape: Column, left: Column, right_offset: Column, right_shape: Column, right: Column
 ) -> Mask:
-    """Return whether two rows of boxes share an element, bool (pairs,)."""
+    """Return whether the boxes of each pair share an element, bool (pairs,)."""
     meets = np.ones(left.size, dtype=np.bool_)
     for axis in range(left_offset.shape[1]):
         low, size = left_offset[:, axis][left], left_shape[:, axis][left]
@@ -299,7 +300,7 @@ def _meets(
 
 
 def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column] | None:
-    """Return all pairs of each group, None where these are more than a few for each box."""
+    """Return all pairs of each group; None if they are more than a few for each box."""
     order = np.argsort(right.group, kind="stable")
     groups = right.group[order]
     first = np.searchsorted(groups, left.group, side="left")
@@ -325,7 +326,7 @@ def _of_groups(boxes: GroupedBoxes, groups: Column) -> GroupedBoxes:
 
 
 def _cut_into_slabs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes in slabs, as long as there are too many candidates."""
+    """Return boxes divided into slabs until there are few enough candidates."""
     for number in range(1, right.offset.shape[1]):
         _, _, counts = _candidate_runs(left, right)
         if counts.sum() <= _PLENTY * (len(left) + len(right)):
@@ -345,7 +346,7 @@ def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column
 
 
 def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column, Column]:
-    """Return the order of right boxes along the sorting axes, and for each left box the interval of its candidates."""
+    """Return the order of right boxes along the sorting axes, and the interval of each left box's candidates."""
     if not len(left):
         return left.row, left.row, left.row
     axis = _sorting_axes(right)[0]
@@ -357,15 +358,14 @@ def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Co
     left_low, left_high = (left.group * places.size + np.searchsorted(places, at) for at in (left_begin, left_end))
     right_low, right_high = (right.group * places.size + np.searchsorted(places, at) for at in (right_begin, right_end))
     order = np.lexsort((right_high, right_low))
-    # Ends aren't sorted where boxes differ in length; their running maximum is, and skips only boxes that end too
-    # early.
+    # Ends aren't sorted if boxes differ in length. Their running maximum is, and skips only boxes that end too early.
     first = np.searchsorted(np.maximum.accumulate(right_high[order]), left_low, side="right")
     last = np.searchsorted(right_low[order], left_high, side="left")
     return order, first, np.maximum(last - first, 0)
 
 
 def _sorting_axes(boxes: GroupedBoxes) -> Column:
-    """Return, for each group, the axes, those first along which its boxes begin at the most different places."""
+    """Return the axes of each group, ordered by the number of distinct begins of its boxes, most first."""
     groups = int(boxes.group.max()) + 1
     axes = range(boxes.offset.shape[1])
     different = np.stack([_distinct(boxes.group, boxes.offset[:, axis], groups) for axis in axes])
