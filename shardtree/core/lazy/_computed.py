@@ -1,4 +1,4 @@
-"""Sources computed from others: elementwise arithmetic and products of matrices by windows; functions of a whole."""
+"""Computed sources: elementwise arithmetic and products of matrices by windows; functions of whole tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._bits import flat_bytes
 from ._sources import Box, Boxwise, Identify, Recipe, Shape, Source
 from ._steady import is_exact, steady, whole_vectors
 
-_FIX = "Give a function of each element alone, and compute what needs the whole tensor, such as a norm, beforehand."
+_FIX = "Give a function of each element alone, and compute values of the whole tensor, such as a norm, before."
 
 
 def arithmetic(
@@ -60,7 +60,7 @@ def mapped(function: Callable[..., torch.Tensor], lazies: Sequence[Source], dtyp
         dtype: Dtype of the result.
         name: Name for errors and ``repr``.
     """
-    tests: list[int] = []  # how many elements each test had so far: a memo that changes no result
+    tests: list[int] = []  # number of elements in each test so far: a memo that changes no result
 
     def checked(*parts: torch.Tensor) -> torch.Tensor:
         result = function(*parts)
@@ -72,7 +72,7 @@ def mapped(function: Callable[..., torch.Tensor], lazies: Sequence[Source], dtyp
         if not tests or count > max(tests):
             check_elementwise(function, values)
             tests.append(count)
-        # As tensors of one axis, since torch promotes dtypes of tensors without axes differently.
+        # The function gets one axis, since torch promotes dtypes of tensors without axes differently.
         return steady(checked, [value.reshape(-1) for value in values], {}).view(values[0].shape)
 
     return _by_windows(compute, lazies, tuple(lazies[0].shape), dtype, name, _unknown)
@@ -86,7 +86,7 @@ def _by_windows(
     name: str,
     identify: Identify,
 ) -> Boxwise:
-    """Return the source of elements that are computed from those at their index, one window of a box at a time."""
+    """Return the source of an elementwise computation, one window of a box at a time."""
     sources = [value for value in operands if _is_source(value)]
     most = max(1, limits.COMPUTED_BYTES // (dtype.itemsize + sum(source.dtype.itemsize for source in sources)))
 
@@ -97,7 +97,7 @@ def _by_windows(
             whole = torch.empty(box.shape, dtype=dtype, device="cpu")
             for start, window in windows:
                 elements = compute([next(parts) if _is_source(value) else value for value in operands])
-                # The usual case of a small read: no copy into a larger result.
+                # A small read, the usual case, needs no copy into a larger result.
                 if window == box.shape:
                     return elements.contiguous()
                 whole[slices(start, window)] = elements
@@ -114,11 +114,11 @@ def _is_source(operand: Any) -> bool:
 
 
 def _unknown() -> None:
-    """Return no identity: a caller's function has none."""
+    """Return no identity, since a caller's function has none."""
 
 
 def scalar_text(value: Any) -> str:
-    """Return the type and all digits of a number, a tensor of one, or an option; torch's own text has four digits.
+    """Return the type and all digits of a number, a 0-dim tensor or an option; torch's own text has four digits.
 
     Examples:
         >>> scalar_text(0.5), scalar_text(torch.tensor(2, dtype=torch.int8))
@@ -128,10 +128,10 @@ def scalar_text(value: Any) -> str:
 
 
 def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> None:
-    """Raise unless a function returned a tensor of the expected shape and dtype, where these are known.
+    """Raise unless a function returned a tensor of the expected shape and dtype, if these are known.
 
     Raises:
-        UnsupportedValue: it didn't.
+        UnsupportedValue: The result is another value.
     """
     is_tensor = isinstance(result, torch.Tensor)
     if is_tensor and shape in (None, tuple(result.shape)) and dtype in (None, result.dtype):
@@ -143,16 +143,16 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
 
 
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
-    """Raise unless a function gives the same bits for a whole window, for it cut in two ways, and transposed.
+    """Raise unless a function's result for a window has the same bits if the window is cut in two ways or transposed.
 
     At most 16,384 elements are tested, as tensors of one axis and whole vectors.
 
     Args:
-        function: the caller's.
-        values: its operands in a window, of one shape.
+        function: The caller's function.
+        values: Operands in a window, of one shape.
 
     Raises:
-        UnsupportedValue: an element depends on more than the elements at its index.
+        UnsupportedValue: An element depends on more than the elements at its index.
 
     Examples:
         >>> check_elementwise(torch.square, [torch.tensor([3.0, 4.0])])
@@ -177,7 +177,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
 
 
 def elements_tested(values: Sequence[torch.Tensor]) -> int:
-    """Return how many elements of a window are tested; 0 if each operand's are all equal, which shows too little.
+    """Return the number of tested elements of a window; 0 if each operand's are all equal, which proves too little.
 
     Examples:
         >>> elements_tested([torch.tensor([3.0, 4.0])]), elements_tested([torch.zeros(2)])
@@ -189,14 +189,14 @@ def elements_tested(values: Sequence[torch.Tensor]) -> int:
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a window, along two axes where it has as many."""
+    """Return some elements of a window, along two axes if it has as many."""
     if value.ndim < 2:
         return value.reshape(-1)[:16_384]
     return value.reshape(-1, value.shape[-1])[:128, :128]
 
 
 def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what a function gives for tensors, which it is passed along one axis, as whole vectors."""
+    """Return a function's result for tensors, which it gets along one axis, as whole vectors."""
     flat = [whole_vectors(value.reshape(-1)) for value in values]
     result = function(*flat)
     check_kind(result, tuple(flat[0].shape), None)
@@ -210,15 +210,15 @@ def _not_elementwise(how: str) -> UnsupportedValue:
 
 
 def product(left: Source, right: Source) -> Boxwise:
-    """Return the source of the product of two matrices, (M, K) and (K, N): whole rows by whole columns, in blocks.
+    """Return the source of the product of two matrices, (M, K) and (K, N), computed in blocks of rows by columns.
 
-    Blocks are on one grid, whatever is read, so that each element has the same bits however the product is cut. Where
-    one block holds all of it, these are what ``torch.matmul`` gives. Else sums may be rounded differently: within
-    ``K * eps * (abs(left) @ abs(right))``, K the length of the sums.
+    The grid of blocks doesn't depend on the read, so that each element has the same bits however the product is cut. If
+    one block holds the whole product, the bits are those of ``torch.matmul``. Otherwise sums may be rounded
+    differently: within ``K * eps * (abs(left) @ abs(right))``, where K is the length of the sums.
     """
     inner, (rows_in_all, columns_in_all), dtype = left.shape[1], (left.shape[0], right.shape[1]), left.dtype
     most = limits.COMPUTED_BYTES // dtype.itemsize
-    # Half of the memory is for the right's columns, which stay while blocks of the left's rows pass.
+    # Half of the memory is for columns of the right matrix, which stay while blocks of the left one's rows pass.
     width = max(1, min(columns_in_all, most // 2 // max(1, inner)))
     height = max(1, (most - width * max(1, inner)) // (max(1, inner) + width))
 
@@ -227,7 +227,7 @@ def product(left: Source, right: Source) -> Boxwise:
         rows_of = list(_spans(box.offset[0], box.shape[0], height, rows_in_all))
 
         def needs() -> Iterator[tuple[Source, Box]]:
-            # Each column of the right is read once; rows of the left are read again for each block of columns.
+            # Each column of the right matrix is read once; rows of the left one are read again for each of its blocks.
             for column, columns in columns_of:
                 yield right, Box((0, column), (inner, columns))
                 for row, rows in rows_of:
@@ -251,7 +251,7 @@ def product(left: Source, right: Source) -> Boxwise:
 
 
 def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and length of the grid's intervals that overlap a range; the last one of the grid may be shorter."""
+    """Yield begin and length of the grid's intervals that overlap a range; the grid's last one may be shorter."""
     first = start // step * step
     return ((low, min(step, length - low)) for low in range(first, start + count, step))
 
@@ -259,7 +259,7 @@ def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int
 def of_whole(
     function: Callable[[torch.Tensor], torch.Tensor], operand: Source, shape: Shape, dtype: torch.dtype
 ) -> Boxwise:
-    """Return the source of a caller's function of a whole tensor, computed at the first read: a row of means, say.
+    """Return the source of a caller's function of a whole tensor, such as a row of means, computed at the first read.
 
     Args:
         function: Function from all of the operand's elements to a tensor of `shape` and `dtype`.
@@ -275,19 +275,19 @@ def of_whole(
                 memo.append(function(next(parts)))
             return memo[0][slices(*box)].clone()
 
-        # Whole, whatever is read of the result: cut otherwise, sums could be rounded otherwise.
+        # The operand is read as a whole for every box: sums of parts could be rounded differently.
         return [(operand, Box((0,) * len(operand.shape), operand.shape))], make
 
     return Boxwise(f"a function of {operand.name}", shape, dtype, recipe, _unknown)
 
 
 def check_one_shape(name: str, operation: str, shapes: Sequence[Shape]) -> None:
-    """Raise unless operands have one shape: a box of the result wouldn't be a box of what is broadcast.
+    """Raise unless operands have one shape, since a box of a broadcast result isn't a box of its operands.
 
     Raises:
-        ShapeError: they haven't.
+        ShapeError: The shapes differ.
     """
     if len(set(shapes)) > 1:
-        what = f"LazyTensor {name!r}: {operation} of tensors of different shapes"
+        what = f"LazyTensor {name!r}: {operation} needs tensors of one shape"
         fix = "Expand the smaller one with `expand`, or call read() first."
         raise ShapeError(error_text(what, found=", ".join(map(str, map(tuple, shapes))), fix=fix))

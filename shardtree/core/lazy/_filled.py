@@ -1,4 +1,4 @@
-"""Memory that is only filled: a load builds its target while what the memory holds mustn't be read."""
+"""Memory that is only filled: while a load builds its target, the elements in memory must not be read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from math import prod
 
 import torch
 
-# A variable of the context, not an argument: it would have to pass through each lens that a user has written. A class
-# of tensors that views keep made loads through lenses 30 % slower.
+# A context variable, since an argument would have to pass through every lens that a user has written. A class of
+# tensors that views keep made loads through lenses 30 % slower.
 _is_filled: ContextVar[bool] = ContextVar("is_filled", default=False)
 
 
 @contextmanager
 def only_filled() -> Iterator[None]:
-    """Let lenses that are called inside of it, on this thread, take tensors for memory whose elements don't count.
+    """Declare, for lenses called inside on this thread, that tensors are memory to fill, without elements to read.
 
     Examples:
         >>> with only_filled():
@@ -41,12 +41,12 @@ def has_no_elements(tensor: torch.Tensor) -> bool:
 
 
 def memory_beside(data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return new memory, on a tensor's device, for what is computed from it.
+    """Return new memory on a tensor's device, for values computed from it.
 
     Examples:
         >>> memory_beside(torch.zeros(2, device="meta"), (3,), torch.bfloat16)
         tensor(..., device='meta', size=(3,), dtype=torch.bfloat16)
     """
-    # As bytes: where algorithms have to be deterministic, torch fills new memory, and can't for some dtypes.
+    # The memory is made as bytes: with deterministic algorithms torch fills new memory, which it can't for some dtypes.
     nbytes = prod(shape) * dtype.itemsize
     return torch.empty(nbytes, dtype=torch.uint8, device=data.device).view(dtype).view(tuple(shape))

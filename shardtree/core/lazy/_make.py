@@ -1,4 +1,4 @@
-"""Lazy tensors made: of what reads stored boxes, of functions of other tensors, and many at once."""
+"""Constructors of lazy tensors: from functions that read stored boxes, from other tensors, and many at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ._tensor import LazyTensor, of_source
 
 
 def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name: str) -> LazyTensor:
-    """Return the lazy tensor that a function reads boxes of.
+    """Return a lazy tensor whose boxes a function reads.
 
     Args:
-        read_box: from a box's offset and shape, both (dims,), to its elements: a new tensor that the caller owns.
-            It is only called for boxes that have elements and lie inside.
-        shape: the whole tensor's.
-        dtype: the whole tensor's.
-        name: for errors and ``repr``, as its key.
+        read_box: Function from a box's offset and shape, both (dims,), to its elements: a new tensor that the caller
+            owns. It is only called for boxes that have elements and lie inside of the tensor.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the tensor.
+        name: Name for errors and ``repr``, such as the tensor's key.
 
     Raises:
-        MetadataError: a negative length.
+        MetadataError: A length is negative.
 
     Examples:
         >>> whole = torch.arange(24).reshape(4, 6)
@@ -47,20 +47,20 @@ def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name:
 
 @shielded
 def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> LazyTensor:
-    """Return the lazy tensor of a function of each element, computed window by window when it is read.
+    """Return the lazy result of an elementwise function, computed window by window when it is read.
 
     Args:
-        function: from tensors of one axis, in order, to a tensor of their shape; pure, and elementwise: an element of
-            the result depends on the elements at its index alone. It is called at once with tensors of one element,
-            for the result's dtype. The first window that is read is also computed cut in other ways, and transposed
-            where it has two axes: the bits must be the same. Later windows that are larger, or whose elements vary
-            more, are tested too.
-        lazies: of one shape, at least one.
+        function: Function from tensors of one axis, in order, to a tensor of their shape. It must be pure and
+            elementwise: An element of the result depends only on the elements at its index. It is called at once with
+            tensors of one element, for the result's dtype. The first window that is read is also computed cut in other
+            ways, and transposed if it has two axes: The bits must be the same. Later windows that are larger, or whose
+            elements vary more, are tested too.
+        lazies: Operands of one shape, at least one.
 
     Raises:
-        ShapeError: the tensors are of different shapes.
-        UnsupportedValue: one of them isn't lazy, or the function's result isn't a tensor of its operands' shape. Later,
-            on the first read: the function isn't elementwise.
+        ShapeError: The tensors have different shapes.
+        UnsupportedValue: An operand isn't lazy, or the function's result isn't a tensor of its operands' shape. Later,
+            on the first read: The function isn't elementwise.
 
     Examples:
         >>> whole = torch.tensor([1.0, 4.0, 9.0])
@@ -72,7 +72,7 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     """
     others = [type(value).__name__ for value in lazies if not isinstance(value, LazyTensor)]
     if others or not lazies:
-        what, fix = "lazy_map: operands that aren't lazy tensors", "Give it what open_checkpoint has as shards' data."
+        what, fix = "lazy_map: operands that aren't lazy tensors", "Pass the data of shards from open_checkpoint."
         raise UnsupportedValue(error_text(what, found=", ".join(others) or "none", fix=fix))
     check_one_shape(lazies[0].name, "lazy_map", [one.shape for one in lazies])
     sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(one.dtype) for one in lazies))
@@ -84,21 +84,21 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
 def computed(
     function: Callable[[torch.Tensor], torch.Tensor], data: Any, shape: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """Return what a function makes of a shard's data, whatever that is: for lenses of one's own that compute.
+    """Return a function's result for a shard's data of any kind, for lenses of one's own that compute.
 
-    Of a lazy tensor the result is lazy: the function is called once, at the first read, with all elements. So it may do
-    what isn't recorded (a maximum, quantising), and one tensor at a time is whole in memory. Where there
-    are no elements, as on the meta device, or none that count, as while a load builds its target, the result is memory
-    alone: the function isn't called.
+    The result for a lazy tensor is lazy: the function is called once, at the first read, with all elements. It may
+    therefore do more than lazy tensors record (a maximum, quantising), at the cost of one whole tensor in memory at a
+    time. If the data has no elements, as on the meta device, or none that count, as while a load builds its target, the
+    result is uninitialised memory: the function isn't called.
 
     Args:
-        function: from a tensor to a tensor of that shape and dtype; pure.
-        data: a tensor, a lazy tensor, or None, which stays None.
-        shape: of the result.
-        dtype: of the result.
+        function: Pure function from a tensor to a tensor of the given shape and dtype.
+        data: A tensor, a lazy tensor, or None, which stays None.
+        shape: Shape of the result.
+        dtype: Dtype of the result.
 
     Returns:
-        A tensor, a lazy tensor or None, as the data.
+        A tensor, a lazy tensor or None, like the data.
 
     Examples:
         >>> weight = stored(lambda offset, shape: torch.ones(shape), (4, 2), torch.float32, name="weight")
@@ -114,20 +114,21 @@ def computed(
     return None if data is None else function(data)
 
 
-# Many instances of frozen classes at once, set column by column, without their constructors' calls and checks.
+# Many instances of frozen classes at once, set column by column, since constructors' calls and checks take long.
 
 Value = TypeVar("Value")
 
 
 def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[Any]]) -> list[Value]:
-    """Return instances of a frozen dataclass with slots whose constructor isn't called.
+    """Return instances of a frozen dataclass with slots, made without calling its constructor.
 
-    For hundreds of thousands of values that were checked as columns: constructors' calls would take most of the time.
+    It serves hundreds of thousands of values that were checked as columns, for which constructors would take most of
+    the time.
 
     Args:
-        kind: the class.
-        count: how many.
-        columns: for each of its slots a value of each instance, at least `count`; they aren't checked.
+        kind: Class of the instances.
+        count: Number of instances.
+        columns: Values of all instances for each slot, at least `count`; they aren't checked.
 
     Examples:
         >>> from shardtree.core.lazy import Fetch
@@ -138,7 +139,7 @@ def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[
     """
     values = list(map(object.__new__, repeat(kind, count)))
     for name, column in columns.items():
-        # By the slot's descriptor: a frozen class only forbids `__setattr__`. The deque of length 0 runs the map in C.
+        # Slots are set by their descriptors: a frozen class only forbids `__setattr__`. The deque runs the map in C.
         deque(map(getattr(kind, name).__set__, values, column), maxlen=0)
     return values
 
@@ -146,16 +147,16 @@ def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[
 def stored_each(
     readers: Iterable[ReadBox], shapes: Sequence[Shape], dtypes: Iterable[torch.dtype], names: Iterable[str]
 ) -> list[LazyTensor]:
-    """Return what `stored` gives for each row, which isn't checked: shapes are tuples of ints of at least 0.
+    """Return the result of `stored` for each row, without its checks: shapes must be tuples of ints of at least 0.
 
     Args:
-        readers: what reads boxes of each tensor.
-        shapes: of each tensor.
-        dtypes: of each tensor.
-        names: of each tensor, for errors and ``repr``.
+        readers: Function that reads boxes, for each tensor.
+        shapes: Shape of each tensor.
+        dtypes: Dtype of each tensor.
+        names: Name of each tensor, for errors and ``repr``.
     """
     count = len(shapes)
-    # A model has few different shapes: each view is computed once, and shared.
+    # A model has few different shapes, so each view is computed once, and shared.
     places = {shape: dense(shape) for shape in set(shapes)}
     sources = frozen_values(Stored, count, {"reader": readers, "shape": shapes, "dtype": dtypes, "name": names})
     place = map(places.__getitem__, shapes)

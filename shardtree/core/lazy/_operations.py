@@ -1,4 +1,4 @@
-"""The torch operations that a lazy tensor records or answers, and the refusal of all others."""
+"""The torch operations that a lazy tensor records or answers; all others are refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ._steady import ALIASES
 
 Class = TypeVar("Class", bound=type)
 
-# Recorded where torch itself would make a view.
+# Operations that are recorded, as torch itself would make a view.
 VIEWS = {
     *("__getitem__", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind"),
     *("transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "unsqueeze", "squeeze"),
     *("reshape", "view", "flatten", "ravel", "unflatten", "expand", "broadcast_to"),
 }
-# These, without options, return the tensor itself, which is immutable and on the CPU.
+# Operations that return the tensor itself if they have no options: it is immutable and on the CPU.
 UNCHANGED: dict[str, torch.dtype | None] = {"clone": None, "contiguous": None, "cpu": None, "detach": None}
 JOINS = {"cat", "concat", "concatenate", "stack"}
 ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", *ALIASES}
@@ -75,7 +75,7 @@ def refusal(name: str, operation: str, why: str = "isn't recorded") -> Unsupport
 
 
 def refusing_operators(cls: Class) -> Class:
-    """Return the class with every Python operator that needs elements refused, since those bypass ``__getattr__``."""
+    """Return the class with refusals for Python operators that need elements, since these bypass ``__getattr__``."""
     for word in _OPERATORS:
         setattr(cls, f"__{word}__", _refuser(f"__{word}__"))
     return cls
@@ -90,7 +90,7 @@ def _refuser(operation: str) -> Callable[..., Any]:
 
 
 def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
-    """Return whether an operation gave a view of its operand; a result without elements counts as a view."""
+    """Return whether an operation's result is a view of its operand; a result without elements counts as one."""
     # Storages are compared, since meta tensors have no addresses.
     return not result.numel() or result.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
@@ -101,7 +101,7 @@ def place_of(tensor: torch.Tensor) -> Strided:
 
 
 def check_index(name: str, index: object) -> None:
-    """Raise unless indexing with this gives a view: ints, slices, None and Ellipsis do."""
+    """Raise unless indexing gives a view, as it does with ints, slices, None and Ellipsis."""
     for entry in index if isinstance(index, tuple) else (index,):
         if not (entry is None or isinstance(entry, slice | EllipsisType) or _is_int(entry)):
             raise refusal(name, f"indexing with {type(entry).__name__}")
@@ -120,10 +120,10 @@ def _is_int(value: Any) -> bool:
 def requested_dtype(
     name: str, operation: str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> torch.dtype | None:
-    """Return the dtype that an operation casts to, None where it changes nothing.
+    """Return the dtype that an operation casts to; None if it changes nothing.
 
     Raises:
-        UnsupportedValue: it does something else, or names a device other than the CPU, or an unsupported option.
+        UnsupportedValue: The operation isn't a cast, or names a device other than the CPU, or an unsupported option.
     """
     if operation == "to":
         return _to(name, args, kwargs)

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 class Strided(NamedTuple):
-    """Where a view's elements lie in the flat tensor: element ``i`` at ``offset + sum(i * stride)``."""
+    """A view's elements in the flat tensor: element ``i`` is at ``offset + sum(i * stride)``."""
 
     offset: int
     size: tuple[int, ...]
@@ -28,15 +28,15 @@ class Strided(NamedTuple):
 
 
 class Box(NamedTuple):
-    """The rectangle of indices [offset, offset + shape)."""
+    """A rectangle of indices [offset, offset + shape)."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)  # asked for in each read, of few shapes
+@lru_cache(maxsize=1024)  # each read needs it, for few shapes
 def dense(shape: Shape) -> Strided:
-    """Return the view that is the whole of a dense tensor; its strides, in elements, are that tensor's.
+    """Return the view of a whole dense tensor; its strides, in elements, are those of the tensor.
 
     Examples:
         >>> dense((4, 6)), dense(())
@@ -59,13 +59,13 @@ def narrow(view: Strided, box: Box) -> Strided:
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     """Return the box of a dense tensor that holds a view's elements, and the view as one of that box.
 
-    Each stride is decomposed into the tensor's own strides, which makes it a step along some dimensions. A dimension
-    that steps run over the end of (one that a reshape merged into the one before it) is taken whole, so that the carry
-    into the one before it stays right. The box is the smallest one, except for such merged dimensions.
+    Each stride is decomposed into the tensor's own strides, so that it becomes a step along some dimensions. Steps may
+    run over the end of a dimension that a reshape merged into the one before it. Such a dimension is taken whole, so
+    that the carry stays right. The box is the smallest one, except for such merged dimensions.
 
     Args:
-        view: the elements, at least one of them.
-        shape: the dense tensor's.
+        view: View of at least one element.
+        shape: Shape of the dense tensor.
 
     Examples:
         >>> covering(Strided(8, (3, 2), (1, 6)), (4, 6))  # rows 1 and 2, columns 2 to 4, transposed
@@ -76,7 +76,7 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     at, size, stride = view
     strides, alone = dense(shape).stride, dense(size)
     if shape and stride == strides == alone.stride and not at % strides[0]:
-        # Some rows, the most frequent request.
+        # The view is some whole rows, the most frequent request.
         first = at // strides[0]
         if first + size[0] <= shape[0]:
             return Box((first, *(0,) * (len(shape) - 1)), size), alone
@@ -92,7 +92,7 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
 
 
 def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
-    """Return the box from a first index and its extents; what overflows a dimension is carried to the one before it."""
+    """Return the box from a first index and extents; a dimension's overflow is carried to the one before it."""
     carry = 0
     ranges: list[tuple[int, int]] = []
     for dim in reversed(_dims(shape)):
@@ -103,7 +103,7 @@ def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
 
 
 def _steps(flat: int, strides: Shape) -> Shape:
-    """Return a flat distance as distances along each dimension."""
+    """Return a flat distance as one distance along each dimension."""
     steps = []
     for stride in strides:
         step, flat = divmod(flat, stride)
@@ -125,7 +125,7 @@ ReadBox = Callable[[Shape, Shape], torch.Tensor]
 
 
 class Fetch(NamedTuple):
-    """One box of a stored tensor that a read fetches."""
+    """A box of a stored tensor that a read fetches."""
 
     name: str
     dtype: torch.dtype
@@ -134,12 +134,12 @@ class Fetch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The length in bytes of the box's elements."""
+        """The size of the box's elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class Source(Protocol):
-    """A dense row-major tensor that reads any box of itself. A lazy tensor is one too."""
+    """A dense row-major tensor that reads any of its boxes. Lazy tensors are sources too."""
 
     @property
     def name(self) -> str: ...
@@ -151,17 +151,17 @@ class Source(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box's elements in a new tensor that the caller owns. The box has elements and lies inside."""
+        """Return a box's elements as a new tensor that the caller owns. The box must have elements and lie inside."""
         ...
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield what reading the box would ask storage for, in that order."""
+        """Yield the boxes that reading this box would fetch from storage, in that order."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor in storage, read by a function from (offset, shape) to a new tensor."""
+    """A tensor in storage, with a function from (offset, shape) to a new tensor that reads it."""
 
     reader: ReadBox
     shape: Shape
@@ -169,10 +169,10 @@ class Stored:
     name: str
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        # Readers are written by formats and users: a wrong box would otherwise be copied into tensors silently.
+        # Formats and users write readers: a wrong box would otherwise be copied into tensors silently.
         box = self.reader(offset, shape)
         if box.shape != shape or box.dtype is not self.dtype:
-            what = f"read: storage returned something else than the box at {offset} of {self.name!r}"
+            what = f"read: storage returned another shape or dtype for the box at {offset} of {self.name!r}"
             raise ShapeError(
                 error_text(what, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype))
             )
@@ -187,22 +187,22 @@ class Stored:
 
 
 Recipe = tuple[Iterable[tuple[Source, Box]], Callable[[Iterator[torch.Tensor]], torch.Tensor]]
-"""Boxes of sources, in the order of their reads, and the function that makes a box's elements of theirs."""
+"""Boxes of sources, in the order of their reads, and the function from their elements to a box's elements."""
 Identify = Callable[[], tuple[Any, ...] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxwise:
-    """A tensor any box of which is computed from boxes of others.
+    """A tensor whose boxes are computed from boxes of other tensors.
 
     Attributes:
         name: Name for errors and ``repr``.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        recipe: Function from a box to its recipe. What makes the elements, a new tensor that the caller owns, is given
-            an iterator that reads each box only when it is asked for the next one.
-        identify: Function that returns what tells the tensor from others, with the sources among it; or None, for
-            functions of a caller's.
+        recipe: Function from a box to its recipe. The recipe's function returns a new tensor that the caller owns; its
+            argument is an iterator that reads each box only when the next one is requested.
+        identify: Function that returns values which tell the tensor from others, its sources included; or None, for a
+            caller's function.
     """
 
     name: str
@@ -246,7 +246,7 @@ class Concatenated:
         if len(pieces) == 1:
             part, box, _ = pieces[0]
             return part.read_box(*box)
-        # Read piece by piece into the result: a `cat` would hold all pieces beside it.
+        # Pieces are read into the result one by one: a `cat` would hold all pieces beside it.
         whole = torch.empty(shape, dtype=self.dtype, device="cpu")
         for part, box, at in pieces:
             whole.narrow(self.dim, at, box.shape[self.dim]).copy_(part.read_box(*box))
@@ -257,7 +257,7 @@ class Concatenated:
             yield from part.box_fetches(*box)
 
     def _pieces(self, box: Box) -> Iterator[tuple[Source, Box, int]]:
-        """Yield each part that a box overlaps, the box within it, and its place along the dimension of the result."""
+        """Yield each part that a box overlaps, the box within it, and its index along the result's dimension."""
         low, high = box.offset[self.dim], box.offset[self.dim] + box.shape[self.dim]
         ends = accumulate(part.shape[self.dim] for part in self.parts)
         for part, end in zip(self.parts, ends, strict=True):

@@ -1,4 +1,4 @@
-"""Functions of each element: those that can be recorded, and results that don't depend on where an element lies."""
+"""Elementwise functions: those that can be recorded, and results that don't depend on an element's position."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ EXACT = {
     *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
     *("eq", "ne", "lt", "le", "gt", "ge", "conj_physical"),
 }
-"""Functions whose results are rounded the same wherever in a tensor an element lies."""
+"""Functions whose results are rounded alike wherever in a tensor an element lies."""
 INEXACT = {"exp", "exp2", "expm1", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
 """Functions that torch computes by other instructions at the end of a row."""
 _CHUNK = 32_768
-"""So many elements torch computes in one thread: with several, each one's share would have an end of its own."""
+"""Number of elements that torch computes in one thread; with several threads, each one's share would have an end."""
 _VECTOR = 64
-"""A multiple of the elements in a processor's vector, whatever the processor."""
+"""A multiple of the number of elements in any processor's vector."""
 
 
 def is_exact(name: str, operands: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Return whether a function's results are rounded the same wherever in a tensor an element lies.
+    """Return whether a function's results are rounded alike wherever in a tensor an element lies.
 
     Args:
         name: Name of the function, or an alias.
-        operands: Tensors, lazy or not, numbers and others.
+        operands: Tensors, lazy or not, numbers and other values.
         options: Keywords.
 
     Examples:
@@ -56,11 +56,11 @@ def steady(function: Callable[..., torch.Tensor], operands: Sequence[Any], optio
     """Return an elementwise function's result, with the same bits however tensors are cut.
 
     torch computes the end of a row element by element, and the rest by vector instructions. Here each element is in a
-    whole vector of a short tensor. What has no axes is computed as it is.
+    whole vector of a short tensor. Without axes, operands are passed on unchanged.
 
     Args:
         function: Function of the operands and options.
-        operands: Tensors of one shape, with at least one element; tensors without axes, numbers and others.
+        operands: Tensors of one shape, with at least one element; tensors without axes, numbers and other values.
         options: Keywords of the function.
     """
     shape = next((value.shape for value in operands if _has_axes(value)), None)

@@ -35,16 +35,16 @@ Args = tuple[Any, ...]
 @operations.refusing_operators
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyTensor:
-    """A tensor by description: a view of a source, then casts. It is immutable, and equal to itself alone.
+    """A description of a tensor: a view of a source, then casts. It is immutable, and equal only to itself.
 
     Torch's view operations, ``torch.cat``, ``torch.stack``, dtype casts, ``+ - * /`` and products of matrices, as
-    functions, methods or operators, give new lazy tensors and read nothing; every other operation raises
-    ``UnsupportedValue`` and says to call ``read()``.
+    functions, methods or operators, return new lazy tensors and read nothing. Every other operation raises
+    ``UnsupportedValue`` with the advice to call ``read()``.
 
     Attributes:
-        source: the dense tensor that this is a view of.
-        place: where in the source the elements lie.
-        casts: the dtypes that the elements go through once read, in order.
+        source: Dense tensor that the view shows.
+        place: View of the source.
+        casts: Dtypes that the elements go through after a read, in order.
     """
 
     source: Source
@@ -74,7 +74,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """The length in bytes of what ``read()`` returns."""
+        """The size in bytes of the result of ``read()``."""
         return prod(self.place.size) * self.itemsize
 
     @property
@@ -104,27 +104,27 @@ class LazyTensor:
 
     @property
     def nbytes_to_read(self) -> int:
-        """The length in bytes of what ``read()`` fetches, which steps and merged dimensions can make more."""
+        """The number of bytes that ``read()`` fetches, which steps and merged dimensions can increase."""
         return sum(fetch.nbytes for fetch in self.fetches)
 
     @shielded
     def read(self) -> torch.Tensor:
-        """Return the elements: a new dense row-major tensor that the caller owns.
+        """Return the elements as a new dense row-major tensor that the caller owns.
 
         Only the smallest boxes of the stored tensors that hold the elements are fetched.
 
         Raises:
-            ShapeError: storage gave a box of another shape or dtype.
+            ShapeError: Storage returned a box of another shape or dtype.
         """
         return _elements(self.source, self.place, self.casts)
 
     @shielded
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return one box of the elements, as ``read()`` would.
+        """Return one box of the elements, like ``read()``.
 
         Args:
-            offset: the box's first index, (dims,).
-            shape: the box's, (dims,). The box lies inside.
+            offset: First index of the box, (dims,).
+            shape: Shape of the box, (dims,). The box must lie inside.
         """
         return _elements(self.source, narrow(self.place, Box(offset, shape)), self.casts)
 
@@ -145,7 +145,7 @@ class LazyTensor:
         return _apply(func, tuple(args), dict(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        # Python's and NumPy's protocols probe for private names, and mustn't find torch's methods there.
+        # Python's and NumPy's protocols probe for private names, and must not find torch's methods there.
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if not callable(method):
             raise AttributeError(f"LazyTensor {self.name!r} has no attribute {name!r}; call read() for a tensor")
@@ -154,13 +154,13 @@ class LazyTensor:
     def __getitem__(self, index: Any) -> LazyTensor:
         offset, size, stride = self.place
         if type(index) is slice and index.step is None and size:
-            # A few rows, the most frequent request: torch's algebra of views would take longer than the read.
+            # A few rows are the most frequent request; torch's algebra of views would take longer than the read.
             first, last, _ = index.indices(size[0])
             return _at(self, Strided(offset + first * stride[0], (max(last - first, 0), *size[1:]), stride))
         return _view(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
-        if not self.ndim:  # torch.as_tensor and torch.tensor take it for a sequence, and would read element by element
+        if not self.ndim:  # else torch.as_tensor and torch.tensor would read it element by element, as a sequence
             raise operations.refusal(self.name, "__len__ of a 0-dim tensor")
         return self.shape[0]
 
@@ -204,7 +204,7 @@ class LazyTensor:
         return iter(self.unbind(0))
 
     def __eq__(self, other: object) -> bool:
-        # torch compares elementwise, which would need elements; False would be a wrong answer.
+        # torch compares elementwise, which would need elements, and False would be a wrong answer.
         if isinstance(other, torch.Tensor | np.ndarray | Number):
             raise operations.refusal(self.name, "__eq__")
         return self is other
@@ -226,7 +226,7 @@ _PUT_SOURCE, _PUT_PLACE, _PUT_CASTS = (getattr(LazyTensor, name).__set__ for nam
 
 def _at(lazy: LazyTensor, place: Strided) -> LazyTensor:
     """Return another view of a lazy tensor's source."""
-    # Without the constructor of a frozen class, which takes twice as long.
+    # The constructor of a frozen class isn't called, since it takes twice as long.
     view = object.__new__(LazyTensor)
     _PUT_SOURCE(view, lazy.source)
     _PUT_PLACE(view, place)
@@ -250,7 +250,7 @@ def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
         return _matmul(func, args, kwargs)
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
     lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
-    # Views, casts and inquiries take one tensor; what takes more, and isn't listed above, needs elements.
+    # Views, casts and inquiries take one tensor; any other operation on several tensors needs elements.
     if lazy is None or len(operands) > 1:
         raise operations.refusal("?" if lazy is None else lazy.name, name)
     if name in operations.VIEWS:
@@ -263,7 +263,7 @@ def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
 
 
 def _meta(lazy: LazyTensor) -> torch.Tensor:
-    """Return the view as a meta tensor: torch's own algebra of views, shapes and dtypes then applies to it."""
+    """Return the view as a meta tensor, so that torch's own algebra of views, shapes and dtypes applies to it."""
     return torch.empty(lazy.source.shape, dtype=lazy.dtype, device="meta").as_strided(
         *lazy.place[1:], lazy.place.offset
     )
@@ -292,7 +292,7 @@ def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[s
 def _concatenate(
     func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: Any = None
 ) -> LazyTensor:
-    """Return a cat, or a stack as a cat of unsqueezed tensors; torch computes the shape and dtype from meta tensors."""
+    """Return a cat, or a stack as a cat of unsqueezed tensors; meta tensors give the shape and dtype."""
     name = next((part.name for part in tensors if isinstance(part, LazyTensor)), "?")
     if out is not None or not all(isinstance(part, LazyTensor) for part in tensors):
         raise operations.refusal(name, f"{func.__name__} with a tensor that isn't lazy")
@@ -300,7 +300,7 @@ def _concatenate(
     result = func([_meta(part) for part in tensors], dim=along)
     along %= max(result.ndim, 1)
     parts = [part.unsqueeze(along) if func.__name__ == "stack" else part for part in tensors]
-    # Empty parts add nothing, and torch takes one of shape (0,) with parts of any shape.
+    # Empty parts add nothing; torch accepts one of shape (0,) beside parts of any shape.
     pieces = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
     return of_source(Concatenated(pieces, along, tuple(result.shape), result.dtype))
 
@@ -314,7 +314,7 @@ def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -
     if kwargs.get("out") is not None:
         raise operations.refusal(lazies[0].name, f"{func.__name__} with out=")
     check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
-    # On meta tensors, for torch's own promotion of tensors, 0-dim tensors and Python numbers.
+    # Meta tensors apply torch's own promotion of tensors, 0-dim tensors and Python numbers.
     result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
     return of_source(arithmetic(func, operands, kwargs, tuple(result.shape), result.dtype, name))
 
@@ -355,10 +355,10 @@ def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> 
 
 
 def _copy_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
-    """Return a view's elements, dense, out of the box that holds them."""
+    """Return a view's elements from the box that holds them, as a dense tensor."""
     flat = box.contiguous()
     elements = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
     if elements.is_contiguous() and elements.numel() == flat.numel():
         return flat.as_strided(view.size, dense(view.size).stride, flat.storage_offset())
-    # Copied, so that the rest of the box is freed.
+    # A copy lets the rest of the box be freed.
     return elements.clone(memory_format=torch.contiguous_format)
