@@ -2,5 +2,5 @@
 
 from . import limits as limits
 
-# Whoever unpickles a shard, or imports a leaf by its own module, gets leaves that optree knows as nodes.
+# Importing the trees registers leaves with optree, also for programs that only unpickle a shard or import its module.
 from . import trees as trees

@@ -1,4 +1,4 @@
-"""What surrounds a call: torch's modes, which it is shielded from, and Python's collector, paused here alone."""
+"""The surroundings of a call: a shield against torch's modes, and a pause of Python's collector."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-# One type for both, not a ParamSpec: checkers then know a decorated function's type before they have read its module.
+# One type variable replaces a ParamSpec, so that checkers know a decorated function's type before reading its module.
 Function = typing.TypeVar("Function", bound=Callable[..., typing.Any])
 
-# A shield against the state of torch that surrounds a call: what we compute doesn't depend on it.
+# A shield against the state of torch around a call, so that results don't depend on it.
 
 
 def shielded(function: Function) -> Function:
-    """Return a function that runs outside of torch's modes of the caller's thread.
+    """Return a function that runs outside of the torch modes of the caller's thread.
 
-    These are the default device (a function mode too), other function modes, dispatch modes such as `FakeTensorMode`,
-    autocast and inference mode. So new tensors are ordinary ones with elements, on the device that we say, and
-    arithmetic is done in its operands' dtype. Given tensors keep their nature: an inference tensor that is filled
-    stays one. What isn't a thread's (the default dtype, deterministic algorithms) we can't leave for a while: each
-    allocation says its dtype.
+    These are the default device (also a function mode), other function modes, dispatch modes such as `FakeTensorMode`,
+    autocast and inference mode. New tensors are thus ordinary ones with elements, on the stated device, and arithmetic
+    is done in its operands' dtype. Existing tensors keep their nature: an inference tensor that is filled stays one.
+    Global state (the default dtype, deterministic algorithms) can't be left for the time of a call, so that each
+    allocation states its dtype.
 
     Examples:
         >>> with torch.device("meta"), torch.inference_mode():
@@ -48,7 +48,7 @@ def shielded(function: Function) -> Function:
 @contextmanager
 def _without_modes() -> Iterator[None]:
     with ExitStack() as stack:
-        # torch has public ways into these states, but none out of all of them.
+        # torch has public ways into each of these states, but not out of all of them.
         for _ in range(torch._C._len_torch_function_stack()):
             stack.callback(_push_mode, _pop_mode())  # type: ignore[no-untyped-call]
         if torch._C._len_torch_dispatch_stack():
@@ -60,16 +60,16 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
-# The garbage collector, in steps that make many objects and free none
+# The garbage collector, paused in steps that make many objects and free none.
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Turn off the garbage collector until the block ends; what was made in the block counts as old afterwards.
+    """Turn off the garbage collector until the block ends; objects made in the block count as old afterwards.
 
-    Only for steps that neither read nor write: garbage of other threads stays in memory until the step ends. Where
-    several threads are in such a step, the one that turned the collector off turns it on again, maybe before the others
-    are done.
+    It is meant for steps that neither read nor write, since garbage of other threads stays in memory until the step
+    ends. If several threads are in such a step, the one that turned the collector off turns it on again, perhaps before
+    the others are done.
 
     Examples:
         >>> with collector_paused():
@@ -94,13 +94,13 @@ def collector_paused() -> Iterator[None]:
 
 
 _MANY = 10_000
-"""Fewer new objects than this are scanned in no time."""
+"""Number of new objects that are scanned in no time."""
 
 _FEW_FROZEN = 1_000
-"""Python 3.12 freezes some hundred objects itself as it starts; a program that freezes, freezes many more."""
+"""Bound on frozen objects: Python 3.12 freezes some hundreds at its start; programs that freeze, freeze many more."""
 
 _MOST_UNSEEN = 1_000_000
-"""How many objects are marked as old before a full collection: without one, cycles among them would never be freed."""
+"""Number of objects marked as old before a full collection, without which cycles among them would never be freed."""
 
 _unseen = {"objects": 0, "full collections": 0}
 
@@ -108,11 +108,11 @@ _unseen = {"objects": 0, "full collections": 0}
 def _mark_as_old() -> None:
     """Move many new objects to the oldest generation without scanning them.
 
-    A pause alone would only put the work off: the next collection would scan everything, 0.13 s in a load of 20,000
+    A pause alone would only postpone the work: the next collection would scan everything, 0.13 s in a load of 20,000
     tensors that takes 0.4 s.
     """
-    made, full = gc.get_count()[0], gc.get_stats()[2]["collections"]
-    if made <= _MANY or gc.get_freeze_count() > _FEW_FROZEN:  # a program's own frozen objects must stay frozen
+    count, full = gc.get_count()[0], gc.get_stats()[2]["collections"]
+    if count <= _MANY or gc.get_freeze_count() > _FEW_FROZEN:  # a program's own frozen objects must stay frozen
         return
     if full != _unseen["full collections"]:
         _unseen.update({"objects": 0, "full collections": full})
@@ -120,7 +120,7 @@ def _mark_as_old() -> None:
         gc.collect()
         return
     # freeze and unfreeze together move all objects to the oldest generation; Python has no direct call for that.
-    _unseen["objects"] += made
+    _unseen["objects"] += count
     try:
         gc.freeze()
     finally:

@@ -1,4 +1,4 @@
-"""Imports that are put off until a name is asked for (PEP 562), so that a program loads what it uses."""
+"""Imports that are deferred until a name is used (PEP 562), so that a program loads only the modules that it uses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PACKAGE = "shardtree"
 def import_quickly(module: str, package: str) -> types.ModuleType:
     """Import a module by its name, relative to a package, with the collector paused.
 
-    Modules make many objects that stay. A collection among them would look through all of torch's, which takes as long
-    as a third of the imports themselves.
+    Modules make many objects that stay. A collection among them would scan all of torch's objects too, which takes a
+    third of the time of the imports.
     """
     with collector_paused():
         return importlib.import_module(module, package)
@@ -28,14 +28,14 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
 def leaf(name: str) -> typing.Any:
     """Return the function or table that `_leaves` lists under a name; its module is imported at the first call.
 
-    Core and shell import nothing of the kind: else whoever loads one tensor would load all formats.
+    Core and shell import no such module themselves: else loading one tensor would import all formats.
     """
     leaves: typing.Mapping[str, str] = import_quickly("._leaves", _PACKAGE).LEAVES
     return by_name(leaves[name])
 
 
 def by_name(place: str) -> typing.Any:
-    """Return an attribute of a module of the package, given as "module:attribute"; the module is imported.
+    """Return a module's attribute, named "module:attribute" relative to the package; the module is imported.
 
     Examples:
         >>> by_name("errors:TreeError").__name__
@@ -46,7 +46,7 @@ def by_name(place: str) -> typing.Any:
 
 
 def when_called(place: str) -> typing.Callable[..., typing.Any]:
-    """Return the function that is at a place, as `by_name` takes it, imported once it is called."""
+    """Return a function that stands for the one at a place, as for `by_name`, and imports it when called."""
     return partial(_call, place)
 
 
@@ -57,14 +57,14 @@ def _call(place: str, *arguments: typing.Any) -> typing.Any:
 def notebook_html(value: object) -> str:
     """Return the HTML of a value for a notebook: its picture, or its text.
 
-    Pictures are drawn in a room that imports the rooms of what they show, so that these find it by its name.
+    The room that draws pictures imports the rooms of the drawn values, so that these must find it by name.
     """
     html: str = leaf("html_of")(value)
     return html
 
 
 def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
-    """Return a package's `__getattr__`: it loads a name from its module, or a module that was below the package before.
+    """Return a package's `__getattr__`, which loads names from their modules, and modules that moved elsewhere.
 
     Args:
         package: Full name of the package.
@@ -76,14 +76,14 @@ def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str
         value = getattr(import_quickly(modules[name], package), name) if name in modules else _moved(package, name)
         if value is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        # What the caller has put in the place of a name stays.
+        # A value that the caller has set under this name stays.
         return vars(sys.modules[package]).setdefault(name, value)
 
     return load
 
 
 def _moved(package: str, name: str) -> types.ModuleType | None:
-    """Return the module that had a name below a package before modules moved, None if there was none."""
+    """Return the module that had this address before modules moved; None if there was none."""
     old = f"{package}.{name}"
     new: str = leaf("new_address")(old)
     if name.startswith("_") or new == old:
@@ -99,7 +99,7 @@ def _moved(package: str, name: str) -> types.ModuleType | None:
 def face(
     name: str, names: Sequence[str], room: str, elsewhere: typing.Mapping[str, str] = types.MappingProxyType({})
 ) -> tuple[typing.Callable[[str], object], typing.Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a face, the module that shows the public names of rooms further down.
+    """Return the `__getattr__` and `__dir__` of a face, a module that offers the public names of inner rooms.
 
     Args:
         name: Name of the face.
@@ -107,7 +107,7 @@ def face(
         room: Package that has them, relative to the face.
         elsewhere: Names that other packages have, as `later` takes them.
     """
-    # What was imported from below a face, before rooms moved under it, is found there still.
+    # Modules that were imported from below a face, before rooms moved under it, are still found there.
     vars(sys.modules[name]).setdefault("__path__", [])
     others = {known for those in elsewhere.values() for known in those.split()}
     here = " ".join(known for known in names if known not in others)

@@ -1,4 +1,4 @@
-"""Offences: what is wrong with something, as data. Their records differ in fields, and print and sort alike."""
+"""Offences: faults as data. Their records differ in fields, but print and sort alike."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SHOWN_OF_ONE_KEY = 3
 
 
 class Offence(Protocol):
-    """Something that is wrong: a frozen record that can be pickled, so that ranks can send it to each other.
+    """A fault: a frozen record that can be pickled, so that ranks can send it to each other.
 
-    Records have fields of their own as well, which code may ask for.
+    Records also have fields of their own, for code that inspects them.
     """
 
     @property
@@ -23,7 +23,7 @@ class Offence(Protocol):
 
     @property
     def where(self) -> str:
-        """Part of it, or the ranks concerned, as text; empty where all of it is meant."""
+        """Part of the key's object, or the ranks concerned, as text; empty if the whole object is meant."""
 
     @property
     def what(self) -> str:
@@ -31,7 +31,7 @@ class Offence(Protocol):
 
     @property
     def fix(self) -> str:
-        """Advice for the caller, as sentences; empty where none is known."""
+        """Advice for the caller, as sentences; empty if there is none."""
 
 
 def offence_text(offence: Offence) -> str:
@@ -50,7 +50,7 @@ def _name(offence: Offence) -> str:
 
 
 def by_key(offence: Offence) -> str:
-    """Return the key by which offences are sorted: those of one key stay in the order in which they were found."""
+    """Return the key by which offences are sorted; those of one key keep their order."""
     return str(offence.key)
 
 
@@ -72,10 +72,10 @@ def offence_lines(offences: Iterable[Offence]) -> list[str]:
 
 
 def offences_text(heading: str, offences: Sequence[Offence], *fixes: str) -> str:
-    """Return an error's text that names offences, with each different advice once, and what else can be done.
+    """Return an error's text that names offences, with each distinct advice once, and further advice.
 
     Args:
-        heading: What is wrong with what.
+        heading: Text that tells what is wrong with what.
         offences: All of them; some are shown.
         fixes: Further advice.
 

@@ -17,23 +17,23 @@ from ..mapping import ShardedTensor, has_elements
 from ._sums import MODULUS, device_total, host_total
 
 PIECE = 1 << 21
-"""The most elements of a piece: what is read of a lazy tensor at once, and a thread's unit of work."""
+"""Upper bound of a piece's elements, which are read of a lazy tensor at once, and are a thread's unit of work."""
 
-_ON_DEVICE = 64  # times as many on an accelerator, where small kernels cost most
+_ON_DEVICE = 64  # factor for pieces on an accelerator, where small kernels cost most
 
-_MOST_AXES = 60  # NumPy's arrays have 64, and a complex number's parts take one
+_MOST_AXES = 60  # NumPy's arrays have at most 64, and a complex number's parts take one
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPiece:
-    """Some elements of a shard, not read yet.
+    """Some elements of a shard, not yet read.
 
     Attributes:
-        data: the elements: a box, or one axis of a run.
-        offset: where the box begins in the global tensor; for a run, the box that it is part of.
-        box: the shape of the box that a run is part of; None for a box.
-        first: the run's first element in the row-major flattened box.
+        data: The elements: a box, or one axis of a run.
+        offset: Offset of the box in the global tensor; for a run, that of the box around it.
+        box: Shape of the box around a run; None for a box.
+        first: Index of the run's first element in the row-major flattened box.
     """
 
     data: torch.Tensor | LazyTensor
@@ -46,13 +46,13 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
     """Yield a shard's elements in pieces of bounded size, views of its data.
 
     Args:
-        shard: with data, which may be lazy.
-        most: elements in a piece; an accelerator takes larger ones.
+        shard: Shard with data, which may be lazy.
+        most: Upper bound of a piece's elements; pieces on an accelerator are larger.
 
     Raises:
-        CheckpointingException: the shard has no data.
-        ShapeError: its data isn't what the shard says.
-        UnsupportedValue: its data isn't a dense tensor, or is quantised.
+        CheckpointingException: The shard has no data.
+        ShapeError: The data contradicts the shard's metadata.
+        UnsupportedValue: The data isn't a dense tensor, or is quantised.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 1, 2))
@@ -60,8 +60,8 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
         [((4, 0), (2, 2)), ((6, 0), (2, 2))]
     """
     if not isinstance(shard.data, (torch.Tensor, LazyTensor)):
-        what = f"fingerprint: {shard.key!r} has no tensor"
-        raise CheckpointingException(error_text(what, found=type(shard.data).__name__, fix="Give the shard its data."))
+        fault = f"fingerprint: {shard.key!r} has no tensor"
+        raise CheckpointingException(error_text(fault, found=type(shard.data).__name__, fix="Give the shard its data."))
     # Data may have been resized or replaced in place since the shard was built.
     shard.validate_metadata_integrity()
     data = shard.data
@@ -69,8 +69,8 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
         data.layout is not torch.strided or data.is_quantized or not has_elements(data)
     ):
         found = f"{data.dtype}, {data.layout}, on {data.device}"
-        what = f"fingerprint: {shard.key!r} is not a dense tensor"
-        raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))
+        fault = f"fingerprint: {shard.key!r} is not a dense tensor"
+        raise UnsupportedValue(error_text(fault, found=found, fix="Give the shard a dense tensor of its elements."))
     front, flat = shard.prepend_axis_num, shard.flattened_range
     elements = most if data.device.type == "cpu" else _ON_DEVICE * most
     if flat is not None:
@@ -84,9 +84,9 @@ def box_pieces(data: torch.Tensor | LazyTensor, offset: Sequence[int], most: int
     """Yield a box in pieces of bounded size, views of its data.
 
     Args:
-        data: the box's elements; it may lack leading axes of size 1.
-        offset: the box's first index in the global tensor, (axes,).
-        most: elements in a piece.
+        data: The box's elements; leading axes of size 1 may be missing.
+        offset: The box's first index in the global tensor, (axes,).
+        most: Upper bound of a piece's elements.
 
     Examples:
         >>> [piece.offset for piece in box_pieces(torch.zeros(3, 2), (1, 4, 0), most=2)]
@@ -103,11 +103,11 @@ def run_pieces(
     """Yield a run of a row-major flattened box in pieces of bounded size, views of its data.
 
     Args:
-        data: the run's elements, (elements,).
-        offset: the box's first index in the global tensor, (axes,).
-        box: the box's shape, (axes,).
-        first: the run's first element in the flattened box.
-        most: elements in a piece.
+        data: The run's elements, (elements,).
+        offset: The box's first index in the global tensor, (axes,).
+        box: The box's shape, (axes,).
+        first: The run's first element in the flattened box.
+        most: Upper bound of a piece's elements.
 
     Examples:
         >>> [(piece.first, len(piece.data)) for piece in run_pieces(torch.zeros(5), (0, 0), (4, 2), 3, most=3)]
@@ -118,7 +118,7 @@ def run_pieces(
 
 
 def piece_total(piece: ShardPiece) -> int:
-    """Return a piece's contribution to its tensor's sum, modulo 2 to the 64; lazy data is read for that.
+    """Return a piece's contribution to its tensor's sum, modulo 2 to the 64; lazy data is read.
 
     Examples:
         >>> whole = torch.arange(6.0).reshape(2, 3)
@@ -135,12 +135,12 @@ def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], fir
     """Return the contribution of a run of a row-major flattened box to its tensor's sum.
 
     Args:
-        data: the run's elements, (elements,).
-        offset: the box's first index in the global tensor, (axes,).
-        box: the box's shape, (axes,).
-        first: the run's first element in the flattened box.
+        data: The run's elements, (elements,).
+        offset: The box's first index in the global tensor, (axes,).
+        box: The box's shape, (axes,).
+        first: The run's first element in the flattened box.
     """
-    # A run that is all of its box needs no division into boxes.
+    # A run that is a whole box needs no division into boxes.
     if first == 0 and data.numel() == prod(box):
         return box_total(data.reshape(tuple(box)), offset)
     if not len(box):
@@ -158,8 +158,8 @@ def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
     """Return a box's contribution to its tensor's sum, computed on the box's device.
 
     Args:
-        data: the box's elements; it may lack leading axes of size 1.
-        offset: the box's first index in the global tensor, (axes,).
+        data: The box's elements; leading axes of size 1 may be missing.
+        offset: The box's first index in the global tensor, (axes,).
     """
     if max(data.ndim, len(offset)) > _MOST_AXES:
         found, expected = max(data.ndim, len(offset)), f"at most {_MOST_AXES}"
@@ -174,17 +174,17 @@ def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
     return host_total(words.numpy().view(_UNSIGNED[words.itemsize]), axes, places)
 
 
-_ROW = 8 * 1024  # bytes: a long row needs no table of weights for itself
-_AT_ONCE = 4 * 1024 * 1024  # bytes: what is copied because it isn't aligned stays in the processor's cache
+_ROW = 8 * 1024  # bytes; such a long row needs no table of weights for itself
+_AT_ONCE = 4 * 1024 * 1024  # bytes; a copy of an unaligned part of this size stays in the processor's cache
 
 
 def bytes_total(data: torch.Tensor) -> int:
-    """Return the sum of some bytes as a box of words of 8 bytes, 1024 in a row, filled up with zeros.
+    """Return the sum of some bytes as a box of 8-byte words, 1024 in a row, padded with zeros.
 
-    Words cost less than elements, which are up to eight times as many; but only bytes in the same order compare.
+    Words cost less than elements, which are up to eight times as many; but sums compare only bytes in the same order.
 
     Args:
-        data: uint8 (bytes,), contiguous, on any device.
+        data: The bytes, uint8 (bytes,), contiguous, on any device.
 
     Examples:
         >>> one, other = torch.zeros(20_000, dtype=torch.uint8), torch.zeros(20_000, dtype=torch.uint8)

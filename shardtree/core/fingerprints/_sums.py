@@ -13,30 +13,31 @@ from numpy.typing import NDArray
 
 from ..geometry import slabs, slices
 
-# Weights of indices: odd numbers of 64 bits that any rank computes for any index.
+# Weights of indices: odd numbers of 64 bits that any rank can compute for any index.
 
 Words = NDArray[np.uint64]
 
 FACTOR = 0x9E3779B97F4A7C15
-"""Odd, so that the product with it is a bijection."""
+"""An odd factor, so that multiplication by it is a bijection."""
 
 CONSTANT = 0xD1B54A32D192ED03
-"""Added to each mixed word: otherwise missing zeros wouldn't change the sum."""
+"""Summand of each mixed word, without which missing zeros wouldn't change the sum."""
 
 MODULUS = 1 << 64
 
 _LOW_BITS = 16
-"""Indices of one axis with equal higher bits share a factor, so that a long axis needs no long table."""
+"""Number of an index's lower bits. Indices of one axis with equal higher bits share a factor, so that a long axis needs
+no long table."""
 
 _LOW = 1 << _LOW_BITS
 _GAMMA = 0x9E3779B97F4A7C15
 
 
 def scramble(numbers: NDArray[Any]) -> Words:
-    """Return each number's image under a bijection of 64 bits in which each output bit depends on all input bits.
+    """Return the images of numbers under a bijection of 64 bits whose output bits each depend on all input bits.
 
     Args:
-        numbers: uint64, of any shape but ().
+        numbers: Numbers, uint64, of any shape but ().
 
     References:
         The output function of SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number
@@ -59,12 +60,12 @@ def axis_weights(axis: int, start: int, stop: int) -> Words:
     """Return the weights of consecutive indices along an axis, each an odd number.
 
     Args:
-        axis: the axis of the global tensor, counted from 0.
-        start: the first index.
-        stop: one past the last index.
+        axis: Axis of the global tensor, counted from 0.
+        start: First index.
+        stop: One past the last index.
 
     Returns:
-        uint64 (stop - start,).
+        The weights, uint64 (stop - start,).
 
     Examples:
         >>> [hex(weight) for weight in axis_weights(0, 1, 3).tolist()]
@@ -91,7 +92,7 @@ def _first_weights(axis: int) -> Words:
 
 
 def high_weights(axis: int, start: int, stop: int) -> Words:
-    """Return the factors of weights for the indices' higher bits, from those of `start` to those of ``stop - 1``.
+    """Return the factors of weights for indices' higher bits, from those of `start` to those of ``stop - 1``.
 
     Examples:
         >>> high_weights(0, 65_535, 65_537).size
@@ -103,7 +104,7 @@ def high_weights(axis: int, start: int, stop: int) -> Words:
 
 @lru_cache(maxsize=16)  # half a MiB each
 def low_weights(axis: int) -> Words:
-    """Return the factors of weights for the indices' lower bits, uint64 (65536,), read-only.
+    """Return the factors of weights for indices' lower bits, uint64 (65536,), read-only.
 
     Examples:
         >>> low_weights(0).size
@@ -115,7 +116,7 @@ def low_weights(axis: int) -> Words:
 
 
 def _odd_outputs(stream: int, start: int, stop: int) -> Words:
-    """Return some outputs of the generator that a stream's number seeds, made odd."""
+    """Return some outputs of the generator with a stream's number as seed, made odd."""
     seed = int(scramble(np.array([stream + 1], dtype=np.uint64))[0])
     counts = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GAMMA)
     counts += np.uint64((seed + _GAMMA) % MODULUS)
@@ -124,9 +125,9 @@ def _odd_outputs(stream: int, start: int, stop: int) -> Words:
 
 # The sum on the host, slab by slab, in buffers that stay in the processor's cache.
 
-_WEIGHTS = 1 << 18  # words whose weights are computed at once
-_WORDS = 1 << 15  # words that are mixed at once: with buffers, half a MiB
-_SHORT = 64  # words of a row
+_WEIGHTS = 1 << 18  # number of words whose weights are computed at once
+_WORDS = 1 << 15  # number of words that are mixed at once: half a MiB with buffers
+_SHORT = 64  # number of words in a short row
 _HALF = np.uint64(32)
 
 
@@ -134,9 +135,9 @@ def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) 
     """Return the sum of a box's mixed words, each times the weights of its indices, modulo 2 to the 64.
 
     Args:
-        words: the elements' bits as unsigned integers of 1, 2, 4 or 8 bytes; of any strides.
-        axes: the global axis that each axis of the box is.
-        offset: the box's first index along each.
+        words: Bits of the elements as unsigned integers of 1, 2, 4 or 8 bytes, with any strides.
+        axes: Global axis of each axis of the box.
+        offset: First index of the box along each axis.
 
     Examples:
         >>> zeros = np.zeros((2, 3), dtype=np.uint32)
@@ -147,7 +148,7 @@ def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) 
     if not words.ndim:
         words, axes, offset = words.reshape(1), (0,), (0,)
         return _slab_total(words, [np.ones(1, dtype=np.uint64)])
-    # The sum doesn't depend on the order, so elements are taken in that of memory, which is fastest.
+    # The sum doesn't depend on the order, so elements are taken in the order of memory, which is fastest.
     order = sorted(range(words.ndim), key=lambda axis: -abs(words.strides[axis]))
     words = words.transpose(order)
     total, slab_total = 0, compiled_for(words.size) or _slab_total
@@ -164,15 +165,15 @@ def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
     for start, shape in slabs(words.shape, _WORDS):
         place = slices(start, shape)
         image = _mix(words[place], *scratch[:, : int(np.prod(shape))])
-        total += _contract(image, [each[part] for each, part in zip(weights, place, strict=True)])
+        total += _contract(image, [factors[part] for factors, part in zip(weights, place, strict=True)])
     of_constant = CONSTANT
-    for each in weights:
-        of_constant *= int(each.sum())
+    for factors in weights:
+        of_constant *= int(factors.sum())
     return (total + of_constant) % MODULUS
 
 
 def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
-    """Return each word's image under a bijection of 64 bits, in the given buffers."""
+    """Return each word's image under a bijection of 64 bits, computed in these buffers."""
     image, halves = room.reshape(words.shape), other.reshape(words.shape)
     if words.itemsize == 8:
         np.right_shift(words, _HALF, out=halves)
@@ -186,26 +187,26 @@ def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
 def _contract(image: Words, weights: Sequence[Words]) -> int:
     *above, last = weights
     if above and last.size < _SHORT:
-        # Sums of many short rows cost more than their elements, so columns are summed first, which are long.
+        # Sums of many short rows cost more than their elements, so the columns, which are long, are summed first.
         columns = reduce(np.multiply.outer, above).reshape(-1)
         return int((columns @ image.reshape(-1, last.size) * last).sum())
     sums = np.einsum("ij,j->i", image.reshape(-1, last.size), last)
     return _contract(sums, above) if above else int(sums[0])
 
 
-# The sum on an accelerator, so that only one number is copied to the host.
+# The sum on an accelerator: only one number is copied to the host.
 
-_MOST = 1 << 24  # words that are mixed at once
+_MOST = 1 << 24  # number of words that are mixed at once
 _LOW_HALF = 0xFFFFFFFF
 
 
 def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]) -> int:
-    """Return what `host_total` returns, computed by torch on the device where the words are.
+    """Return the same as `host_total`, computed by torch on the words' device.
 
     Args:
-        words: the elements' bits as integers of 1, 2, 4 or 8 bytes.
-        axes: the global axis that each axis of the box is.
-        offset: the box's first index along each.
+        words: Bits of the elements as integers of 1, 2, 4 or 8 bytes.
+        axes: Global axis of each axis of the box.
+        offset: First index of the box along each axis.
 
     Examples:
         >>> zero, weight = torch.zeros(1, dtype=torch.int32), int(axis_weights(0, 0, 1)[0])
@@ -223,7 +224,7 @@ def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]
 
 
 def _mix_on_device(words: torch.Tensor) -> torch.Tensor:
-    # torch has shifts for signed integers only, which copy the sign bit: masks remove it.
+    # torch shifts signed integers only, which copies the sign bit, so that masks remove it.
     wide = words.to(torch.int64)
     if words.itemsize == 8:
         wide = wide ^ (wide >> 32 & _LOW_HALF)
@@ -249,22 +250,22 @@ def _with_sign(number: int) -> int:
     return number - MODULUS if number >= MODULUS // 2 else number
 
 
-# The sum of a slab as one compiled loop, where numba is installed: several times as fast as NumPy's steps.
+# The sum of a slab as one compiled loop, if numba is installed: several times as fast as NumPy's steps.
 
 SlabTotal = Callable[[NDArray[Any], Sequence[Words]], int]
-"""From a slab's words and the weights along each of its axes to its sum."""
+"""A function from a slab's words and the weights along each of its axes to its sum."""
 
-_WORTH = 1 << 29  # words, for which NumPy takes a second: compiling takes as long
+_WORTH = 1 << 29  # number of words for which NumPy takes as long as the compilation, a second
 _seen = [0]
 
 
 def compiled_for(words: int) -> SlabTotal | None:
-    """Return the compiled sum, None while this process has summed too little for it to pay, or without numba.
+    """Return the compiled sum; None without numba, or as long as this process sums too little for it to pay.
 
     Args:
-        words: how many are about to be summed.
+        words: Number of words to be summed next.
     """
-    _seen[0] += words  # not exact where threads meet, which matters to nobody
+    _seen[0] += words  # inexact if threads meet, which is harmless
     return compiled_total if _seen[0] >= _WORTH and _has_numba() else None
 
 
@@ -281,8 +282,8 @@ def compiled_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
     """Return the sum of a slab's mixed words, each times its weights, modulo 2 to the 64; needs numba.
 
     Args:
-        words: unsigned integers of 1, 2, 4 or 8 bytes.
-        weights: uint64 along each axis, at least one.
+        words: Unsigned integers of 1, 2, 4 or 8 bytes.
+        weights: Weights along each axis, uint64; at least one axis.
     """
     *above, last = weights
     rows: Words = reduce(np.multiply.outer, above).reshape(-1) if above else np.ones(1, dtype=np.uint64)
@@ -293,10 +294,10 @@ def compiled_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
 @cache
 def _loop(itemsize: int) -> Callable[[NDArray[Any], Words, Words], int]:
     numba = import_module("numba")
-    # Read-only arrays, as which writable ones pass too: so each size is compiled once, and no other.
+    # The types are read-only arrays, which writable ones pass as too, so that each item size is compiled only once.
     word, column = getattr(numba, f"uint{8 * itemsize}"), numba.types.Array(numba.uint64, 1, "C", readonly=True)
     matrix = numba.types.Array(word, 2, "C", readonly=True)
-    # Without the interpreter's lock, so that threads share the pieces of a tensor.
+    # The loop runs without the interpreter's lock, so that threads share the pieces of a tensor.
     loop: Callable[[NDArray[Any], Words, Words], int]
     loop = numba.njit(numba.uint64(matrix, column, column), nogil=True)(_sum_of_rows)
     return loop
@@ -306,7 +307,7 @@ _FACTOR, _CONSTANT = np.uint64(FACTOR), np.uint64(CONSTANT)
 
 
 @no_type_check
-def _sum_of_rows(words, rows, columns):  # compiled: no checker of types may wrap it
+def _sum_of_rows(words, rows, columns):  # compiled, so that no type checker may wrap it
     total = np.uint64(0)
     for row in range(words.shape[0]):
         of_row = np.uint64(0)

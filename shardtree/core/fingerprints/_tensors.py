@@ -1,4 +1,4 @@
-"""From shards to one number for each tensor: contributions that ranks compute alone, and their sum."""
+"""One number for each tensor: contributions of shards, which ranks compute alone, and their sum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._parts import ShardPiece, box_pieces, piece_total, shard_pieces
 from ._sums import MODULUS, Words
 
 Totals = Callable[[Iterable[ShardPiece]], Iterable[int]]
-"""Maps `piece_total` over pieces, as `map` does, or a pool of threads."""
+"""A function that maps `piece_total` over pieces, like `map` or a pool of threads."""
 
 
 def _one_by_one(pieces: Iterable[ShardPiece]) -> Iterable[int]:
@@ -33,9 +33,9 @@ class PartialFingerprint:
     """The contribution of some shards of one tensor to its fingerprint.
 
     Attributes:
-        kind: the tensor's dtype and global shape.
-        elements: how many elements these are.
-        total: the sum of their contributions, modulo 2 to the 64.
+        kind: Dtype and global shape of the tensor.
+        elements: Number of the shards' elements.
+        total: Sum of their contributions, modulo 2 to the 64.
     """
 
     kind: TensorKind
@@ -48,14 +48,14 @@ def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
     """Return the contribution of one rank's tree to the fingerprint of each tensor; replicas are ignored.
 
     Only main replicas (``replica_id`` 0) count, so that over all ranks each element counts once. Ranks that share no
-    process group can pickle these values and send them to wherever `add_fingerprints` is called.
+    process group can pickle these values and send them to the caller of `add_fingerprints`.
 
     Args:
-        tree: dicts, lists and tuples of shards, factories and other values, which don't count.
+        tree: Dicts, lists and tuples of shards, factories and other values, which don't count.
 
     Raises:
-        IntegrityError: two shards of one key differ in global shape, dtype or prepended axes.
-        CheckpointingException: a shard has no tensor.
+        IntegrityError: Two shards of one key differ in global shape, dtype or prepended axes.
+        CheckpointingException: A shard has no tensor.
 
     Examples:
         >>> import torch, shardtree as st
@@ -85,15 +85,15 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
     """Return each shard's contribution to its tensor's sum, uint64 (shards,).
 
     Args:
-        shards: with data.
-        totals: computes the pieces' totals.
+        shards: Shards with data.
+        totals: Function that computes the pieces' totals.
 
     Examples:
         >>> import torch, shardtree as st
         >>> shard_totals([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))]).size
         1
     """
-    # All pieces of all shards in one list, so that threads share one large shard as well as many small ones.
+    # The pieces of all shards are in one list, so that threads share one large shard as well as many small ones.
     pieces = [(number, piece) for number, shard in enumerate(shards) for piece in shard_pieces(shard)]
     sums = [0] * len(shards)
     for (number, _), total in zip(pieces, totals([piece for _, piece in pieces]), strict=True):
@@ -103,14 +103,14 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
 
 @shielded
 def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, PartialFingerprint]:
-    """Return the contribution of shards to the fingerprint of each tensor, replicas or not.
+    """Return the contribution of shards to the fingerprint of each tensor, whether they are replicas or not.
 
     Args:
-        shards: with data.
-        totals: computes the pieces' totals.
+        shards: Shards with data.
+        totals: Function that computes the pieces' totals.
 
     Raises:
-        IntegrityError: two shards of one key differ in global shape, dtype or prepended axes.
+        IntegrityError: Two shards of one key differ in global shape, dtype or prepended axes.
 
     Examples:
         >>> import torch, shardtree as st
@@ -127,10 +127,10 @@ def box_part(
     """Return the contribution of a box to the fingerprint of its tensor.
 
     Args:
-        kind: of the tensor, with prepended axes among the others.
-        data: the box's elements.
-        offset: the box's first index in the tensor, (axes,).
-        totals: computes the pieces' totals.
+        kind: Kind of the tensor, whose global shape includes prepended axes.
+        data: The box's elements.
+        offset: The box's first index in the tensor, (axes,).
+        totals: Function that computes the pieces' totals.
 
     Examples:
         >>> box_part(TensorKind(torch.int8, (4, 3), 0), torch.zeros(2, 3, dtype=torch.int8), (2, 0)).elements
@@ -140,11 +140,11 @@ def box_part(
 
 
 def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFingerprint]:
-    """Return the contribution of shards to the fingerprint of each tensor, replicas or not.
+    """Return the contribution of shards to the fingerprint of each tensor, whether they are replicas or not.
 
     Args:
-        columns: the shards.
-        totals: what each of them adds, uint64 (shards,).
+        columns: The shards.
+        totals: Contribution of each shard, uint64 (shards,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -160,14 +160,14 @@ def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFinge
 
 
 def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]]]:
-    """Return the shards that should hold the same elements and don't: for each such box, groups of rows that are alike.
+    """Return the replicas that differ in their elements: for each such box, groups of rows that agree.
 
     Args:
-        columns: all ranks' shards, replicas too; shards of the same box are compared.
-        totals: what each of them adds to its tensor's sum, uint64 (shards,).
+        columns: Shards of all ranks, replicas included; shards of the same box are compared.
+        totals: Contribution of each shard to its tensor's sum, uint64 (shards,).
 
     Returns:
-        Of each box the main replica's group first.
+        The groups of each box, the main replica's first.
 
     Examples:
         >>> import torch, shardtree as st
@@ -178,7 +178,7 @@ def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]
         [[[0], [1]]]
     """
     places = (columns.key, *columns.offset.T, *columns.shape.T, columns.start, columns.stop)
-    # Main replicas first within each place: the others are compared with the one that is saved.
+    # Main replicas come first within each place: the others are compared with the replica that is saved.
     order = np.lexsort((columns.rank, ~columns.main, *places))
     new = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
     first = np.maximum.accumulate(np.where(np.append(True, new), np.arange(len(order)), 0)) if len(order) else order
@@ -191,13 +191,13 @@ def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]
 
 
 def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
-    """Return each tensor's fingerprint, given the contributions of all its shards.
+    """Return each tensor's fingerprint, from the contributions of all its shards.
 
     Args:
-        parts: of any number of ranks, in any order.
+        parts: Contributions of any number of ranks, in any order.
 
     Raises:
-        IntegrityError: the parts don't make a whole tensor, or don't agree on its dtype and global shape.
+        IntegrityError: The parts don't make up a whole tensor, or disagree about its dtype and global shape.
 
     Examples:
         >>> import torch, shardtree as st
@@ -213,13 +213,13 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
     problems = {}
     for key, part in (item for mapping in parts for item in mapping.items()):
         before = whole.setdefault(key, PartialFingerprint(part.kind, 0, 0))
-        # Prepended axes don't count: they are about how a tensor is held.
+        # Prepended axes don't count, since they don't belong to the stored tensor.
         if (before.kind.dtype, before.kind.global_shape) != (part.kind.dtype, part.kind.global_shape):
             problems[key] = f"{before.kind} and {part.kind}"
         total = (before.total + part.total) % MODULUS
         whole[key] = replace(before, elements=before.elements + part.elements, total=total)
     for key, part in whole.items():
-        # Counted, since a sum that lacks a part is a number like any other.
+        # Elements are counted, since a sum that lacks a part looks like any other.
         count = prod(part.kind.global_shape)
         if part.elements != count:
             problems.setdefault(key, f"{part.elements} of {count} elements")
@@ -227,7 +227,7 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
         raise IntegrityError(
             error_text(
                 "fingerprint: parts that don't make a whole tensor",
-                offenders=[f"{key!r}: {what}" for key, what in sorted(problems.items())],
+                offenders=[f"{key!r}: {problem}" for key, problem in sorted(problems.items())],
                 fix="Add up the parts of all ranks, once each.",
             )
         )
