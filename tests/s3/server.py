@@ -423,7 +423,7 @@ _ACTIONS: dict[str, Callable[[Server, Request, bytes], Any]] = {
 }
 
 
-def _in_a_row(log: list[Request]) -> int:
+def in_a_row(log: list[Request]) -> int:
     """Return how many requests came one after the other: the longest chain in which each began after the last ended."""
     count, end = 0, 0.0
     for request in sorted(log, key=lambda each: each.ended):
@@ -443,7 +443,7 @@ def main() -> None:
         for line in sys.stdin:  # "latency 0.05", "bandwidth 2e7", "requests"
             name, _, value = line.strip().partition(" ")
             if name == "requests":
-                print(len(server.log), sum(each.sent for each in server.log), _in_a_row(server.log), flush=True)  # noqa: T201
+                print(len(server.log), sum(each.sent for each in server.log), in_a_row(server.log), flush=True)  # noqa: T201
                 server.log.clear()
             else:
                 setattr(server, name, float(value) if value != "None" else None)

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.core import limits
 from shardtree.errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError
+from shardtree.shell.checkpoint.saving import _start
 from shardtree.shell.storage import _fetch, _requests, _transports, owner_note, write_parts
 from shardtree.storage import SizedBuffers
 from shardtree.stores import _object_store, _object_streams
 from tests.cli.checkpoints import run
 from tests.s3.environment import ROOT, at, s3
-from tests.s3.server import Request, Server
+from tests.s3.server import Request, Server, in_a_row
 
 pytest.importorskip("obstore")
 
@@ -401,6 +402,59 @@ def test_requests_are_few(server: Server) -> None:
     server.reset()
     assert series.latest().number == 4
     assert len(server.log) <= 7, server.actions()
+
+
+def chain(server: Server, do: Callable[[], object]) -> int:
+    """Return how many requests of a call waited for each other, by a latency beside which threads begin at once."""
+    server.reset()
+    server.latency = 0.2
+    try:
+        do()
+    finally:
+        server.latency = 0.0
+    return in_a_row(server.log)
+
+
+def overwrite(rows: int = 64) -> int:
+    st.save(tree(rows=rows), at(), overwrite=True)
+    return rows
+
+
+def test_few_requests_wait_for_each_other(server: Server) -> None:
+    st.save(tree(), at())
+    chains = {
+        # The look at what is there, the note, the tensors, the index beside another look, the commit, the note's end.
+        "new": chain(server, lambda: st.save(tree(), at("new"))),
+        # The note beside the look, the tensors, the index beside a listing, the commit, the removal of what was there.
+        "overwrite": chain(server, overwrite),
+        "open": chain(server, lambda: st.open_checkpoint(at())),  # metadata.json, the index
+        "load": chain(server, lambda: loaded(at())),  # the same, the common state beside the index, the tensors
+    }
+    assert chains == {"new": 6, "overwrite": 5, "open": 2, "load": 3}
+
+
+@pytest.mark.parametrize(("in_flight", "requests"), [(_object_store._STAYING_IN_FLIGHT, 7), (12, 8)])
+def test_all_parts_of_a_file_that_stays_in_memory_go_at_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, in_flight: int, requests: int
+) -> None:
+    st.save(tree(), at())
+    monkeypatch.setattr(limits, "UPLOAD_PART_BYTES", limits.STEP_BYTES)
+    monkeypatch.setattr(_object_store, "_STAYING_IN_FLIGHT", in_flight)
+    # Where a small file is one request, this one is three: an upload is begun, its 16 parts go together, it is ended.
+    assert chain(server, lambda: overwrite(130_000)) == requests
+    assert server.actions().count("UploadPart") == 16
+
+
+def test_the_chain_catches_a_note_that_waits_for_the_look(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later:
+        """A task that nobody begins before its result is asked for."""
+
+        def __init__(self, work: Callable[[], object]) -> None:
+            self.result = work
+
+    st.save(tree(), at())
+    monkeypatch.setattr(_start, "Task", Later)
+    assert chain(server, overwrite) == 6
 
 
 def test_an_overwrite_leaves_its_note_while_it_looks(server: Server) -> None:
