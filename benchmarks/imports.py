@@ -3,21 +3,30 @@
 New processes by turns, one that imports torch alone and one that imports torch and asks shardtree for
 a leaf, without which it loads nothing. Bytecode
 is there and files are in the page cache. Of a few tries in a row the fastest counts, and of the rounds the median.
+Then the command line: what its processes take of the processor until help, or what was wrong, is printed, and what
+`inspect` of a small checkpoint takes beside torch's import.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+import torch
+
+import shardtree as st
+
 from ._measuring import Bar, Settings, print_bars, run
 
 MOST = 150.0
+MOST_OF_A_COMMAND = 500.0
 ALONE, TOGETHER = "import torch", "import shardtree; shardtree.ShardedTensor"
 
 # Each statement is timed by itself. What a process has loaded before it begins would cost nothing, so that is refused.
@@ -42,7 +51,7 @@ def bars(settings: Settings) -> list[Bar]:
     if not settings.quick:
         _round(1)  # writes bytecode
     measured = [_round(tries) for _ in range(rounds)]
-    found = [*_rows(measured)]
+    found = [*_rows(measured), *_commands(settings, rounds)]
     print_bars(f"Imports, new processes, medians of {rounds} rounds of {tries} tries", found, settings.console)
     return found
 
@@ -79,6 +88,44 @@ def _rows(measured: Sequence[tuple[Milliseconds, Milliseconds]]) -> list[Bar]:
         Bar("that, torch being there", "", own, None, own, None, "ms", "the same, in one process"),
         Bar("first use of a name that waited", "", rest, None, rest, None, "ms", "once a process: shardtree.save"),
     ]
+
+
+def _commands(settings: Settings, rounds: int) -> list[Bar]:
+    """Return the processor time of commands: help and wrong usage by themselves, `inspect` beside torch's import."""
+    command = ("-m", "shardtree")
+    with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-imports-") as folder:
+        st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 4)), "step": 7}, folder)
+        jobs = {
+            "--help": (*command, "--help"),
+            "wrong usage": (*command, "inspect"),
+            "inspect of a small checkpoint": (*command, "inspect", folder),
+            ALONE: ("-c", ALONE),
+        }
+        turns = [{name: _busy(job) for name, job in jobs.items()} for _ in range(rounds)]
+    taken = {name: median(turn[name] for turn in turns) for name in jobs}
+    beside = {name: "" if "inspect" not in name else ALONE for name in jobs if name != ALONE}
+    return [
+        Bar(
+            f"the command line: {name}",
+            other,
+            taken[name],
+            taken[ALONE] if other else None,
+            taken[name] - (taken[ALONE] if other else 0.0),
+            MOST_OF_A_COMMAND,
+            "ms",
+            "of the processor; figure: ms more" if other else "of the processor",
+        )
+        for name, other in beside.items()
+    ]
+
+
+def _busy(arguments: Sequence[str]) -> float:
+    """Return the milliseconds that a new interpreter takes of the processor, in all of its threads."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

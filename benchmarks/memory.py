@@ -3,6 +3,9 @@
 A tree of 1 GB in 4 tensors, by turns float32 and bfloat16, in new processes that did the same with a tiny tree before.
 The tree and what a load returns aren't counted, nor is the index, nor are pages of mapped files, which are the page
 cache's; the note tells the figure with those.
+
+Last, conversions through a cast of 280 MB to 2 GB, after numba has compiled what sums fingerprints, which it does once
+in a process: their memory is not to grow with the checkpoint. What the compiler itself takes is a row of its own.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import shardtree as st
+from shardtree.core.fingerprints._sums import compiled_total
 
 from ._measuring import Action, Bar, Settings, peak, print_bars, run
 
@@ -30,6 +36,9 @@ TENSORS = 4  # so large that a copy of one would be seen
 BATCH = 32 * MIB
 WINDOWS = 48  # MiB: of the formula, of the sum in it, and of the product in that
 RANK = 16
+CAST = (280_000_000, 560_000_000, 1_000_000_000, 2_000_000_000)
+CAST_TENSOR = 28_000_000  # bytes: larger checkpoints have more tensors, not larger ones
+GROWTH = 16.0  # MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,7 @@ def bars(settings: Settings) -> list[Bar]:
     size, formats = (2_000_000, FORMATS[:1]) if settings.quick else (1_000_000_000, FORMATS)
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-memory-") as folder:
         found = [bar for backend in formats for bar in _format(backend, size, Path(folder))]
+        found += _casts([size // TENSORS, size] if settings.quick else CAST, Path(folder), 1 if settings.quick else 3)
     print_bars(f"Peak extra memory, a tree of {size / 1e9:.3g} GB", found, settings.console)
     return found
 
@@ -257,6 +267,74 @@ CASES = (
     Case("convert a moving average", partial(_compute, formula=_average), source="whole", most=MOST + WINDOWS),
     Case("convert a merged adapter", partial(_compute, formula=_merged), source="whole", most=MOST + WINDOWS),
 )
+
+
+# Conversions through a cast, of more and more.
+
+
+def _casts(sizes: Sequence[int], folder: Path, tries: int) -> list[Bar]:
+    found = []
+    for size in sizes:
+        source = folder / "float32"
+        zeros = torch.zeros(1, 1024).expand(min(size, CAST_TENSOR) // 4096, 1024)
+        tree = {
+            f"layers.{number}": st.ShardedTensor.from_rank_offsets(f"layers.{number}", zeros)
+            for number in range(max(1, size // CAST_TENSOR))
+        }
+        st.save(tree, source, options=st.SaveOptions(durable=False))
+        # The middle one: a writer that the machine holds up leaves more to be written, once in a while.
+        seen = sorted(peak(partial(_prepare_cast, source), folder).own / MIB for _ in range(tries))[tries // 2]
+        shutil.rmtree(source)
+        shutil.rmtree(folder / "bfloat16", ignore_errors=True)
+        found.append(Bar(f"convert {size / 1e6:,.0f} MB through a cast", "", seen, None, seen, MOST, "MiB"))
+    more = found[-1].ours - found[0].ours
+    told = f"convert {sizes[-1] / 1e6:,.0f} MB through a cast, beside {sizes[0] / 1e6:,.0f} MB"
+    found.append(Bar(told, "", found[-1].ours, found[0].ours, more, GROWTH, "MiB", "figure: MiB more"))
+    return [*found, *_compiler(folder)]
+
+
+def _prepare_cast(source: Path, rank: int, ranks: int) -> Action:
+    tiny = source.with_name("tiny")
+    st.save(_tree(_tensors(TINY, 0, 0, 1), 0, 0, 1), tiny, options=st.SaveOptions(durable=False), overwrite=True)
+    _cast(tiny)
+    if _has_numba():
+        _compile()
+    return partial(_cast, source)
+
+
+def _cast(source: Path) -> int:
+    destination = source.with_name("bfloat16")
+    shutil.rmtree(destination, ignore_errors=True)
+    st.convert(
+        source,
+        destination,
+        backend="huggingface",
+        save_options=st.SaveOptions(durable=False),
+        transform=st.bind(st.cast, torch.bfloat16),
+        max_bytes_in_flight=BATCH,
+    )
+    return 0
+
+
+def _compiler(folder: Path) -> list[Bar]:
+    if not _has_numba():
+        return []
+    seen = peak(_prepare_compiler, folder)
+    note = f"{seen.mapped / MIB:.3g} with mapped pages; once in a process"
+    return [Bar("numba, imported and compiling a sum", "", seen.own / MIB, None, seen.own / MIB, None, "MiB", note)]
+
+
+def _prepare_compiler(rank: int, ranks: int) -> Action:
+    return _compile
+
+
+def _compile() -> int:
+    compiled_total(np.zeros((2, 4), dtype=np.uint16), [np.ones(2, dtype=np.uint64), np.ones(4, dtype=np.uint64)])
+    return 0
+
+
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore:torch.d
 TOLD: dict[str, list[str]] = {
     "async_save": [async_save.COPY, async_save.OURS_UNCOPIED, async_save.DCP_THREAD_STAGED],
     "convert": ["2 processes", "back, the same fingerprints", "a copy by hand"],
-    "imports": ["ms more"],
+    "imports": ["ms more", "the command line: --help", "wrong usage", "inspect of a small checkpoint"],
     "limit": [*limit.RAW.values(), "in all", "load of one small tensor"],
     "maps": [maps.PLAIN, maps.ASKED, maps.NEW],
-    "memory": ["mapped pages", *(case.operation for case in memory.CASES)],
+    "memory": ["mapped pages", "through a cast", "figure: MiB more", *(case.operation for case in memory.CASES)],
     "opening": [*opening.PARTS],
     "optimizers": ["ZeRO-3 to a model's files", "billion parameters", "a copy"],
     "planning": [*planning.PARTS, "kept plans"],
