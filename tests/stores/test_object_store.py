@@ -404,45 +404,53 @@ def test_requests_are_few(server: Server) -> None:
     assert len(server.log) <= 7, server.actions()
 
 
-def chain(server: Server, do: Callable[[], object]) -> int:
-    """Return how many requests of a call waited for each other, by a latency beside which threads begin at once."""
-    server.reset()
+def chain(server: Server, do: Callable[[], object], *, tries: int = 1) -> int:
+    """Return how many requests of a call wait for each other; of some tries the least, since a busy machine adds some.
+
+    The latency is one beside which threads begin at once.
+    """
+    chains = []
     server.latency = 0.2
     try:
-        do()
+        for _ in range(tries):
+            server.reset()
+            do()
+            chains.append(in_a_row(server.log))
     finally:
         server.latency = 0.0
-    return in_a_row(server.log)
+    return min(chains)
 
 
-def overwrite(rows: int = 64) -> int:
+def overwrite(rows: int = 64) -> None:
     st.save(tree(rows=rows), at(), overwrite=True)
-    return rows
 
 
-def test_few_requests_wait_for_each_other(server: Server) -> None:
+NUMBERS = itertools.count()
+CHAINS: dict[str, tuple[Callable[[], object], int]] = {
+    # The look at what is there, the note, the tensors, the index beside another look, the commit, the note's end.
+    "new": (lambda: st.save(tree(), at(f"new-{next(NUMBERS)}")), 6),
+    # The note beside the look, the tensors, the index beside a listing, the commit, the removal of what was there.
+    "overwrite": (overwrite, 5),
+    "open": (lambda: st.open_checkpoint(at()), 2),  # metadata.json, the index
+    "load": (lambda: loaded(at()), 3),  # the same, with the common state beside the index, and the tensors
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_few_requests_wait_for_each_other(server: Server, name: str) -> None:
+    do, requests = CHAINS[name]
     st.save(tree(), at())
-    chains = {
-        # The look at what is there, the note, the tensors, the index beside another look, the commit, the note's end.
-        "new": chain(server, lambda: st.save(tree(), at("new"))),
-        # The note beside the look, the tensors, the index beside a listing, the commit, the removal of what was there.
-        "overwrite": chain(server, overwrite),
-        "open": chain(server, lambda: st.open_checkpoint(at())),  # metadata.json, the index
-        "load": chain(server, lambda: loaded(at())),  # the same, the common state beside the index, the tensors
-    }
-    assert chains == {"new": 6, "overwrite": 5, "open": 2, "load": 3}
+    assert chain(server, do, tries=3) == requests
 
 
-@pytest.mark.parametrize(("in_flight", "requests"), [(_object_store._STAYING_IN_FLIGHT, 7), (12, 8)])
-def test_all_parts_of_a_file_that_stays_in_memory_go_at_once(
-    server: Server, monkeypatch: pytest.MonkeyPatch, in_flight: int, requests: int
-) -> None:
+def test_all_parts_of_a_file_that_stays_in_memory_go_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     st.save(tree(), at())
     monkeypatch.setattr(limits, "UPLOAD_PART_BYTES", limits.STEP_BYTES)
-    monkeypatch.setattr(_object_store, "_STAYING_IN_FLIGHT", in_flight)
     # Where a small file is one request, this one is three: an upload is begun, its 16 parts go together, it is ended.
-    assert chain(server, lambda: overwrite(130_000)) == requests
+    assert chain(server, lambda: overwrite(130_000), tries=3) == 7
     assert server.actions().count("UploadPart") == 16
+    monkeypatch.setattr(_object_store, "_STAYING_IN_FLIGHT", 12)
+    assert chain(server, lambda: overwrite(130_000)) > 7
 
 
 def test_the_chain_catches_a_note_that_waits_for_the_look(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +462,7 @@ def test_the_chain_catches_a_note_that_waits_for_the_look(server: Server, monkey
 
     st.save(tree(), at())
     monkeypatch.setattr(_start, "Task", Later)
-    assert chain(server, overwrite) == 6
+    assert chain(server, overwrite) > 5
 
 
 def test_an_overwrite_leaves_its_note_while_it_looks(server: Server) -> None:
