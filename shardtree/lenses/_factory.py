@@ -166,7 +166,7 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
     check_function("as_factory", "lens", lens)
     if not isinstance(shard, ShardedTensor):
         refuse("as_factory", "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
-    build = _Build(replace(shard.without_data(), flattened_range=None), lens)
+    build = _Build(replace(shard, data=None, flattened_range=None), lens)
     return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
 
 
@@ -189,9 +189,10 @@ class _Build:
             shape = (flattened_range.stop - flattened_range.start,)
         data = _checked_data(key, data, shape)
         dtype = self.box.dtype if data is None else data.dtype
-        own = replace(self.box, key=key, dtype=dtype, replica_id=replica_id)
+        whole = data if flattened_range is None else None
+        own = replace(self.box, key=key, data=whole, dtype=dtype, replica_id=replica_id)
         if flattened_range is None:
-            form = built_by(self.lens, replace(own, data=data))
+            form = built_by(self.lens, own)
         else:
             form = _flat_form(own, data, flattened_range, self.lens)
         shards = {str(number): part for number, part in enumerate(form.shards)}

@@ -25,7 +25,7 @@ from ..core.trees import (
     those_of,
 )
 from ..errors import MetadataError, ShapeError, TraceError, error_text
-from ..traces import Kind, Local, Trace, View, check_written, localized, trace, view_of, whole_shard
+from ..traces import Kind, Local, Trace, View, check_written, localized, trace, view_of
 from ._factory import as_factory
 from ._lens import Lens, Shape, StoredForm, check_box, check_exact, device_of, reshaped
 from ._renamed import replaced_part
@@ -259,11 +259,13 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
     data = given_tensor(shard)
     own = data if is_moved and not lacks_memory(data) else None
     shards = [
-        replace(
-            whole_shard(name, whole.sources[name]),
-            data=None if own is None else _row_major(own.reshape(shape), box.shape, view),
-            local_shape=box.shape,
-            global_offset=box.offset,
+        ShardedTensor(
+            name,
+            None if own is None else _row_major(own.reshape(shape), box.shape, view),
+            whole.sources[name].dtype,
+            box.shape,
+            whole.sources[name].shape,
+            box.offset,
             axis_fragmentations=None,
             replica_id=shard.replica_id,
         )

@@ -3,7 +3,7 @@
 from ..core.lazy import Box
 from ._boxes import View, view_of
 from ._differences import Difference
-from ._local import Local, check_written, localized, transformed, whole_shard
+from ._local import Local, check_written, localized, transformed
 from ._moves import Loop, Move, Moves
 from ._problems import Problem, coverage
 from ._steps import Computed, Constant, Kind
