@@ -24,7 +24,9 @@ Tag = dict[str, str]
 
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _UNKNOWN_BYTES = 2**38  # upper bound of a file whose length isn't known beforehand: a quarter of a TB
-_STAYING_IN_FLIGHT = 16  # parts that are sent without a copy take no memory; two files have as many as a load's requests
+_STAYING_IN_FLIGHT = (
+    16  # parts that are sent without a copy take no memory; two files have as many as a load's requests
+)
 _uploads = threading.BoundedSemaphore(2)
 """Limit on a process's concurrent uploads of files, each with up to `limits.UPLOAD_BYTES` copied and in flight."""
 

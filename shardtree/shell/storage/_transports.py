@@ -69,8 +69,8 @@ def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTr
         # Copies out of the page cache are bound by memory bandwidth, so more threads would gain nothing.
         return RequestTransport(partial(_from_files, storage, files), usual_threads(), storage.where)
     # A few requests to a fast store keep the cores busy. More of them take turns and use more memory: on two cores, 32
-    # in flight took 1.4 times as long as 8. Fewer leave the cores idle: 4 took 1.1 times as long, and 1.4 times where an
-    # answer takes 5 ms.
+    # in flight took 1.4 times as long as 8. Fewer leave the cores idle: 4 took 1.1 times as long, and 1.4 times where
+    # an answer takes 5 ms.
     answers_at_once = (can(storage).latency or 1.0) < _SHORT_LATENCY
     gate = _Gate(min(4 * usual_threads(), _IN_FLIGHT) if answers_at_once else _IN_FLIGHT)
     # A failed check is repeated once: bytes from a network may differ from those in the store.
