@@ -35,7 +35,7 @@ def value_digest(value: Any) -> str:
     """
     state = hashlib.blake2b(digest_size=16)
     for part in _parts(value):
-        # With their lengths, so that parts divided otherwise never give the same bytes.
+        # The length of each part is hashed too, so that a different division into parts never gives the same bytes.
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return state.hexdigest()
@@ -62,11 +62,11 @@ class Options:
     """Options that must be the same on every rank.
 
     Attributes:
-        max_bytes_in_flight: what a rank sends and gets in one step.
-        relay: whether ranks that want the same elements pass them on.
-        cast: whether tensors get the targets' dtypes.
-        plain: patterns of keys of values that need no scales.
-        verify: whether what arrives is compared with what was sent.
+        max_bytes_in_flight: Upper bound of the bytes that a rank sends and receives in one step.
+        relay: Whether ranks that want the same elements pass them on among themselves.
+        cast: Whether tensors are converted to the targets' dtypes.
+        plain: Key patterns of values that need no scales.
+        verify: Whether arrived messages are compared with the sent ones.
     """
 
     max_bytes_in_flight: int
@@ -81,13 +81,13 @@ class Description:
     """One rank's message to the others.
 
     Attributes:
-        options: its own.
-        plan: the hash of the plan that the caller passed; None without one.
-        source: its source shards; None where a plan has them.
-        target: its target shards, likewise.
-        common: the hash of its common state; None from a rank without a source.
-        wants_objects: whether its target has sharded objects.
-        device: the kind of device that its buffers can be on; None where it has no tensors.
+        options: The rank's options.
+        plan: Hash of the plan that the caller passed; None without a plan.
+        source: Columns of the rank's source shards; None if a plan was passed, which contains them.
+        target: Columns of the rank's target shards; None if a plan was passed.
+        common: Hash of the rank's common state; None from a rank without a source.
+        wants_objects: Whether the rank's target has sharded objects.
+        device: Kind of device for the rank's buffers; None if it has no tensors.
     """
 
     options: Options
@@ -102,14 +102,14 @@ class Description:
 def describe(
     ends: Ends, plan: ReshardPlan | None, options: Options, device: torch.device | None, world: World
 ) -> Description:
-    """Return a rank's message to the others: of constant size where it has a plan.
+    """Return a rank's message to the others; its size is constant if the rank was passed a plan.
 
     Args:
-        ends: its trees.
-        plan: that the caller passed.
-        options: the caller's.
-        device: where its tensors are; None where it has none.
-        world: whose rank it is.
+        ends: The rank's source and target trees.
+        plan: The plan that the caller passed.
+        options: The caller's options.
+        device: Device of the rank's tensors; None if it has none.
+        world: World of the rank.
     """
     rank = world.rank
     usable = device is None or world.device_exchange(device.type) is not None
@@ -126,47 +126,50 @@ def describe(
 
 
 def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -> tuple[ReshardPlan, Schedule]:
-    """Return the plan of all ranks and its schedule, after checking that all were called with the same.
+    """Return the plan of all ranks and its schedule, after checking that all ranks passed the same plan and options.
 
     Args:
-        descriptions: every rank's description, by rank.
-        plan: this rank's own, if it was passed one.
+        descriptions: Every rank's description, by rank.
+        plan: The plan that was passed to this rank, if any.
 
     Raises:
-        WorldError: the ranks have other options or other plans, or a plan has ranks that the world lacks.
-        CheckpointingException: there is no plan between these layouts.
+        WorldError: The ranks passed different options or plans, or a plan has ranks that the world lacks.
+        CheckpointingException: There is no plan between these layouts.
     """
-    _check_equal("options", [str(each.options) for each in descriptions])
-    _check_equal("plans", ["none given" if each.plan is None else f"hash {each.plan}" for each in descriptions])
+    _check_equal("options", [str(description.options) for description in descriptions])
+    _check_equal(
+        "plans",
+        ["none given" if description.plan is None else f"hash {description.plan}" for description in descriptions],
+    )
     options = descriptions[0].options
     if plan is None:
-        sources = [each.source for each in descriptions if each.source is not None]
-        targets = [each.target for each in descriptions if each.target is not None]
+        sources = [description.source for description in descriptions if description.source is not None]
+        targets = [description.target for description in descriptions if description.target is not None]
         plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast, plain=options.plain)
-        # Every rank plans from the same columns, and gets the same plan: none has to be sent.
+        # Every rank computes the same plan from the same columns, so no plan has to be sent.
         plan = with_relays(plan) if options.relay else plan
     if unknown := [f"rank {rank}" for rank in plan.ranks if rank >= len(descriptions)]:
-        what = f"redistribute: the plan has ranks that the world, of {len(descriptions)}, hasn't"
+        heading = f"redistribute: the plan has ranks that the world of {len(descriptions)} lacks"
         fix = "Number the plan's ranks as in the world, and let all of them call this."
-        raise WorldError(error_text(what, offenders=unknown, fix=fix))
+        raise WorldError(error_text(heading, offenders=unknown, fix=fix))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)
 
 
 def agreed_device(descriptions: Sequence[Description]) -> str:
-    """Return the kind of device where all ranks have their buffers: the CPU unless all have tensors on one other kind.
+    """Return the kind of device of all ranks' buffers: the CPU unless all tensors are on one other kind.
 
     Args:
-        descriptions: every rank's description, by rank.
+        descriptions: Every rank's description, by rank.
     """
-    kinds = {each.device for each in descriptions if each.device is not None}
+    kinds = {description.device for description in descriptions if description.device is not None}
     return kinds.pop() if len(kinds) == 1 else "cpu"
 
 
-def _check_equal(what: str, texts: Sequence[str]) -> None:
+def _check_equal(subject: str, texts: Sequence[str]) -> None:
     if len(set(texts)) > 1:
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
         fix = "Make the same call on every rank, with plans of the same layouts."
-        raise WorldError(error_text(f"redistribute: the ranks have other {what}", offenders=lines, fix=fix))
+        raise WorldError(error_text(f"redistribute: ranks disagree about {subject}", offenders=lines, fix=fix))
 
 
 # Common state and sharded objects.
@@ -178,11 +181,12 @@ def shared_common(world: World, descriptions: Sequence[Description], common: Any
     """Return the common state of the lowest source rank, on every rank; collective. Only that rank sends it.
 
     Raises:
-        IntegrityError: the sources' common states differ.
+        IntegrityError: The sources' common states differ.
     """
-    source_ranks = [rank for rank, each in enumerate(descriptions) if each.common is not None]
+    source_ranks = [rank for rank, description in enumerate(descriptions) if description.common is not None]
     if len({descriptions[rank].common for rank in source_ranks}) > 1:
-        # Hashes may differ where values are equal, as pickles do, so now the values themselves are compared.
+        # Hashes may differ although values are equal, as those of pickles do, so the values themselves are compared
+        # now.
         commons = gather(world, "redistribute: compare common states", lambda: _portable(common))
         agree(
             world, "redistribute: common state", lambda: agreed_common(dict(enumerate(map(_restore, commons))), DOING)
@@ -197,7 +201,7 @@ def shared_common(world: World, descriptions: Sequence[Description], common: Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PortableTensor:
-    """A tensor in a message: some dtypes of torch can't be pickled, and a view would bring its whole storage along."""
+    """A tensor in a message: torch can't pickle some dtypes, and a pickled view would include its whole storage."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -227,11 +231,11 @@ def _from_portable(leaf: Any) -> Any:
 def resharded_objects(
     world: World, descriptions: Sequence[Description], ends: Ends, rules: Rules
 ) -> list[ShardedObject]:
-    """Return this rank's target objects with their data; collective. Nothing is sent where no rank wants any.
+    """Return this rank's target objects with their data; collective. Nothing is sent if no rank wants objects.
 
     Raises:
-        KeyMismatch: an object isn't there.
-        IntegrityError: objects have another shape and no rule.
+        KeyMismatch: The sources have no such object.
+        IntegrityError: Objects have another array shape, and no rule applies.
     """
     if not any(each.wants_objects for each in descriptions):
         return []

@@ -31,11 +31,11 @@ DOING = "redistribute"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """A rank's source and target.
+    """A rank's source and target trees, flattened.
 
     Attributes:
-        source: what it gives; without one, an empty source whose common state is a hole.
-        target: what it wants; None without one.
+        source: The source tree; an empty one, whose common state is a hole, if the rank has no source.
+        target: The target tree; None if the rank has no target.
     """
 
     source: SourceTree
@@ -43,7 +43,7 @@ class Ends:
 
     @property
     def tensors(self) -> tuple[ShardedTensor, ...]:
-        """The target's shards."""
+        """Shards of the target."""
         return () if self.target is None else self.target.tensors
 
     @property
@@ -53,22 +53,22 @@ class Ends:
 
 
 def take_ends(tree: Any, target: Any, *, donate: bool = False) -> Ends:
-    """Return a rank's trees, flattened.
+    """Return a rank's source and target trees, flattened.
 
     Args:
-        tree: its source; None or an empty tree for a rank without one.
-        target: its target; None for a rank without one.
-        donate: whether the target's tensors are given away.
+        tree: Source tree of the rank; None or an empty tree if it has no source.
+        target: Target tree of the rank; None if it has none.
+        donate: Whether the target's tensors are donated.
 
     Raises:
-        CheckpointingException: as `take_source` and `take_target`.
+        CheckpointingException: The errors of `take_source` and `take_target`.
 
     Examples:
         >>> ends = take_ends({}, None)
         >>> ends.source.common, ends.target
         (HOLE, None)
     """
-    # An engine beside trainers has no state, and mustn't be asked for plain values that equal theirs.
+    # An engine beside trainers has no state, so its plain values aren't required to equal theirs.
     gives_nothing = tree is None or (isinstance(tree, (dict, list, tuple)) and not tree)
     source = SourceTree((), (), HOLE) if gives_nothing else take_source(tree, DOING)
     own_target = None if target is None else take_target(target, DOING, donate=donate)
@@ -78,7 +78,7 @@ def take_ends(tree: Any, target: Any, *, donate: bool = False) -> Ends:
 
 
 def device_of_tensors(ends: Ends) -> torch.device | None:
-    """Return the device that all tensors of a rank are on, or will be: the CPU where they differ, None without any.
+    """Return the device of all tensors of a rank: the CPU if they differ, None if there are none.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -92,10 +92,10 @@ def device_of_tensors(ends: Ends) -> torch.device | None:
 
 
 def check_joins(ends: Ends, common: Any) -> None:
-    """Raise unless a rank's target fits the common state: checked before tensors move.
+    """Raise an error unless a rank's target fits the common state, before tensors move.
 
     Raises:
-        TreeError: it doesn't, or a plain tensor of it is no plain value of the sources.
+        TreeError: The target doesn't fit, or one of its plain tensors isn't a plain value of the sources.
     """
     if ends.target is None:
         return
@@ -106,16 +106,16 @@ def check_joins(ends: Ends, common: Any) -> None:
 
 
 def joined_target(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: Sequence[ShardedObject]) -> Any:
-    """Return a rank's result.
+    """Return the result of a rank: its target tree with data, joined with the common state.
 
     Args:
-        ends: the rank's trees.
-        common: the sources' common state.
-        tensors: for each target shard.
-        objects: for each target object.
+        ends: The rank's trees.
+        common: Common state of the sources.
+        tensors: Tensor of each target shard.
+        objects: Object with data of each target object.
 
     Raises:
-        Exception: what a factory's merge raises.
+        Exception: An error of a factory's merge.
     """
     return None if ends.target is None else complete(ends.target, common, tensors, objects, DOING)
 
@@ -124,23 +124,23 @@ _ALIGNMENT = 16  # bytes: the beginning of a buffer is aligned for elements of a
 
 
 Empty = Callable[..., torch.Tensor]
-"""Makes a tensor that will be filled, called as ``empty(shape, dtype=..., device=...)``."""
+"""Allocator of a tensor that will be filled, called as ``empty(shape, dtype=..., device=...)``."""
 
 
 def target_memories(
     shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], *, donate: bool, empty: Empty = torch.empty
 ) -> list[torch.Tensor]:
-    """Return the tensors to be filled: donated ones, or new ones on the same devices, for tied ones too.
+    """Return the tensors to be filled: donated ones, or new ones on the same devices; tied tensors get new ones too.
 
     Args:
-        shards: of the target.
-        sources: this rank's source shards with data, which mustn't be written; they may alias each other.
-        donate: whether shards' own tensors are filled.
-        empty: makes new ones.
+        shards: Shards of the target.
+        sources: Source shards of this rank, with data; they may alias each other and aren't written.
+        donate: Whether the shards' own tensors are filled.
+        empty: Allocator of new tensors.
 
     Raises:
-        ShapeError: a donated tensor isn't the shard's any more, can't be written, or shares memory with another.
-        CheckpointingException: there is no memory.
+        ShapeError: A donated tensor no longer fits its shard, isn't writable, or shares memory with another.
+        CheckpointingException: Memory can't be allocated.
     """
     tensors = [given_tensor(shard) for shard in shards]
     if not donate:
@@ -162,14 +162,14 @@ def target_memories(
 
 
 def donated_once(shards: Sequence[ShardedTensor], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return donated targets' tensors, with tied ones filled once.
+    """Return the tensors of donated targets, with tied ones filled once.
 
     Args:
-        shards: of the target.
-        memories: the tensors of `target_memories`, with what came for them.
+        shards: Shards of the target.
+        memories: Filled tensors, as `target_memories` allocated them.
 
     Raises:
-        ShapeError: what came for several keys of one memory differs.
+        ShapeError: Several keys share one memory, and different data arrived for them.
     """
     once = fill_once(DOING, [(shard, given_tensor(shard)) for shard in shards], memories)
     return [once.get(number, data) for number, data in enumerate(memories)]
@@ -179,28 +179,28 @@ def _new(shard: ShardedTensor, like: torch.Tensor | None, empty: Empty) -> torch
     try:
         return empty(shard.data_shape, dtype=shard.dtype, device="cpu" if like is None else like.device)
     except RuntimeError as error:
-        # torch raises a plain RuntimeError for this on the CPU.
+        # torch raises a plain RuntimeError on the CPU if memory can't be allocated.
         size = f"{shard.data_shape} {shard.dtype}"
         raise CheckpointingException(error_text(f"{DOING}: no memory for {shard.key!r}", found=size)) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """Memory for what a rank sends and receives in one step, reused in the next.
+    """Memory for the messages of a rank in one step, reused in the next.
 
     Attributes:
-        memory: uint8 (bytes,).
+        memory: Contiguous bytes, uint8 (bytes,).
     """
 
     memory: torch.Tensor
 
     def cut(self, *sizes: Mapping[int, int]) -> list[dict[int, torch.Tensor]]:
-        """Return buffers of the given sizes, by peer, none of which overlap."""
+        """Return non-overlapping buffers of the given sizes, by peer."""
         messages: list[dict[int, torch.Tensor]] = []
         begin = 0
-        for each in sizes:
+        for sizes_by_peer in sizes:
             messages.append({})
-            for peer, size in each.items():
+            for peer, size in sizes_by_peer.items():
                 messages[-1][peer] = self.memory[begin : begin + size]
                 begin += -(-size // _ALIGNMENT) * _ALIGNMENT
         return messages
@@ -212,14 +212,14 @@ def make_buffers(
     """Return buffers large enough for each step.
 
     Args:
-        schedule: what moves when.
-        rank: whose buffers.
-        device: where they are.
-        empty: makes them.
-        doing: for the message.
+        schedule: Schedule of the plan.
+        rank: Rank that owns the buffers.
+        device: Device of the buffers.
+        empty: Allocator of the buffers.
+        doing: Name of the operation in error messages.
 
     Raises:
-        CheckpointingException: there is no memory.
+        CheckpointingException: Memory can't be allocated.
     """
     size = largest_step(schedule, rank)
     try:
@@ -230,14 +230,14 @@ def make_buffers(
 
 
 def largest_step(schedule: Schedule, rank: int) -> int:
-    """Return how many bytes of buffers a rank needs in the step in which it needs most."""
+    """Return the largest size of a rank's buffers in any step, in bytes."""
     out, into = schedule.from_rank == rank, schedule.to_rank == rank
     rows = np.flatnonzero(out | into)
     if not rows.size:
         return 0
     peer = np.where(out, schedule.to_rank, schedule.from_rank)[rows]
     place: Column = np.column_stack([schedule.step[rows], out[rows], peer])
-    # First pieces are summed to buffers, since each buffer is aligned, then buffers to steps.
-    one, number = np.unique(place, axis=0, return_inverse=True)
+    # Pieces are summed to buffers first, since each buffer is aligned; then buffers are summed to steps.
+    buffer, number = np.unique(place, axis=0, return_inverse=True)
     size = np.bincount(number.ravel(), weights=schedule.nbytes[rows]).astype(np.int64)
-    return int(np.bincount(one[:, 0], weights=-(-size // _ALIGNMENT) * _ALIGNMENT).max())
+    return int(np.bincount(buffer[:, 0], weights=-(-size // _ALIGNMENT) * _ALIGNMENT).max())

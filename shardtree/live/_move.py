@@ -1,7 +1,7 @@
 """The executor of plans: each rank packs, exchanges and unpacks, step by step; all follow from one schedule.
 
-What one rank sends to another in one step is one message of bytes: tensors of large items first, else in the schedule's
-order, so that every piece is aligned. What is cast is converted while packing, and sent in the target's dtype.
+All bytes that one rank sends to another in one step form one message: tensors of large items first, then the
+ schedule's order, so that every piece is aligned. The sender converts tensors that are cast while it packs them.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class Transport(Protocol):
     """
 
     def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
-        """Send and receive.
+        """Send the outgoing messages and fill the incoming buffers.
 
         Args:
-            outgoing: for each peer the bytes that it gets, uint8 (bytes,), contiguous. Ranks are the world's.
-            incoming: for each peer the buffer that its bytes fill, uint8 (bytes,), contiguous.
+            outgoing: Message for each receiving rank of the world, uint8 (bytes,), contiguous.
+            incoming: Buffer to fill for each sending rank of the world, uint8 (bytes,), contiguous.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """What one rank needs to take part.
+    """A rank's part in a redistribution: the plan, its shards' memory and its buffers.
 
     Attributes:
-        plan: of all ranks.
-        schedule: of that plan.
-        rank: which one.
-        sources: the data of the rank's shards by their row in `plan.source`, strided in any way.
-        targets: the data of its target shards by their row in `plan.target`, to be filled.
-        buffers: memory for one step.
-        is_direct: whether a message may be a shard's own memory, where it is consecutive there; else all are buffers.
-        doing: for messages.
+        plan: Plan of all ranks.
+        schedule: Schedule of `plan`.
+        rank: Number of the rank.
+        sources: Data of the rank's source shards by their row in `plan.source`, with any strides.
+        targets: Data of the rank's target shards by their row in `plan.target`, to be filled.
+        buffers: Memory for the messages of one step.
+        is_direct: Whether a message may be a contiguous part of a shard's memory; otherwise all messages are buffers.
+        doing: Name of the operation in error messages.
     """
 
     plan: ReshardPlan
@@ -80,15 +80,16 @@ class Route:
 
 
 LONG = 8 * 1024 * 1024
-"""Bytes from which on a piece is a message of its own, which goes from and to where it lies, and needs no buffer. For
-shorter ones, a step for each would take longer than packing them."""
+"""Size in bytes from which a piece is a message of its own, which is sent from and received into the shard's memory
+ without a buffer. A separate step for a shorter piece would take longer than packing it."""
 
 
 def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
-    """Return a schedule in which no step has two long pieces between two ranks, or one beside short ones.
+    """Return a schedule in which no step has two long pieces between two ranks, or a long piece beside short ones.
 
-    A load's exchange, whose pieces lie in large files, takes a tenth less of the processor's time by it. `redistribute`
-    doesn't use it: the same or less time a byte, but up to three times as many steps, which is slower on busy machines.
+    It saves a load's exchange, whose pieces lie in large files, a tenth of the processor's time. `redistribute` doesn't
+     use it: it takes the same or less time a byte, but up to three times as many steps, which is slower on busy
+     machines.
 
     Examples:
         >>> import shardtree as st
@@ -113,18 +114,18 @@ def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
 def move(route: Route, transport: Transport) -> Exception | None:
     """Fill a rank's target shards; every rank calls it at the same time.
 
-    A rank that fails goes on with the transport's calls, so that no other rank waits for it.
+    A rank that fails still makes the transport's calls, so that no other rank waits for it.
 
     Returns:
         The first failure on this rank, except in the transport itself.
 
     Raises:
-        Exception: what the transport raises, with the step as a note.
+        Exception: An error of the transport, with the step as a note.
     """
     transfers = route.plan.transfers
-    own = np.flatnonzero((transfers.from_rank == route.rank) & (transfers.to_rank == route.rank))
+    local = np.flatnonzero((transfers.from_rank == route.rank) & (transfers.to_rank == route.rank))
     copy_own = partial(copy_transfers, route.plan, sources=route.sources, targets=route.targets)
-    failure = first_failure(None, partial(copy_own, own[transfers.hop[own] == 0]))
+    failure = first_failure(None, partial(copy_own, local[transfers.hop[local] == 0]))
     for step in range(route.schedule.steps):
         sends, gets = step_pieces(route, step)
         outgoing, incoming = route.buffers.cut(sends.sizes, gets.sizes)
@@ -138,12 +139,12 @@ def move(route: Route, transport: Transport) -> Exception | None:
             raise
         for boxes in arrivals:
             failure = first_failure(failure, partial(copy_boxes, *boxes))
-    # Last, what several shards of the rank want: from the one that received it.
-    return first_failure(failure, partial(copy_own, own[transfers.hop[own] > 0]))
+    # Last, copy elements that several shards of the rank want out of the shard that received them.
+    return first_failure(failure, partial(copy_own, local[transfers.hop[local] > 0]))
 
 
 def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception | None:
-    """Call a function unless there was a failure before; return the first failure."""
+    """Call a function unless there was a failure before, and return the first failure."""
     if failure is None:
         try:
             do()
@@ -154,15 +155,15 @@ def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessagePieces:
-    """The pieces that one rank sends, or receives, in one step, in the order of the messages.
+    """The pieces that a rank sends or receives in one step, in the order of the messages.
 
     Attributes:
-        peer: the other rank, ascending, int64 (pieces,).
-        transfer: the row in the plan's transfers, int64 (pieces,).
-        start: first element of the transfer's box, int64 (pieces,).
-        stop: one past the last, int64 (pieces,).
-        item_size: bytes of an element, int64 (pieces,).
-        byte: where the piece begins in its message, int64 (pieces,).
+        peer: The other rank, ascending, int64 (pieces,).
+        transfer: Row in the plan's transfers, int64 (pieces,).
+        start: First element in the transfer's box, int64 (pieces,).
+        stop: End of the elements in the transfer's box, exclusive, int64 (pieces,).
+        item_size: Bytes of an element, int64 (pieces,).
+        byte: Offset of the piece in its message, int64 (pieces,).
     """
 
     peer: Column
@@ -180,18 +181,18 @@ class MessagePieces:
 
 
 def step_pieces(route: Route, step: int) -> tuple[MessagePieces, MessagePieces]:
-    """Return what a rank sends and what it receives in a step."""
+    """Return the pieces that a rank sends in a step, and those that it receives."""
     plan, schedule = route.plan, route.schedule
     first, last = np.searchsorted(schedule.step, [step, step + 1])
     ends = (schedule.from_rank, schedule.to_rank)
     sides = []
-    for own, other in (ends, ends[::-1]):
-        row = first + np.flatnonzero(own[first:last] == route.rank)
+    for near, far in (ends, ends[::-1]):
+        row = first + np.flatnonzero(near[first:last] == route.rank)
         size = plan.target.item_size[plan.transfers.key[schedule.transfer[row]]]
-        # Large items first: each piece then begins at a multiple of its item size, without padding.
-        order = np.lexsort((row, -size, other[row]))
+        # Large items come first: each piece then begins at a multiple of its item size, without padding.
+        order = np.lexsort((row, -size, far[row]))
         row, size = row[order], size[order]
-        peer, end = other[row], np.cumsum(schedule.nbytes[row])
+        peer, end = far[row], np.cumsum(schedule.nbytes[row])
         begin = end - schedule.nbytes[row]
         byte = begin - begin[np.searchsorted(peer, peer)]  # from the first piece of the same message on
         sides.append(MessagePieces(peer, schedule.transfer[row], schedule.start[row], schedule.stop[row], size, byte))
@@ -199,18 +200,18 @@ def step_pieces(route: Route, step: int) -> tuple[MessagePieces, MessagePieces]:
 
 
 def pack(route: Route, pieces: MessagePieces, messages: dict[int, torch.Tensor]) -> None:
-    """Write what a rank sends in a step into messages; where its shards' memory can be sent itself, that is one."""
+    """Write the pieces that a rank sends in a step into messages; a message may instead be the shard's own memory."""
     plan, transfers = route.plan, route.plan.transfers
     for passed_on, columns, memories in ((False, plan.source, route.sources), (True, plan.target, route.targets)):
         some = rows_of(pieces, np.flatnonzero((transfers.hop[pieces.transfer] > 0) == passed_on))
         piece, boxes, position = _boxes(plan, some, transfers.source, transfers.source_element, transfers.source_stride)
         regions = shard_regions(columns, boxes, memories)
-        own = _own_memory(route, pieces, some.peer[piece], some.transfer[piece], boxes.shape, regions)
-        for row, memory in own.items():
+        direct = _own_memory(route, pieces, some.peer[piece], some.transfer[piece], boxes.shape, regions)
+        for row, memory in direct.items():
             messages[int(some.peer[piece[row]])] = memory
-        rest = np.setdiff1d(np.arange(piece.size), [*own])
-        into = _message_regions(some, piece[rest], position[rest], boxes.shape[rest], messages)
-        write_boxes(plan, some.transfer[piece[rest]], boxes.shape[rest], select_regions(regions, rest), into)
+        packed = np.setdiff1d(np.arange(piece.size), [*direct])
+        into = _message_regions(some, piece[packed], position[packed], boxes.shape[packed], messages)
+        write_boxes(plan, some.transfer[piece[packed]], boxes.shape[packed], select_regions(regions, packed), into)
 
 
 def _make_room(
@@ -219,22 +220,22 @@ def _make_room(
     messages: dict[int, torch.Tensor],
     arrivals: list[tuple[Column, Regions, Regions]],
 ) -> None:
-    """Put shards' memory that can be filled itself in place of messages; add what is copied out of the others."""
+    """Replace messages by shards' memory that can be filled directly; add the other messages' copies to `arrivals`."""
     plan, transfers = route.plan, route.plan.transfers
     piece, boxes, position = _boxes(plan, pieces, transfers.target, transfers.target_element, transfers.target_stride)
     into = target_regions(plan.target, boxes, route.targets)
-    own = _own_memory(route, pieces, pieces.peer[piece], pieces.transfer[piece], boxes.shape, into)
-    rest = np.setdiff1d(np.arange(piece.size), [*own])
-    source = _message_regions(pieces, piece[rest], position[rest], boxes.shape[rest], messages)
-    arrivals.append((boxes.shape[rest], source, select_regions(into, rest)))
-    for row, memory in own.items():
+    direct = _own_memory(route, pieces, pieces.peer[piece], pieces.transfer[piece], boxes.shape, into)
+    packed = np.setdiff1d(np.arange(piece.size), [*direct])
+    source = _message_regions(pieces, piece[packed], position[packed], boxes.shape[packed], messages)
+    arrivals.append((boxes.shape[packed], source, select_regions(into, packed)))
+    for row, memory in direct.items():
         messages[int(pieces.peer[piece[row]])] = memory
 
 
 def _boxes(
     plan: ReshardPlan, pieces: MessagePieces, shard: Column, element: Column, stride: Column
 ) -> tuple[Column, Boxes, Column]:
-    """Return the boxes that pieces consist of: piece, box in the shard's data, first element in the piece."""
+    """Return the boxes of pieces: number of the piece, box in the shard's data, and position of its first element."""
     whole = plan.transfers.shape[pieces.transfer]
     piece, inside, shape, position = flat_boxes(whole, pieces.start, pieces.stop)
     row = pieces.transfer[piece]
@@ -245,28 +246,28 @@ def _boxes(
 def _own_memory(
     route: Route, pieces: MessagePieces, peer: Column, transfer: Column, shape: Column, regions: Regions
 ) -> dict[int, torch.Tensor]:
-    """Return, by their row, boxes that are a message each, as they lie in a shard's memory: consecutive, and not cast.
+    """Return, by row, the boxes that are a whole message, contiguous in a shard's memory and not cast, as bytes.
 
     Args:
-        route: whose messages they are.
-        pieces: all that the messages hold.
-        peer: whose message each box is in, int64 (boxes,).
-        transfer: that the box is of, int64 (boxes,).
-        shape: int64 (boxes, axes).
-        regions: where the boxes lie.
+        route: Route of the rank that sends or receives the messages.
+        pieces: All pieces of the messages.
+        peer: Peer of each box's message, int64 (boxes,).
+        transfer: Transfer of each box, int64 (boxes,).
+        shape: Shape of each box, int64 (boxes, axes).
+        regions: Regions of the boxes.
     """
-    own: dict[int, torch.Tensor] = {}
+    direct: dict[int, torch.Tensor] = {}
     if not route.is_direct or not peer.size:
-        return own
+        return direct
     hop = route.plan.transfers.hop
-    # A message of several pieces, or of a piece of several boxes, is put together in a buffer.
-    times = [np.bincount(one, minlength=int(peer.max()) + 1)[peer] for one in (pieces.peer, peer)]
+    # A message of several pieces, or of a piece of several boxes, is assembled in a buffer.
+    times = [np.bincount(peers, minlength=int(peer.max()) + 1)[peer] for peers in (pieces.peer, peer)]
     for row in np.flatnonzero((times[0] == 1) & (times[1] == 1)).tolist():
         (memory,) = region_views(shape[row : row + 1], select_regions(regions, np.array([row])))
         cast = hop[transfer[row]] == 0 and _is_cast(route.plan, int(transfer[row]))
         if memory.is_contiguous() and memory.device == route.buffers.memory.device and not cast:
-            own[row] = flat_bytes(memory)
-    return own
+            direct[row] = flat_bytes(memory)
+    return direct
 
 
 def _is_cast(plan: ReshardPlan, transfer: int) -> bool:
@@ -277,16 +278,16 @@ def _is_cast(plan: ReshardPlan, transfer: int) -> bool:
 def _message_regions(
     pieces: MessagePieces, piece: Column, position: Column, shape: Column, messages: Mapping[int, torch.Tensor]
 ) -> Regions:
-    """Return the places of pieces' boxes in messages.
+    """Return the regions of pieces' boxes in messages.
 
     Args:
-        pieces: what the messages hold.
-        piece: that each box belongs to, int64 (boxes,).
-        position: of the box's first element in the piece, int64 (boxes,).
-        shape: int64 (boxes, axes).
-        messages: by peer.
+        pieces: Pieces of the messages.
+        piece: Piece of each box, int64 (boxes,).
+        position: Position of each box's first element in its piece, int64 (boxes,).
+        shape: Shape of each box, int64 (boxes, axes).
+        messages: Message buffers, by peer.
     """
-    # One view for each peer and item size: pieces then differ only in where they begin.
+    # One view serves each pair of peer and item size: its pieces differ only in their offset.
     views: dict[tuple[int, int], torch.Tensor] = {}
     keys = list(zip(pieces.peer[piece].tolist(), pieces.item_size[piece].tolist(), strict=True))
     for peer, size in dict.fromkeys(keys):

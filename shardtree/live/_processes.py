@@ -20,14 +20,14 @@ from ..shell.world import DEFAULT_TIMEOUT, World, distributed, one_process
 
 T = TypeVar("T")
 
-# The last is imported by the first call of fully_shard.
+# The first call of fully_shard imports the last of these.
 _DTENSOR_MODULES = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 _GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
 
 
 @dataclass(frozen=True, slots=True)
 class _RankEnd:
-    """How a rank ended: with a value, or with an error and the text of its traceback."""
+    """Outcome of a rank: its value, or its error and the text of the traceback."""
 
     value: Any = None
     error: BaseException | None = None
@@ -49,13 +49,14 @@ def run_processes(
     imported torch, and DTensors and FSDP2 if this process has when it first calls this.
 
     Args:
-        size: how many processes.
-        fn: called in each process. It is pickled, so it is a function of a module, or a `functools.partial` of one.
-        timeout: seconds that a rank waits for the others.
+        size: Number of processes.
+        fn: Function called in each process with its world. It is pickled, so it must be a module's function, or a
+            `functools.partial` of one.
+        timeout: Seconds that a rank waits for the others.
 
     Raises:
-        BaseException: what fn raised on the first rank that failed, with the rank and its traceback as notes.
-        WorldError: a process ended without a result.
+        BaseException: The error of fn on the first rank that failed, with the rank and its traceback as notes.
+        WorldError: A process ended without a result.
 
     Examples:
         >>> from operator import methodcaller
@@ -68,7 +69,7 @@ def run_processes(
         outcomes = _outcomes(ends)
         for process, _ in ends:
             process.join(0 if len(outcomes) < size else _GRACE)
-    # A process that ended without a result is the cause of the others' errors, so it goes first; else the first error.
+    # A process that ended without a result causes the other ranks' errors, so it is reported first.
     for rank, outcome in sorted(outcomes.items(), key=lambda item: item[1].reported):
         if outcome.error is not None:
             outcome.error.add_note(f"on rank {rank} of {size}")
@@ -83,9 +84,9 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
     """Yield each rank's process and the pipe for its result; at the end all processes are killed."""
     from torch.distributed import TCPStore
 
-    # Port 0: the system chooses a free one, and this process keeps it open, so that no other program can take it.
+    # With port 0 the system chooses a free port, and this process keeps it open, so that no other program can take it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # A server process imports torch once, and each rank is forked from it: that takes a tenth of the time.
+    # A server process imports torch once, and each rank is forked from it, which takes a tenth of the time.
     context = get_context("forkserver")
     context.set_forkserver_preload([__package__, *_shared_imports()])
     _start_server()
@@ -94,7 +95,7 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
             arguments = (rank, size, store.port, timeout, fn, sender)
-            # No daemon: a daemon may start no processes, as checkpoints' writers and data loaders do.
+            # Not daemons: a daemon may start no processes, as checkpoints' writers and data loaders do.
             process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank} of {size}")
             process.start()
             sender.close()
@@ -108,13 +109,13 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
 
 
 def _shared_imports() -> tuple[str, ...]:
-    """Return the modules that ranks need if this process does, and that take each of them seconds to import."""
+    """Return the modules that take seconds to import and that ranks need if this process has imported them."""
     return _DTENSOR_MODULES if _DTENSOR_MODULES[0] in sys.modules else ()
 
 
 def _start_server() -> None:
-    """Start the process that ranks are forked from."""
-    # With Ctrl-C blocked, which it inherits: otherwise it would print a traceback of its imports.
+    """Start the server process that ranks are forked from."""
+    # It inherits a blocked Ctrl-C: otherwise it would print a traceback of its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -123,7 +124,7 @@ def _start_server() -> None:
 
 
 def _outcomes(ends: Sequence[tuple[Any, Any]]) -> Mapping[int, _RankEnd]:
-    """Return how the ranks ended, in the order in which they did; ranks that hang after a failure are left out."""
+    """Return the outcomes of the ranks in the order in which they ended, without ranks that hang after a failure."""
     waiting = {receiver: rank for rank, (_, receiver) in enumerate(ends)}
     outcomes: dict[int, _RankEnd] = {}
     deadline: float | None = None
@@ -149,13 +150,14 @@ def _outcome(rank: int, process: Any, receiver: Any) -> _RankEnd:
 
 
 def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T], sender: Any) -> None:
-    """Run one rank, in its process, to its end."""
+    """Run one rank in its own process, and report its outcome."""
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends all ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sender.send_bytes(_packed_outcome(rank, size, port, timeout, fn))
-    # After reporting: peers fail once this rank's connections close, and its own error should come before theirs.
+    # The group is destroyed after reporting: peers fail once this rank's connections close, and its own error should
+    #  come first.
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -188,7 +190,7 @@ def _packed_error(error: BaseException) -> bytes:
 
 
 def launched_rank() -> int:
-    """Return this process's rank, as its launcher has put it into the environment; 0 where the process is alone."""
+    """Return this process's rank from the launcher's environment variables; 0 if the process is alone."""
     return int(os.environ["RANK"]) if _is_one_of_several() else 0
 
 
@@ -196,13 +198,13 @@ def launched_rank() -> int:
 def launched_world(timeout: float) -> Iterator[World]:
     """Yield the world of the processes that a launcher has started, or of one process where there is no launcher.
 
-    Their gloo group is the default one until the work is done.
+    Their gloo group is the default one until the context ends.
 
     Args:
-        timeout: seconds after which a silent peer counts as dead.
+        timeout: Seconds after which a silent peer counts as dead.
 
     Raises:
-        WorldError: the processes can't meet.
+        WorldError: The processes can't connect to each other.
 
     Examples:
         >>> with launched_world(600.0) as world:
@@ -217,9 +219,9 @@ def launched_world(timeout: float) -> Iterator[World]:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        what = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes can't meet"
+        heading = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes can't meet"
         fix = "Start them with torchrun, or unset WORLD_SIZE and RANK for a process by itself."
-        raise WorldError(error_text(what, found=f"{type(error).__name__}: {error}", fix=fix)) from error
+        raise WorldError(error_text(heading, found=f"{type(error).__name__}: {error}", fix=fix)) from error
     try:
         yield distributed(timeout=timeout)
     finally:
@@ -227,5 +229,5 @@ def launched_world(timeout: float) -> Iterator[World]:
 
 
 def _is_one_of_several() -> bool:
-    # Both, since some platforms set the size alone.
+    # Both variables are needed, since some platforms set the size alone.
     return int(os.environ.get("WORLD_SIZE") or 1) > 1 and bool(os.environ.get("RANK"))

@@ -1,6 +1,6 @@
-"""The proof that what arrived is what was sent: a hash for each link, and where one differs, for each cell of the plan.
+"""The proof that received data equals sent data: a hash for each link, and where one differs, for each piece.
 
-They travel through the world's own messages, never through the transport that they are about.
+The hashes travel through the world's own messages, never through the transport that they check.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 def hash_for(devices: Iterable[str]) -> Callable[[torch.Tensor], int]:
-    """Return what gives a message's number, on all ranks alike.
+    """Return the function that hashes a message, the same on all ranks.
 
-    XXH3-64 where all of them have their buffers in the host's memory: sums take half as long again there, and without
-    a compiler several times as long. Elsewhere sums, which a device computes where the message lies.
+    It is XXH3-64 if all buffers are in the host's memory: sums take half as long again there, and without a compiler
+     several times as long. Otherwise it is a sum, which a device computes without copying the message.
 
     Args:
-        devices: the kind of device of each rank's buffers.
+        devices: Kind of device of each rank's buffers.
     """
     return _xxh3 if set(devices) == {"cpu"} else bytes_total
 
@@ -45,14 +45,14 @@ def _xxh3(message: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HashingTransport:
-    """A transport around another, which hashes each message before it leaves and after it came, where it lies.
+    """A wrapper of a transport that hashes each message before it is sent and after it is received, in place.
 
     Attributes:
-        transport: the other one.
-        hash: returns a message's number.
-        sums_out: a number for all messages so far to each peer.
-        sums_in: for all from each.
-        failures: what `hash` raised; the transport's calls go on, since others wait in them.
+        transport: The wrapped transport.
+        hash: Hash function of a message.
+        sums_out: Combined hash of all messages sent to each peer so far.
+        sums_in: Combined hash of all messages received from each peer so far.
+        failures: Errors of `hash`; the transport's calls go on, since other ranks wait for them.
     """
 
     transport: Transport
@@ -62,7 +62,7 @@ class HashingTransport:
     failures: list[Exception] = field(default_factory=list)
 
     def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
-        """Send and receive."""
+        """Send and receive messages, and hash them."""
         self._add(self.sums_out, outgoing)
         self.transport(outgoing, incoming)
         self._add(self.sums_in, incoming)
@@ -70,33 +70,34 @@ class HashingTransport:
     def _add(self, sums: Sums, messages: Mapping[int, torch.Tensor]) -> None:
         try:
             for peer, message in messages.items():
-                # Odd, so that no bit of an earlier message is lost; and steps that changed places give another number.
+                # The factor is odd, so that no bit of an earlier message is lost, and swapped steps give another hash.
                 sums[peer] = (sums.get(peer, 0) * _FACTOR + self.hash(message)) % _MODULUS
         except Exception as error:
             self.failures.append(error)
 
     def sums(self) -> tuple[Sums, Sums]:
-        """Return the numbers of what was sent and got; raises what one of them raised."""
+        """Return the combined hashes of sent and received messages; raise the first error of a hash."""
         if self.failures:
             raise self.failures[0]
         return self.sums_out, self.sums_in
 
 
 def join_with_proof(world: World, route: Route, transport: HashingTransport, join: Callable[[], T]) -> T:
-    """Return what `join` returns, after it succeeded on all ranks, and all that they got is what was sent.
+    """Return the result of `join` after it succeeded on all ranks and hashes proved that data arrived unchanged.
 
-    One all-gather, of a number for each link of a rank. Where numbers differ, one more: of two for each piece of these
-    links.
+    This takes one all-gather of a hash for each link of a rank. If hashes differ, another one gathers two hashes for
+    each
+     piece of these links.
 
     Args:
-        world: the ranks that take part.
-        route: of this rank, all of whose steps were taken.
-        transport: what moved them.
-        join: what follows, without a collective; what it raises counts only where all arrived.
+        world: World of the ranks that take part.
+        route: Route of this rank, after its last step.
+        transport: Transport that moved the messages.
+        join: Function that finishes the result, without a collective; its errors count only if all data arrived.
 
     Raises:
-        IntegrityError: something arrived otherwise than it was sent; on every rank, with all that did.
-        RemoteError: on every rank, where `join` failed on some.
+        IntegrityError: Some data arrived changed; raised on every rank, with all boxes concerned.
+        RemoteError: `join` failed on some rank; raised on every rank.
     """
     results: list[T] = []
 
@@ -111,11 +112,11 @@ def join_with_proof(world: World, route: Route, transport: HashingTransport, joi
     if links:
         sums = gather(world, "redistribute: find what differs", partial(_own_sums, route, links))
         lines = [_link_line(route, link, sums[link[0]][0], sums[link[1]][1]) for link in links]
-        what = f"{DOING}: what arrived isn't what was sent"
+        heading = f"{DOING}: received data differs from sent data"
         fix = (
             "Don't use the targets: send them again. If this recurs, look at the transport, and at these ranks' memory."
         )
-        raise IntegrityError(error_text(what, offenders=lines, fix=fix))
+        raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
     if not all(succeeded for _, _, succeeded in ranks):
         agree(world, "redistribute: join", partial(_raise, own[2]))
     return results[0]
@@ -127,7 +128,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _own_sums(route: Route, links: Sequence[tuple[int, int]]) -> tuple[Sums, Sums]:
-    """Return the sums of the pieces that this rank sent over some links, and of those it got, by the schedule's row."""
+    """Return the sums of the pieces that this rank sent and received over some links, by the schedule's row."""
     rows = [row for link in links if route.rank in link for row in _rows(route, link)]
     out = [row for row in rows if route.schedule.from_rank[row] == route.rank]
     into = [row for row in rows if route.schedule.to_rank[row] == route.rank]
@@ -141,10 +142,10 @@ def _rows(route: Route, link: tuple[int, int]) -> list[int]:
 
 
 def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield pieces' rows with their sums, as they lie in the shards now, packed as when they are sent."""
+    """Yield the rows of pieces with their sums, packed from the shards' present content as when they are sent."""
     plan, schedule, start = route.plan, route.schedule, np.zeros(1, dtype=np.int64)
     for row in rows:
-        transfer, first, last = (each[row : row + 1] for each in (schedule.transfer, schedule.start, schedule.stop))
+        transfer, first, last = (column[row : row + 1] for column in (schedule.transfer, schedule.start, schedule.stop))
         size = plan.target.item_size[plan.transfers.key[transfer]]
         messages = {0: route.buffers.memory[: int(schedule.nbytes[row])]}
         pack(route, MessagePieces(start, transfer, first, last, size, start), messages)
@@ -152,7 +153,7 @@ def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _sending_targets(route: Route) -> Route:
-    """Return a route that sends each transfer from where it arrived, as what is passed on is sent."""
+    """Return a route that sends each transfer from its target shard, as relayed transfers are sent."""
     plan = route.plan
     transfers = plan.transfers
     onward = replace(
@@ -167,7 +168,7 @@ def _sending_targets(route: Route) -> Route:
 
 def _link_line(route: Route, link: tuple[int, int], out: Sums, into: Sums) -> str:
     plan, rows = route.plan, _rows(route, link)
-    # Where memory is the same by now on both sides, the difference is in one of these.
+    # Both sides' memory may be equal by now; then the difference is in any piece of the link.
     differing = [row for row in rows if out[row] != into[row]] or rows
     boxes: dict[str, None] = {}
     for row in route.schedule.transfer[differing].tolist():

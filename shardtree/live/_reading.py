@@ -1,7 +1,7 @@
-"""Ranks that read for each other: which part each reads, how the others get it, and what `explain` foretells of that.
+"""Ranks that read for each other: the part that each reads, its exchange, and what `explain` predicts of it.
 
-The groups of a load are planned from what all ranks want: what one reads for several has to be in the same group of
-each.
+The groups of a load are planned from the shards of all ranks: a part that one rank reads for several must be in the
+ same group on each of them.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ from .resharding._exchange import ExchangePlan, SharedReads, plan_exchange, plan
 
 
 def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill shards, each byte read by one rank for all, and return how much this rank read, sent and received.
+    """Fill shards, reading each byte on one rank for all, and return the bytes that this rank read, sent and received.
 
     Collective.
 
     Args:
-        reading: how.
-        shards: this rank's, with memory.
+        reading: Checkpoint, stored kinds and strategies of the load.
+        shards: Shards of this rank, with memory.
     """
     world, kinds, layout = reading.checkpoint.world, reading.kinds, reading.layout
     choices = (reading.sharded_strategy, None, reading.strategies)
 
     def terms(group: Sequence[ShardedTensor]) -> tuple[bool, bool]:
-        # Whether what the caller said that all ranks ask for is what they share: none has left out or converts any.
+        # The caller's layout is usable if it is exactly the layout of the shared shards: none left out, none converted.
         is_known = layout is not None and len(by_sharing(group)[1]) == layout.order.size
         return cuts_shards(reading.checkpoint, choices), is_known
 
-    # Ranks may check differently, or have strategies of their own; the plan has to be the same on all.
-    alike, each = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], terms)
-    is_cut = all(cuts for cuts, _ in each)
-    if layout is not None and all(is_known for _, is_known in each):
+    # Ranks may verify differently, or have strategies of their own, but the plan must be the same on all.
+    alike, all_terms = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], terms)
+    is_cut = all(cuts for cuts, _ in all_terms)
+    if layout is not None and all(is_known for _, is_known in all_terms):
         return _read_once(reading, [alike[number] for number in layout.order.tolist()], layout.columns, is_cut)
     groups, columns_by_group = _common_groups(reading, shards)
     report = _read_once(reading, groups[0], columns_by_group[0], is_cut)
@@ -88,7 +88,7 @@ def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadRepo
 def _common_groups(
     reading: Reading, shards: Sequence[ShardedTensor]
 ) -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
-    """Return what this rank reads at once, and what all ranks share of each such group; collective."""
+    """Return the groups that this rank reads at once, and each group's columns of all ranks; collective."""
     world, kinds = reading.checkpoint.world, reading.kinds
 
     def describe() -> list[PackedColumns]:
@@ -97,8 +97,8 @@ def _common_groups(
     def brief(own: Sequence[PackedColumns]) -> list[PackedColumns]:
         return [without_long_table(columns, world.size) for columns in own]
 
-    own, each = share(world, "load: describe reads", describe, brief)
-    parts = [send_tables(world, mine, theirs) for mine, theirs in zip(own, zip(*each, strict=True), strict=True)]
+    own, briefs = share(world, "load: describe reads", describe, brief)
+    parts = [send_tables(world, mine, theirs) for mine, theirs in zip(own, zip(*briefs, strict=True), strict=True)]
 
     def plan() -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
         alike, others = (join_columns(unpack_columns(part)) for part in parts)
@@ -109,13 +109,13 @@ def _common_groups(
 
 
 def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: ShardColumns, is_cut: bool) -> ReadReport:
-    """Read this rank's share of what several ranks want, and send it to the others; collective.
+    """Read this rank's share of the shards that several ranks want, and send it to the others; collective.
 
     Args:
-        reading: how.
-        shards: this rank's, with memory.
-        columns: what all ranks want of the shards that they share.
-        is_cut: whether these may be cut between ranks.
+        reading: Checkpoint, stored kinds and strategies of the load.
+        shards: Shards of this rank, with memory.
+        columns: Columns of the shared shards of all ranks.
+        is_cut: Whether shared shards may be cut between ranks.
     """
     world = reading.checkpoint.world
     own, shared = by_sharing(shards)
@@ -129,21 +129,21 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: Shard
 def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
     """Return whether shards that ranks read for each other may be cut between them."""
     cuts = traits_of_load(checkpoint, choices[0], choices[2]).cuts_chunks
-    # A checksum of a whole chunk couldn't be compared by ranks that each read a part, or each would read all of it.
+    # Ranks that each read a part of a chunk couldn't verify its checksum, unless each read all of the chunk.
     return cuts == "always" or (cuts == "unchecked" and checkpoint.options.verify is None)
 
 
 def parts_to_read(
     shared: SharedReads, rank: int, shards: Sequence[ShardedTensor], element: Column | None = None
 ) -> list[ShardedTensor]:
-    """Return what a rank reads itself, in the order of its reads.
+    """Return the shards, and parts of shards, that a rank reads itself, in the order of its reads.
 
     Args:
-        shared: who reads what.
-        rank: which.
-        shards: the rank's, as they are wanted, with contiguous data or none.
-        element: the element of its shard that each read begins at; what is at -1, such as some columns of a matrix,
-            gets new memory; None for parts without data.
+        shared: Plan of the reads of all ranks.
+        rank: Number of the rank.
+        shards: Wanted shards of the rank, with contiguous data or none.
+        element: Element of its shard at which each read begins; reads at -1, such as some columns of a matrix, get new
+            memory; None for parts without data.
     """
     mine = np.flatnonzero(shared.reads.rank == rank)
     reads = select_rows(shared.reads, mine)
@@ -157,7 +157,7 @@ def parts_to_read(
 
 
 def _part(shard: ShardedTensor, offset: Any, shape: Any, flat: slice, begin: int, has_data: bool) -> ShardedTensor:
-    """Return a box in a shard, or a flat range of one, as a shard: in its memory from an element on, or in new one."""
+    """Return a box or flat range of a shard as a shard: in its memory from element `begin` on, or in new memory."""
     axes = len(shard.global_shape)
     box = tuple(shape[len(shape) - axes + shard.prepend_axis_num :])
     size, data = box if flat.start < 0 else (flat.stop - flat.start,), None
@@ -171,12 +171,12 @@ def _part(shard: ShardedTensor, offset: Any, shape: Any, flat: slice, begin: int
 
 
 def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], Route]:
-    """Return what a rank reads itself, and how it takes part when ranks pass on what they have read.
+    """Return the parts that a rank reads itself, and its route for passing them on to other ranks.
 
     Args:
-        plan: of all ranks.
-        rank: which.
-        shards: the rank's, as they are wanted, with contiguous memory on the CPU.
+        plan: Exchange plan of all ranks.
+        rank: Number of the rank.
+        shards: Wanted shards of the rank, with contiguous memory on the CPU.
     """
     parts = parts_to_read(plan.shared, rank, shards, plan.element)
     mine = np.flatnonzero(plan.shared.reads.rank == rank).tolist()
@@ -188,7 +188,7 @@ def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> 
 
 
 def bytes_moved(failure: Exception | None, plan: ExchangePlan, rank: int) -> ReadReport:
-    """Return how much a rank sent and received, or raise the failure of that."""
+    """Return the bytes that a rank sent and received, or raise the failure of the exchange."""
     if failure is not None:
         raise failure
     return ReadReport(
@@ -198,16 +198,16 @@ def bytes_moved(failure: Exception | None, plan: ExchangePlan, rank: int) -> Rea
 
 def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
     """Return the shards that each rank reads itself, and those that ranks read for each other."""
-    # Where a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
+    # If a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
     own = [shard for shard in shards if shard.allow_shape_mismatch]
     return own, [shard for shard in shards if not shard.allow_shape_mismatch]
 
 
 def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumns, ShardColumns]:
-    """Return what ranks that read for each other have to know of a rank's shards, in the dtypes that are stored.
+    """Return the columns of a rank's shards that other ranks need for planning shared reads, in the stored dtypes.
 
-    That is what is stored in its own dtype, without what each rank reads itself; and all that is converted, where the
-    column of main replicas, which no plan of reads asks for, says instead what ranks share.
+    The first columns contain the shards in their stored dtype, without those that each rank reads itself. The second
+     contain all shards that are converted; there `main`, which no plan of reads uses, marks the shared shards.
     """
     alike, others = by_dtype(shards, kinds)
     other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)
@@ -216,11 +216,11 @@ def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumn
 
 
 def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, list[ShardColumns]]:
-    """Return the round of each shard that is converted, and what ranks share of each group: of `alike`, of each round.
+    """Return the round of each converted shard, and the shared columns of each group: `alike`, then each round.
 
     Args:
-        alike: all ranks' first `shared_columns`.
-        others: the second ones.
+        alike: The first `shared_columns` of all ranks.
+        others: The second `shared_columns` of all ranks.
     """
     rounds = read_rounds(others)
     count = int(rounds.max(initial=-1)) + 1
@@ -228,11 +228,11 @@ def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, li
     return rounds, [alike, *parts]
 
 
-# The same for all ranks in one process, in the memory of few.
+# The same plans for all ranks in one process, in little memory.
 
 
 def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[ShardColumns] | None) -> ExchangeChoice:
-    """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
+    """Return the predicted choice of shared or separate reads, for ranks that are on several machines."""
     remote = crosses_network(checkpoint.storage)
     places = [ReadPlace(str(rank), remote) for rank in range(ranks)]
     saved_bytes = None if columns is None else bytes_wanted_twice(columns)
@@ -244,14 +244,14 @@ def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[Shar
 def foretold_groups(
     targets: Callable[[], Iterable[Shards]], kinds: Kinds, *, is_cut: bool
 ) -> tuple[Callable[[int, Shards], list[Shards]], list[SharedReads]]:
-    """Return what each rank reads itself at once, where ranks read for each other, and the plan of each such group.
+    """Return the groups that each rank would read at once in a shared read, and the plan of each group.
 
-    Only what is passed on to whom isn't planned: with the replicas of a large model that would be most of the memory.
+    Only the exchange isn't planned: with the replicas of a large model it would take most of the memory.
 
     Args:
-        targets: yields each rank's shards; they are asked for anew, and not kept.
-        kinds: what is stored.
-        is_cut: whether shards may be cut between ranks.
+        targets: Function that yields each rank's shards; it is called anew, and its shards aren't kept.
+        kinds: Kinds of the stored tensors.
+        is_cut: Whether shards may be cut between ranks.
 
     Returns:
         A function from a rank and its shards to its groups, and the plans.
@@ -259,7 +259,7 @@ def foretold_groups(
     alike, others, ranks = AlikeColumns(), AlikeColumns(), 0
     for rank, shards in enumerate(targets()):
         own_alike, own_others = shared_columns(shards, kinds, rank)
-        # Replicas differ in which of them is the main one, and are alike else.
+        # Replicas are alike except for which of them is the main one.
         alike.add(replace(own_alike, main=np.zeros_like(own_alike.main)), rank)
         others.add(own_others, rank)
         ranks += 1
@@ -270,8 +270,8 @@ def foretold_groups(
     number_of = {rank: number for number, members in enumerate(others.alike) for rank in members.tolist()}
 
     def groups(rank: int, shards: Shards) -> list[Shards]:
-        # Without memory: a target's own may be a view, of which no flat range can be taken.
-        bare = [one if one.data is None else replace(one, data=None) for one in shards]
+        # Data is dropped: a target's tensor may be a view, from which no flat range can be taken.
+        bare = [shard if shard.data is None else replace(shard, data=None) for shard in shards]
         own_groups = groups_of(bare, kinds, rounds[other_columns.rank == number_of[rank]], len(parts) - 1)
         return [_share(group, plan, rank) for group, plan in zip(own_groups, plans, strict=True)]
 
@@ -279,6 +279,6 @@ def foretold_groups(
 
 
 def _share(shards: Shards, plan: SharedReads, rank: int) -> Shards:
-    """Return what a rank reads of shards itself."""
+    """Return the shards, and parts of shards, that a rank reads itself."""
     own, shared = by_sharing(shards)
     return [*own, *parts_to_read(plan, rank, shared)]

@@ -42,20 +42,20 @@ from ._move import Route, Transport, move
 from ._proof import HashingTransport, hash_for, join_with_proof
 from .resharding import ReshardPlan, Schedule, with_relays
 
-# A rank's rows in a plan, matched by the shards' places in their tensors.
+# A rank's rows in a plan, matched by the shards' positions in their tensors.
 
 
 def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], rank: int) -> list[int]:
     """Return the row of each of a rank's shards among those of all ranks.
 
     Args:
-        side: "source" or "target", for the message.
-        columns: all ranks' shards.
-        shards: the rank's own, in any order.
-        rank: which one.
+        side: "source" or "target", for error messages.
+        columns: Columns of all ranks' shards.
+        shards: The rank's shards, in any order.
+        rank: Number of the rank.
 
     Raises:
-        IntegrityError: the rank's shards aren't exactly those that the columns have for it.
+        IntegrityError: The rank's shards differ from those that the columns have for it.
 
     Examples:
         >>> import torch, shardtree as st
@@ -64,21 +64,22 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
         [1, 0]
     """
     rows = np.flatnonzero(columns.rank == rank)
-    own = shard_columns(shards, rank)
+    held_columns = shard_columns(shards, rank)
     number = {key: position for position, key in enumerate(columns.keys)}
     kinds = dict(zip(columns.keys, columns.kinds, strict=True))
     unlike = [
         f"{key!r}: the tree has {kind}, the plan {kinds.get(key, 'none')}"
-        for key, kind in zip(own.keys, own.kinds, strict=True)
+        for key, kind in zip(held_columns.keys, held_columns.kinds, strict=True)
         if kinds.get(key) != kind
     ]
     if unlike:
         _refuse(side, rank, unlike)
-    axes = max(columns.offset.shape[1], own.offset.shape[1])
-    mine = _places(own, np.array([number[key] for key in own.keys], dtype=np.int64)[own.key], axes)
+    axes = max(columns.offset.shape[1], held_columns.offset.shape[1])
+    mine = _places(
+        held_columns, np.array([number[key] for key in held_columns.keys], dtype=np.int64)[held_columns.key], axes
+    )
     plan_places = _places(columns, columns.key, axes)[rows]
-    # Both sorted by place, so that the trees may have their leaves in any order, and several shards of one place match
-    # up.
+    # Both sides are sorted by position, so that leaves may have any order and several shards at one position match.
     order, plan_order = _order(mine), _order(plan_places)
     if not np.array_equal(mine[order], plan_places[plan_order]):
         _refuse(side, rank, _differences(columns.keys, mine, plan_places, axes))
@@ -111,9 +112,9 @@ def _text(keys: Sequence[str], place: tuple[int, ...], axes: int) -> str:
 
 
 def _refuse(side: str, rank: int, lines: Sequence[str]) -> None:
-    what = f"redistribute: the {side} tree of rank {rank} isn't what the plan says"
+    heading = f"redistribute: the {side} tree of rank {rank} differs from the plan"
     fix = "Make the plan from the layouts that the ranks really have, numbered as in the world."
-    raise IntegrityError(error_text(what, offenders=lines, fix=fix))
+    raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
 
 
 @shielded
@@ -139,47 +140,51 @@ def redistribute(
 
     The world contains source and target ranks, which may be the same, disjoint, or overlap. Each element
     of a target comes from one rank that holds it, in steps, through buffers of bounded size; sources aren't copied.
-    What fails before tensors move fails on every rank.
+     Errors found before tensors move are raised on every rank.
 
     Args:
-        tree: this rank's source; None, or an empty tree, if it only receives. It isn't changed.
-        target: this rank's target, as for `load`; None if it only sends.
-        plan: of all ranks' layouts, which then aren't exchanged, only compared by a hash. Its ranks are the world's.
-        relay: whether ranks that want the same elements get them once and pass them on among themselves: for trainers
-            that feed several engines over narrow links.
-        cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, directly into the
-            buffers. A plan that is passed has its own dtypes.
-        plain: patterns of keys of values that need no scales, as for `load`.
-        transform: a trace of what makes targets of the sources, by key, as an engine's own loader: each rank gets the
-            elements that its own are made of. Plain tensors are targets too, whose keys are their paths. A plan that
-            goes with it is made of the sources and what `lenses.through_trace` makes of the targets.
-        world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        max_bytes_in_flight: what a rank sends and gets in one step; the memory that its buffers take.
-        donate: whether the target's tensors are donated: they are filled in place, on any device, and
-            returned, as `load` does. If it fails, their content is lost.
-        rules: what becomes of sharded objects whose global shape changes, by key pattern.
-        transport: moves the buffers, instead of the world.
-        device: where the transport's buffers are: the CPU's memory by default. The world's own are where the tensors
-            of all ranks are, if that is one kind of device for which the process group has a backend (nccl for CUDA).
-        empty: makes new tensors and the buffers, called as ``empty(shape, dtype=..., device=...)``: pinned memory, say.
-        verify: whether what arrives is proved to be what was sent, whatever moves it: ranks hash each message as it
-            leaves and as it comes, and exchange the hashes.
+        tree: Source tree of this rank; None, or an empty tree, if it only receives. It isn't changed.
+        target: Target tree of this rank, as for `load`; None if it only sends.
+        plan: Plan for the layouts of all ranks, numbered as in the world. Ranks then compare its hash instead of
+            exchanging layouts.
+        relay: Whether ranks that want the same elements receive them once and pass them on among themselves: for
+            trainers that feed several engines over narrow links.
+        cast: Whether tensors are converted to the targets' dtypes, as `load` does: before they are sent, directly into
+            the buffers. A plan that is passed determines the dtypes itself.
+        plain: Key patterns of values that need no scales, as for `load`.
+        transform: Trace of the function that makes targets from the sources, by key, such as an engine's own loader:
+            each rank receives only the elements that its targets are made of. Plain tensors are targets too, keyed by
+            their paths. A plan passed with it is made from the sources and the result of `lenses.through_trace` on the
+            targets.
+        world: World of the ranks that take part; by default torch.distributed's default group, or else this process
+            alone.
+        max_bytes_in_flight: Upper bound of the bytes that a rank sends and receives in one step, and so of its buffers.
+        donate: Whether the target's tensors are donated: they are filled in place, on any device, and returned, as
+            `load` does. If the call fails, their content is lost.
+        rules: Rules for sharded objects whose array shape changes, by key pattern.
+        transport: Function that moves the buffers instead of the world.
+        device: Device of the transport's buffers, by default the CPU. The world's own buffers are on the device of all
+            ranks' tensors if that is one kind for which the process group has a backend (nccl for CUDA).
+        empty: Allocator of new tensors and buffers, called as ``empty(shape, dtype=..., device=...)``; it may return
+            pinned memory, for example.
+        verify: Whether ranks prove that received data equals sent data, for any transport: they hash each message as it
+            leaves and as it arrives, and exchange the hashes.
 
     Returns:
         The sources' common state joined with the target, whose shards and objects have their data and whose factories
-        have merged theirs, on the devices of the target's tensors; it can be saved or redistributed again. None where
-        the target is.
+         have merged theirs, on the devices of the target's tensors; it can be saved or redistributed again. None if the
+         target is None.
 
     Raises:
-        IntegrityError: a target asks for elements that no source has, sources differ about their common state, or a
-            rank's tree isn't what the plan says; with `verify`, something arrived otherwise than it was sent.
-        WorldError: ranks were given other plans or options, or a peer doesn't answer.
-        ShapeError: a tensor isn't its shard's any more, donated tensors share memory or can't be written, or a dtype
-            differs that isn't or can't be cast, or only with its scales.
-        KeyMismatch: a target asks for a key that no source has; or a pattern fits nothing.
-        CheckpointingException: a source shard has no data, or there is no memory.
-        TreeError: a target doesn't fit the common state, or has a plain tensor that no source has.
-        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
+        IntegrityError: A target asks for elements that no source has, the sources' common states differ, or a rank's
+            tree differs from the plan; with `verify`, some data arrived changed.
+        WorldError: Ranks passed different plans or options, or a peer doesn't answer.
+        ShapeError: A tensor no longer fits its shard, donated tensors share memory or aren't writable, or a dtype
+            differs that isn't cast, can't be cast, or needs its scales.
+        KeyMismatch: A target asks for a key that no source has, or a pattern matches nothing.
+        CheckpointingException: A source shard has no data, or memory can't be allocated.
+        TreeError: A target doesn't fit the common state, or has a plain tensor that no source has.
+        RemoteError: One of several ranks failed; raised on every rank. It is also of the class that the failures share.
 
     Examples:
         >>> import shardtree as st
@@ -213,11 +218,11 @@ def redistribute(
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
     common = shared_common(ranks, descriptions, ends.source.common)
     objects = resharded_objects(ranks, descriptions, ends, rules)
-    is_direct = transport is None  # another may need its buffers' kind of memory
+    is_direct = transport is None  # a transport of the caller's may need the kind of memory that its buffers have
     if transport is None:
         kind = agreed_device(descriptions)
         if device is None:
-            # A rank without tensors takes part on the device that torch has as its current one.
+            # A rank without tensors takes part on torch's current device.
             device = place if place is not None and place.type == kind else kind
         transport = ranks.device_exchange(kind) or ranks.exchange
     allocate = partial(
@@ -235,8 +240,8 @@ def redistribute(
     (route, memories), devices = share(
         ranks, "redistribute: make memory", allocate, lambda both: both[0].buffers.memory.device.type
     )
-    # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
-    # in their next step.
+    # Failures of the steps are raised by the agreement below: raised here, they would leave the other ranks waiting
+    #  in their next step.
     hashing = HashingTransport(transport, hash_for(devices)) if verify else None
     failure = move(route, hashing or transport)
     own = None if transform is None else target
@@ -260,17 +265,22 @@ def _prepare(
 ) -> tuple[Ends, Options, ReshardPlan | None, torch.device | None]:
     most = integer(DOING, "max_bytes_in_flight", max_bytes_in_flight)
     if plan is not None and not isinstance(plan, ReshardPlan):
-        fix = "Pass what plan_reshard gives."
+        fix = "Pass the result of plan_reshard."
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
-    # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
-    own = with_relays(plan) if relay and plan is not None else plan
+    # Relays are added before descriptions are exchanged, so that ranks compare hashes of the plan that is executed.
+    relayed = with_relays(plan) if relay and plan is not None else plan
     own_target = target if transform is None else target_through(target, transform, cast=cast, plain=plain)
     ends = take_ends(tree, own_target, donate=donate)
     try:
         place = device_of_tensors(ends) if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         refuse(DOING, "device", device, "a kind of device of torch's", "Leave it out.", error=MetadataError)
-    return ends, Options(most, relay, cast, tuple(checked_patterns(f"{DOING}: plain", plain)), bool(verify)), own, place
+    return (
+        ends,
+        Options(most, relay, cast, tuple(checked_patterns(f"{DOING}: plain", plain)), bool(verify)),
+        relayed,
+        place,
+    )
 
 
 def _allocate(
@@ -285,7 +295,7 @@ def _allocate(
     device: torch.device | str | None,
     empty: Empty,
 ) -> tuple[Route, list[torch.Tensor]]:
-    """Return what this rank needs to take part, and the tensors to be filled, in the order of its shards."""
+    """Return this rank's route and the tensors to be filled, in the order of its shards."""
     check_joins(ends, common)
     source_rows = own_rows("source", plan.source, ends.source.tensors, rank)
     target_rows = own_rows("target", plan.target, ends.tensors, rank)
@@ -313,7 +323,7 @@ def _join(
 
 
 def _with_own_leaves(tree: Any, target: Any) -> Any:
-    """Return the result with the target's shards and plain tensors where a trace's factories took their places."""
+    """Return the result with the target's shards and plain tensors in place of a trace's factories."""
     own = dict(leaves_with_paths(target))
 
     def leaf_of(path: TreePath, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reductions over the elements of global tensors: each element counts once, whoever holds replicas of it."""
+"""Reductions over the elements of global tensors: each element counts once, however many replicas it has."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def reduce_elements(
     initial: Any = 0,
     world: World | None = None,
 ) -> Any:
-    """Return a reduction over all elements of a global tree; every rank calls it with its own part, and gets the same.
+    """Return a reduction over all elements of a global tree, on every rank; each rank passes its own part.
 
-    An element counts once: that of the main replica. Factories are applied, so that elements are counted as they are
-    stored; padding isn't. Beside shards, plain tensors are values that don't count; in a tree without shards they do,
-    those of rank 0.
+    Of each element, only the main replica counts. Factories are applied, so that elements are counted as they are
+    stored,
+     without padding. Plain tensors beside shards don't count; in a tree without shards those of rank 0 do.
 
     Args:
-        f: A function of a tensor of elements, in any shape, and of what further trees have there. Its value must not
-            depend on how elements are spread over calls, once values are combined, except for rounding.
+        f: Function of a tensor of elements, in any shape, and of the further trees' values at that leaf. Combined over
+            calls, its value must not depend on how elements are spread over calls, except for rounding.
         tree: Any tree of this rank.
         rest: Further trees of its structure and layout, as `map_data` takes them.
-        combine: An associative and commutative function of two values of f.
+        combine: Associative and commutative function of two values of f.
         initial: The result where no rank has an element.
         world: The ranks that hold the tree; torch.distributed's default group, or else this process alone.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank; or the ranks' main replicas don't hold each
-            element of a global tensor once, as where `world` leaves out some of them.
-        Exception: An error of f, with a note of the leaf's path.
+        IntegrityError: A tensor that counts has no elements, on any rank; or the main replicas of the ranks don't hold
+            each element of a global tensor once, for example because `world` leaves out some ranks.
+        Exception: An error of f, with the leaf's path as a note.
 
     Examples:
         >>> import shardtree as st
@@ -72,7 +72,7 @@ def _reduced(
     world: World | None,
     **given: object,
 ) -> Any:
-    """Return all ranks' parts of a reduction, combined; what is given must be the same on all of them."""
+    """Return the combined parts of all ranks; the keyword arguments must be the same on all ranks."""
     ranks = current_world() if world is None else world
 
     def own() -> tuple[list[Any], ShardColumns]:
@@ -82,7 +82,7 @@ def _reduced(
         return [*map(_portable, values)], shard_columns(shards, ranks.rank)
 
     parts = gather(ranks, "reduce_elements: reduce", own, given=given)
-    # A rank that forgot the others, or ranks that each call their part the whole, would get a number that looks right.
+    # A rank that forgot the others, or ranks that each call their part the whole, would get a plausible wrong number.
     if problems := access_problems(join_columns([columns for _, columns in parts])):
         heading = "reduce_elements: the ranks don't hold each element of the global tensors once"
         fix = "Pass the world of all ranks that hold the tree. Of one rank's part alone, reduce its plain tensors."
@@ -96,15 +96,15 @@ def _portable(value: Any) -> Any:
 
 
 def tree_sum(tree: Any, *, world: World | None = None) -> complex:
-    """Return the sum of all elements of a global tree, each counted once, as by `reduce_elements`.
+    """Return the sum of all elements of a global tree, each counted once as in `reduce_elements`.
 
     Args:
         tree: Any tree of this rank. Floating-point elements are added in 64 bits, integers exactly.
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank; or the ranks' main replicas don't hold each
-            element of a global tensor once, as where `world` leaves out some of them.
+        IntegrityError: A tensor that counts has no elements, on any rank; or the main replicas of the ranks don't hold
+            each element of a global tensor once, for example because `world` leaves out some ranks.
 
     Examples:
         >>> import shardtree as st
@@ -138,7 +138,7 @@ def _exact_sum(elements: torch.Tensor) -> complex:
 
 
 def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float:
-    """Return the norm of all elements of a global tree as one vector, each counted once, as by `reduce_elements`.
+    """Return the norm of all elements of a global tree as one vector, each counted once as in `reduce_elements`.
 
     Args:
         tree: Any tree of this rank. Powers are added in 64 bits.
@@ -146,9 +146,9 @@ def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank; or the ranks' main replicas don't hold each
-            element of a global tensor once, as where `world` leaves out some of them.
-        WorldError: The ranks pass different orders.
+        IntegrityError: A tensor that counts has no elements, on any rank; or the main replicas of the ranks don't hold
+            each element of a global tensor once, for example because `world` leaves out some ranks.
+        WorldError: The ranks passed different orders.
         MetadataError: The order isn't a positive number.
 
     Examples:
@@ -175,5 +175,5 @@ def _largest(elements: torch.Tensor) -> float:
 
 
 def _larger(left: float, right: float) -> float:
-    # NaN isn't smaller than anything, and must not get lost.
+    # A NaN compares as neither smaller nor larger, and must not get lost.
     return left if left >= right or left != left else right

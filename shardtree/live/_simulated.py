@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """Raised in the other ranks after one failed. A BaseException, so that ``except Exception`` doesn't catch it."""
+    """Exception that stops the other ranks after a failure; ``except Exception`` doesn't catch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Meeting:
             lock.acquire()
 
     def collect(self, rank: int, what: str, value: Any) -> list[Any]:
-        """Return every rank's value, by rank, once all of them make the same call."""
+        """Return every rank's value, by rank, once all ranks make the same call."""
         values: list[Any] = self._wait(rank, _Call(what, value))
         return values
 
@@ -62,7 +62,7 @@ class Meeting:
         self._wait(rank, _Call(f"send(to={to})", value, sends_to=to))
 
     def recv(self, rank: int, source: int) -> Any:
-        """Return what rank ``source`` sends next."""
+        """Return the next value that rank ``source`` sends."""
         return self._wait(rank, _Call(f"recv(source={source})", None, receives_from=source))
 
     def end(self, rank: int) -> None:
@@ -95,7 +95,7 @@ class Meeting:
         raise Stopped
 
     def _complete(self, rank: int, call: _Call) -> bool:
-        """Deliver results if this call is the one that the others waited for."""
+        """Deliver results if this call is the last that the other ranks waited for; return whether it was."""
         peer = max(call.sends_to, call.receives_from)
         if peer >= 0:
             other = self._waiting.get(peer)
@@ -118,14 +118,14 @@ class Meeting:
 
     def _stop_if_stuck(self) -> None:
         if self._waiting and not self._stopped and len(self._waiting) + len(self._ended) == self.size:
-            what = "the ranks called different things, and would wait for each other forever"
-            self._stop(WorldError(error_text(what, offenders=self._calls())))
+            heading = "the ranks called different things, and would wait for each other forever"
+            self._stop(WorldError(error_text(heading, offenders=self._calls())))
 
     def _give_up(self, rank: int) -> None:
         with self._lock:
             if rank in self._waiting:
-                what = f"rank {rank} waited {self.timeout:g} seconds"
-                self._stop(WorldError(error_text(what, offenders=self._calls())))
+                heading = f"rank {rank} waited {self.timeout:g} seconds"
+                self._stop(WorldError(error_text(heading, offenders=self._calls())))
 
     def _stop(self, error: WorldError | None) -> None:
         self._stopped = True
@@ -142,7 +142,7 @@ class Meeting:
 
 
 class SimulatedWorld(World):
-    """One of several ranks that are threads.
+    """A world of simulated ranks, which are threads.
 
     Values are pickled, as between processes: ranks can't share mutable state by accident, and what real ranks couldn't
     send can't be sent here either. It costs microseconds, once for each sender and receiver.
@@ -200,7 +200,7 @@ class SimulatedWorld(World):
         for source, buffer in incoming.items():
             if buffer.numel():
                 buffer.copy_(buffers[source][0][self.rank])
-        # Wait for all copies: buffers aren't pickled, and senders may change theirs after they return.
+        # Wait for all copies: buffers aren't pickled, and senders may overwrite theirs once they return.
         self._meeting.collect(self.rank, "exchange: the end", None)
 
 
@@ -214,7 +214,7 @@ def _check_sizes(buffers: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int
         if sizes.get(pair, 0) != room.get(pair, 0)
     ]
     if wrong:
-        raise WorldError(error_text("exchange: the ranks don't agree about what is sent", offenders=wrong))
+        raise WorldError(error_text("exchange: ranks disagree about the sizes of messages", offenders=wrong))
 
 
 def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:
@@ -224,15 +224,15 @@ def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> l
     the others stop in their next collective; all threads have ended when this returns or raises.
 
     Args:
-        size: how many ranks.
-        fn: called by each rank with its world.
-        timeout: seconds that a rank waits for the others.
+        size: Number of ranks.
+        fn: Function that each rank calls with its world.
+        timeout: Seconds that a rank waits for the others.
 
     Raises:
-        BaseException: what fn raised, with its rank as a note. Where several ranks raised before they were stopped,
-            it is the lowest one's, so that a test fails in the same way each time.
-        WorldError: if the ranks called different collectives, or wait for each other in a circle; it names each rank's
-            call.
+        BaseException: The error of fn, with its rank as a note. If several ranks fail before they are stopped, it is
+            the lowest one's, so that a test fails in the same way each time.
+        WorldError: The ranks called different collectives, or wait for each other in a circle; the error names each
+            rank's call.
 
     Examples:
         >>> simulate(3, lambda world: world.all_gather(world.rank * 10))

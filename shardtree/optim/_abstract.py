@@ -18,7 +18,7 @@ from ._per_parameter import built_shards, per_parameter
 from ._state_dict import ShardedParam, are_names, check_dict, excluded, groups_of, members, states_of
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
-_Stored = Mapping[str, Mapping[str, ShardedTensor | ShardedObject]]  # parameter's key -> state key -> what is stored
+_Stored = Mapping[str, Mapping[str, ShardedTensor | ShardedObject]]  # parameter's key -> state key -> stored leaf
 
 
 def abstract_optim_state(
@@ -31,15 +31,15 @@ def abstract_optim_state(
     """Return the tree with which an optimizer without states loads a checkpoint, from a template of its states.
 
     Args:
-        optim_state_dict: of the fresh optimizer, for its groups; its states are ignored.
-        id_to_sharded_param_map: as `optim_state_to_sharding_state` takes it.
-        template: by state key a dtype, for a tensor shaped like the parameter; a tensor without axes or a Python
-            value, for what exists once for each parameter; or a function from a sharded parameter to a tensor (on the
-            meta device, say), for other shapes, which have a rule.
-        rules: as `optim_state_to_sharding_state` takes them.
+        optim_state_dict: State dict of the fresh optimizer, for its groups; its states are ignored.
+        id_to_sharded_param_map: Sharded parameters by id or name, as for `optim_state_to_sharding_state`.
+        template: Description of each state by state key: a dtype, for a tensor shaped like the parameter; a tensor
+            without axes or a Python value, for a state that exists once for each parameter; or a function from a
+            sharded parameter to a tensor (on the meta device, for example), for other shapes, which need a rule.
+        rules: Rules for states of other shapes, as for `optim_state_to_sharding_state`.
 
     Raises:
-        TreeError: as `optim_state_to_sharding_state`.
+        TreeError: The states or parameters are invalid, as in `optim_state_to_sharding_state`.
 
     Examples:
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))
@@ -57,7 +57,8 @@ def abstract_optim_state(
         name: {key: _template_state(id_to_sharded_param_map[name], value) for key, value in template.items()}
         for name in names
     }
-    # Built with examples and emptied afterwards: targets then have the structure of a save, whatever rules do.
+    # The tree is built with examples and emptied afterwards: targets then have the structure of a save, whatever rules
+    # do.
     full = {**optim_state_dict, "state": states}
     tree = optim_state_to_sharding_state(full, id_to_sharded_param_map, rules=rules)
     return {**tree, "state": map_shards(_without_data, tree["state"])}
@@ -75,19 +76,19 @@ def abstract_optim_state_from_metadata(
     """Return the tree with which an optimizer without states loads a checkpoint, from the checkpoint's metadata.
 
     Args:
-        optim_state_dict: of the fresh optimizer, for its groups; its states are ignored.
-        id_to_sharded_param_map: as `optim_state_to_sharding_state` takes it.
-        metadata: what is stored: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)``, where no state is
-            a Python value. Moments of a parameter without axes are stored like its numbers; where it is held as a
-            flat range or in a stack, only a template distinguishes them.
-        exclude_keys: state keys that aren't asked for. One text is one key.
-        rules: as `optim_state_to_sharding_state` takes them. The state that they get has no data.
-        missing: what is done about a parameter of which no state is stored, which may be one that never had a
-            gradient, a new one, or one of another name: "refuse", or "leave_out".
+        optim_state_dict: State dict of the fresh optimizer, for its groups; its states are ignored.
+        id_to_sharded_param_map: Sharded parameters by id or name, as for `optim_state_to_sharding_state`.
+        metadata: Metadata of the stored states: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)`` if no
+            state is a Python value. Moments of a parameter without axes are stored like its numbers; if this rank holds
+            it as a flat range or in a stack, only a template distinguishes them.
+        exclude_keys: State keys that aren't requested. One text is one key.
+        rules: Rules for states of other shapes, as for `optim_state_to_sharding_state`. They get states without data.
+        missing: "refuse" or "leave_out" for a parameter without a stored state: one that never had a gradient, a new
+            one, or one of another name.
 
     Raises:
-        TreeError: no rule for a stored state, nothing stored for a parameter, or something that may be a moment or a
-            number; names each.
+        TreeError: A stored state has no rule, a parameter has no stored state, or a state may be a moment or a number;
+            the error names each.
 
     Examples:
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))
@@ -110,15 +111,15 @@ def abstract_optim_state_from_metadata(
     kinds_of = {name: kinds for name, param in params.items() if (kinds := _stored_kinds(param, by_param))}
     absent = [repr(name) for name in dict.fromkeys(members(groups)) if name not in kinds_of]
     if absent and missing != "leave_out":
-        fix = "Rename what is stored or the parameters; or pass missing='leave_out', and they start without states."
-        raise TreeError(error_text(f"{doing}: parameters of which no state is stored", offenders=absent, fix=fix))
-    # All offenders before the first leaf is made, so that one error names them.
+        fix = "Rename the stored states or the parameters; or pass missing='leave_out', and they start without states."
+        raise TreeError(error_text(f"{doing}: parameters without a stored state", offenders=absent, fix=fix))
+    # All offenders are collected before the first leaf is made, so that one error names them.
     _check_kinds(doing, params, kinds_of, rules)
     state = {
         name: _with_lists(
-            doing, name, {key: _target_leaf(params[name], key, kinds, rules) for key, kinds in own.items()}
+            doing, name, {key: _target_leaf(params[name], key, kinds, rules) for key, kinds in stored.items()}
         )
-        for name, own in kinds_of.items()
+        for name, stored in kinds_of.items()
     }
     by_name = are_names(doing, groups, {})
     group_params = _with_stored_group(doing, params, kinds_of, metadata) if by_name else params
@@ -127,14 +128,14 @@ def abstract_optim_state_from_metadata(
 
 
 def _template_state(param: ShardedParam, value: Any) -> Any:
-    """Return a state as the template describes it, on the meta device where it has the parameter's shape."""
+    """Return a state as the template describes it, on the meta device if it has the parameter's shape."""
     if isinstance(value, torch.dtype):
         return torch.empty(moment_shape(param) or (), dtype=value, device="meta")
     return value(param) if callable(value) else value
 
 
 def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
-    """Return the stored states by parameter key. A state's own key has no dots, so the first dot ends it."""
+    """Return the stored states by parameter key. A state key has no dots, so the first dot ends it."""
     by_param: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
     for leaf in metadata.values():
         state_key, _, key = leaf.key.removeprefix(f"{PREFIX}.").partition(".")
@@ -144,7 +145,7 @@ def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
 
 
 def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's states with items of a list in one, in order."""
+    """Return a parameter's states, with the items of each list in one list, in order."""
     states: dict[str, Any] = {}
     for key, leaf in sorted(leaves.items(), key=lambda pair: list_item(pair[0])[1] or 0):
         state_key, number = list_item(key)
@@ -153,8 +154,8 @@ def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, A
             states[key] = leaf
         elif len(items) < number:
             wrong = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, but not {len(items)}"]
-            fix = "Pass what `load_sharded_metadata` gives: items that aren't tensors are stored as objects."
-            raise TreeError(error_text(f"{doing}: lists of which items aren't stored", offenders=wrong, fix=fix))
+            fix = "Pass the result of `load_sharded_metadata`: items that aren't tensors are stored as objects."
+            raise TreeError(error_text(f"{doing}: lists with items that aren't stored", offenders=wrong, fix=fix))
         else:
             items.append(leaf)
     return states
@@ -164,13 +165,13 @@ _Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # a paramete
 
 
 def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
-    """Return the stored states of a parameter, each with the shard that the parameter itself is stored as."""
+    """Return the stored states of a parameter, each with the shard as which the parameter itself is stored."""
     kinds: dict[str, _Kinds] = {}
     shards = built_shards(param)
     for shard in shards:
         for state_key, leaf in by_param.get(shard.key, {}).items():
             kinds.setdefault(state_key, []).append((shard, leaf))
-    if not shards:  # this rank stores nothing of the parameter, as with only the padding of a vocabulary
+    if not shards:  # this rank stores nothing of the parameter, for example only the padding of a vocabulary
         kinds = {state_key: [(_shard_for(leaf), leaf)] for state_key, leaf in by_param.get(param.key, {}).items()}
     return kinds
 
@@ -180,17 +181,17 @@ def _with_stored_group(
 ) -> dict[Any, ShardedParam]:
     """Return the named parameters whose group is stored: all but new ones."""
     stored_keys = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
-    keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(one)} for name, one in params.items()}
+    keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(param)} for name, param in params.items()}
     group_params = {name: param for name, param in params.items() if keys[name] <= stored_keys}
     wrong = [repr(name) for name in kinds_of if name not in group_params]
     if wrong:
-        fix = "Was it saved by ids? Load it by ids then. If not, pass what `load_sharded_metadata` gives: objects too."
-        raise TreeError(error_text(f"{doing}: parameters of no stored group", offenders=wrong, fix=fix))
+        fix = "Was it saved by ids? Load it by ids then. If not, pass the result of `load_sharded_metadata`."
+        raise TreeError(error_text(f"{doing}: parameters without a stored group", offenders=wrong, fix=fix))
     return group_params
 
 
 def _shard_for(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
-    """Return a shard like that of the state's parameter: of the same shape, if the state isn't a number."""
+    """Return a shard like that of the state's parameter, with the state's shape unless the state is a number."""
     if isinstance(leaf, ShardedTensor) and leaf.global_shape:
         return leaf
     return ShardedTensor(leaf.key, None, torch.uint8, (0,), (1,), (0,), None)
@@ -201,19 +202,19 @@ def _check_kinds(
 ) -> None:
     problems = [
         f"{key!r} of {render_path((name,), 'state')}: {problem}"
-        for name, own in kinds_of.items()
-        for key, kinds in own.items()
+        for name, kinds_by_key in kinds_of.items()
+        for key, kinds in kinds_by_key.items()
         if rule_of(rules, params[name], key) is None
         for shard, leaf in kinds
         if (problem := _problem(params[name], shard, leaf))
     ]
     if problems:
-        what = f"{doing}: stored states that aren't shaped like their parameters"
-        raise TreeError(error_text(what, offenders=problems, fix=RULES_FIX))
+        heading = f"{doing}: stored states that aren't shaped like their parameters"
+        raise TreeError(error_text(heading, offenders=problems, fix=RULES_FIX))
 
 
 def _problem(param: ShardedParam, shard: ShardedTensor, leaf: ShardedTensor | ShardedObject) -> str | None:
-    """Return why a stored state's sharding can't be derived from its parameter's; None where it can."""
+    """Return the reason why a stored state's sharding can't be derived from its parameter's; None if it can."""
     if not isinstance(leaf, ShardedTensor):
         return None
     kinds = [_is_moment(shard, leaf), leaf.global_shape == shard.global_shape[: shard.prepend_axis_num]]
@@ -230,7 +231,7 @@ def _is_moment(shard: ShardedTensor, leaf: ShardedTensor) -> bool:
 
 
 def _target_leaf(param: ShardedParam, state_key: str, kinds: _Kinds, rules: OptimizerRules | None) -> Any:
-    """Return the leaf that asks for a stored state."""
+    """Return the target leaf of a stored state."""
     shard, leaf = kinds[0]
     if rule_of(rules, param, state_key) is not None:
         return state_leaf(param, state_key, leaf, rules)
@@ -246,7 +247,7 @@ def _target_leaf(param: ShardedParam, state_key: str, kinds: _Kinds, rules: Opti
 
 
 def _without_data(leaf: Any) -> Any:
-    """Return a leaf without data; a factory keeps a meta tensor, from whose shape it builds."""
+    """Return a leaf without data; a factory keeps a meta tensor, whose shape it needs to build."""
     if isinstance(leaf, (ShardedTensor, ShardedObject)):
         return leaf.without_data()
     if isinstance(leaf, ShardedTensorFactory) and isinstance(leaf.data, torch.Tensor) and not leaf.data.is_meta:

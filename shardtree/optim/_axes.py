@@ -1,4 +1,4 @@
-"""Rules for states with axes of their parameter: cut as those are, or reduced along one; and what rules share."""
+"""Rules for states with axes of their parameter, cut as these are or reduced along one; and helpers of all rules."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..errors import ShapeError, TreeError, error_text
 from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._state_dict import ShardedParam, check_param
 
-# What rules share.
+# Helpers of all rules.
 
 WhereCut: TypeAlias = Literal["refuse", "equal", "own"]
 
 
 class AxisCut(NamedTuple):
-    """A state's axis as this rank has it.
+    """The part of a state's axis on this rank.
 
     Attributes:
-        size: this rank's.
-        offset: where that begins in the whole.
-        whole: how long the axis is.
+        size: Length of this rank's part.
+        offset: Offset of this rank's part in the whole axis.
+        whole: Length of the whole axis.
     """
 
     size: int
@@ -39,10 +39,10 @@ def placed(
     axes: Sequence[AxisCut | None],
     replica_id: ReplicaId,
 ) -> ShardedTensor:
-    """Return a state's shard, there and back: cut axes are as given, of others the state knows the size.
+    """Return a state's shard, for a save or a load: cut axes are as given; the state knows the sizes of the others.
 
     Raises:
-        ShapeError: the state, where there is one, has another shape than follows from the parameter's.
+        ShapeError: The state has another shape than the parameter's implies.
     """
     front, sizes = shard.prepend_axis_num, state.own_sizes(shard.prepend_axis_num)
     expected = tuple(
@@ -76,12 +76,12 @@ def one_box(rule: str, param: ShardedParam, state_key: str) -> ShardedTensor:
 
 
 def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: str) -> TreeError:
-    fix = "Write a rule of your own for it, or keep what each shard has with `one_per_shard`."
+    fix = "Write a rule of your own for it, or keep each shard's own state with `one_per_shard`."
     return TreeError(error_text(f"{rule}: {state_key!r} of {param.key!r}", found=found, expected=expected, fix=fix))
 
 
 def cuts_of(shard: ShardedTensor) -> list[AxisCut]:
-    """Return how a parameter's own axes are cut."""
+    """Return the cuts of a parameter's own axes."""
     front = shard.prepend_axis_num
     return list(map(AxisCut, shard.local_shape, shard.global_offset[front:], shard.global_shape[front:]))
 
@@ -92,17 +92,17 @@ def check_where_cut(rule: str, where_cut: object, choices: Sequence[str] = ("ref
         raise TreeError(error_text(f"{rule}: where_cut", found=repr(where_cut), expected=expected))
 
 
-# States cut as their parameters are, along axes of theirs.
+# States cut as their parameters are, along some of their axes.
 
 
 def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -> OptimizerRule:
-    """Return the rule for states whose axes are cut as axes of the parameter are, or not at all.
+    """Return the rule for states whose axes are cut like axes of the parameter, or not cut.
 
     Args:
-        axes: for each axis of the state that of the parameter, with as many indices, or None for one of its own, which
-            every shard has whole; negative ones count from the parameter's end.
-        where_cut: what to assume where shards differ along an axis of the parameter that the state doesn't have:
-            "equal": all of them have the same, and it is stored once; "refuse": an error.
+        axes: Axis of the parameter for each axis of the state, of the same length; None for an axis of the state alone,
+            which every shard has whole. Negative axes count from the parameter's end.
+        where_cut: Assumption about shards that differ along an axis of the parameter that the state lacks: "equal" if
+            all have the same state, which is then stored once; "refuse" for an error.
 
     Examples:
         >>> import torch
@@ -122,40 +122,40 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
         shard, cuts = one_box("along", param, state_key), cuts_of(one_box("along", param, state_key))
         if not all(-len(cuts) <= axis < len(cuts) for axis in numbers):
             raise unfit("along", shard, state_key, f"{len(cuts)} axes", f"axes {numbers}")
-        own = [None if place is None else cuts[place] for place in places]
+        cut_axes = [None if place is None else cuts[place] for place in places]
         others = [cut for axis, cut in enumerate(cuts) if not {axis, axis - len(cuts)} & {*numbers}]
         apart = [cut for cut in others if cut.size != cut.whole]
         if apart and where_cut == "refuse":
             found = f"{shard.local_shape} at {shard.global_offset} of {shard.global_shape}"
             raise unfit("along", shard, state_key, found, "whole along the other axes; or where_cut='equal'")
-        return placed("along", shard, state_key, OptimizerState.of(state), own, copies(shard, apart))
+        return placed("along", shard, state_key, OptimizerState.of(state), cut_axes, copies(shard, apart))
 
     return rule
 
 
 def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
-    """Return the replica id of what shards have alike although they differ along axes of the parameter."""
+    """Return the replica id of a state that shards share although they differ along axes of the parameter."""
     replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else shard.replica_id
     # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
     return (*(cut.offset if cut.size else cut.whole for cut in apart), *replica) if apart else shard.replica_id
 
 
-# States of which each shard has its own.
+# States that each shard has for itself.
 
 
 def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
-    """Return a leaf for a state that each shard has of its own. It can't be loaded in another layout.
+    """Return a leaf for a state that each shard has for itself. It can't be loaded in another layout.
 
-    It is stored as an array with a place for each piece of the grid; another layout asks for another array, which is
-    an error.
+    The states are stored as an array with a place for each piece of the grid; another layout asks for another array,
+     which is an error.
 
     Args:
-        param: the parameter's shard: one box of a regular grid.
-        state_key: the state's name.
-        state: a tensor, of one shape on all shards, or any value.
+        param: Shard of the parameter: one box of a regular grid.
+        state_key: Name of the state.
+        state: A tensor, of one shape on all shards, or any value.
 
     Raises:
-        TreeError: the parameter is a factory, a flat range, or on an irregular grid.
+        TreeError: The parameter is a factory, a flat range, or on an irregular grid.
 
     Examples:
         >>> import torch
@@ -169,12 +169,12 @@ def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTen
         raise unfit("one_per_shard", shard, state_key, "an irregular grid", "a regular grid")
     count, place = shard.axis_fragmentations, shard.local_chunk_offset_in_global()
     key = f"{PREFIX}.{state_key}.{shard.key}"
-    own = OptimizerState.of(state)
-    if own.dtype is None:
-        return ShardedObject(key, own.data, count or (1,), place or (0,), shard.replica_id)
-    shape = own.own_sizes(len(count))
+    wrapped = OptimizerState.of(state)
+    if wrapped.dtype is None:
+        return ShardedObject(key, wrapped.data, count or (1,), place or (0,), shard.replica_id)
+    shape = wrapped.own_sizes(len(count))
     offset, whole = (*place, *(0,) * len(shape)), (*count, *shape)
-    return ShardedTensor(key, own.data, own.dtype, shape, whole, offset, None, shard.replica_id, len(count))
+    return ShardedTensor(key, wrapped.data, wrapped.dtype, shape, whole, offset, None, shard.replica_id, len(count))
 
 
 # States reduced along an axis: factored second moments.
@@ -186,11 +186,11 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
     The axis may have size 1, as in torch's Adafactor, or be missing, as in that of transformers.
 
     Args:
-        axis: of the parameter's own shape; negative ones count from its end.
-        where_cut: what to assume where several shards share the axis. "equal": ranks reduced together, so that all of
-            them have the same, and it is stored once. "own": each reduced its own piece; another number of pieces is an
-            error on load. An axis of size 1 gets an element for each piece; where it is missing, the state is stored
-            as by `one_per_shard`. "refuse": an error.
+        axis: Axis of the parameter's own shape; negative ones count from its end.
+        where_cut: Assumption about several shards that share the axis. "equal": they are reduced together, so that all
+            have the same state, which is stored once. "own": each shard reduces its own piece; another number of pieces
+            is an error on load. An axis of size 1 then gets an element for each piece; if the axis is missing, the
+            state is stored as by `one_per_shard`. "refuse": an error.
 
     Examples:
         >>> import torch
@@ -204,23 +204,24 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
     References:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
     """
-    # No default guesses: moments that are equal on several shards can't be told from each shard's own before one
-    # overwrites the other.
+    # There is no guess by default: moments that are equal on several shards can't be told from each shard's own until
+    # one
+    #  overwrites the other.
     check_where_cut("reduced_axis", where_cut)
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
-        shard, own = one_box("reduced_axis", param, state_key), OptimizerState.of(state)
+        shard, wrapped = one_box("reduced_axis", param, state_key), OptimizerState.of(state)
         axes = len(shard.local_shape)
         if not -axes <= axis < axes:
             raise unfit("reduced_axis", shard, state_key, f"{axes} axes", f"an axis {axis}")
         local = axis % axes
         place = _place(shard, local, state_key, where_cut)
-        keeps_axis = own.axes(shard.prepend_axis_num) == axes
+        keeps_axis = wrapped.axes(shard.prepend_axis_num) == axes
         cuts = cuts_of(shard)
         cuts[local : local + 1] = [AxisCut(1, place.index, place.pieces)] if keeps_axis else []
         if place.pieces > 1 and not keeps_axis:
-            return _one_per_piece(shard, state_key, own, cuts, place.pieces)
-        return placed("reduced_axis", shard, state_key, own, cuts, place.replica_id)
+            return _one_per_piece(shard, state_key, wrapped, cuts, place.pieces)
+        return placed("reduced_axis", shard, state_key, wrapped, cuts, place.replica_id)
 
     return rule
 
@@ -229,13 +230,13 @@ def _one_per_piece(
     shard: ShardedTensor, state_key: str, own: OptimizerState, cuts: Sequence[AxisCut], pieces: int
 ) -> ShardedTensor | ShardedObject:
     """Return the shard of a state without the axis that each piece of a parameter has reduced by itself."""
-    # A stored one has an axis for each of the grid's in front; of one with one axis in all it couldn't be told which.
+    # The stored state has the grid's axes in front; for a parameter of one axis, the grid's axis would be ambiguous.
     expected = len(cuts) + len(shard.local_shape) if own.is_stored else len(cuts)
     if not cuts or own.axes(shard.prepend_axis_num) != expected:
         text = "a state that keeps the reduced axis, with size 1, or one of each piece, of a parameter of several axes"
         raise unfit("reduced_axis", shard, state_key, f"{pieces} pieces", text)
     if not own.is_stored:
-        placed("reduced_axis", shard, state_key, own, cuts, shard.replica_id)  # for what it checks: the shape
+        placed("reduced_axis", shard, state_key, own, cuts, shard.replica_id)  # only for its check of the shape
     return one_per_shard(shard, state_key, own)
 
 
@@ -243,7 +244,7 @@ def came_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
     """Return rules for the factored states of CAME: second moments, and the instability of updates.
 
     Args:
-        where_cut: Argument of the same name of `reduced_axis`; "own" where each rank runs CAME on its own piece.
+        where_cut: Assumption about cut axes, as for `reduced_axis`; "own" if each rank runs CAME on its own piece.
 
     Examples:
         >>> import torch
@@ -260,10 +261,11 @@ def came_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
 
 
 def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
-    """Return rules for the factored states of torch's Adafactor, and of the one of transformers and T5.
+    """Return rules for the factored states of Adafactor, both torch's and that of transformers and T5.
 
     Args:
-        where_cut: as `reduced_axis` takes it. Where each rank runs torch's Adafactor on its own piece, it is "own".
+        where_cut: Assumption about cut axes, as for `reduced_axis`; "own" if each rank runs torch's Adafactor on its
+            own piece.
 
     Examples:
         >>> list(adafactor_rules())
@@ -278,9 +280,9 @@ class _Place:
     """A shard's place on the reduced axis of a state.
 
     Attributes:
-        pieces: how long the axis is in the whole state.
-        index: the shard's on it.
-        replica_id: of its state.
+        pieces: Length of the axis in the whole state.
+        index: Index of the shard on it.
+        replica_id: Replica id of the shard's state.
     """
 
     pieces: int

@@ -44,35 +44,36 @@ def optim_state_to_sharding_state(
     *,
     rules: OptimizerRules | None = None,
 ) -> ShardedStateDict:
-    """Return an optimizer's state dict as a sharded tree: states are sharded as their parameters. Nothing is changed.
+    """Return an optimizer's state dict as a sharded tree, with states sharded as their parameters. Nothing is changed.
 
     - A tensor of its parameter's shape becomes the parameter's shard, or its factory, with that tensor as data, under
       the key ``optimizer.state.<state key>.<parameter's key>``.
-    - A number (a tensor without axes, an int, None) is stored once for each parameter: the main replica is that of
-      the one rank that has the parameter's first element. It comes back as what it was.
-    - A list with tensors in it, such as SOAP's ``Q``, is a list of such states, ``Q[0]`` and so on.
-    - Anything else needs a rule.
+    - A number (a tensor without axes, an int, None) is stored once for each parameter; its main replica is on the one
+    rank
+       that has the parameter's first element. A load returns it in its own type.
+    - A list that contains tensors, such as SOAP's ``Q``, is a list of such states, ``Q[0]`` and so on.
+    - Any other state needs a rule.
     - Hyperparameters of groups stay plain values. With numbered parameters, a group's members aren't stored, and group
-      i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each one's
-      group is stored under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
-      ranks have the same groups, even those of which they have no parameters.
+       i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each parameter's
+       group is stored under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
+       ranks must have the same groups, even those without parameters of theirs.
 
     Args:
-        optim_state_dict: what ``optimizer.state_dict()`` gives, or the same by names (`optim_state_by_name`, or torch's
-            ``get_optimizer_state_dict``). What else is in it stays.
-        id_to_sharded_param_map: sharded parameters by id (`get_param_id_to_sharded_param_map`) or by name
-            (`sharded_params_by_name`). May have more than the optimizer.
-        exclude_keys: state keys that are left out. One text is one key.
-        rules: for states of other shapes, by patterns of state keys, or of ``<state key>.<parameter's key>`` (``*``
-            matches one part between dots, ``**`` any number); the first that matches counts, also for states
-            that would need none.
+        optim_state_dict: Result of ``optimizer.state_dict()``, or its form by names (`optim_state_by_name`, or torch's
+            ``get_optimizer_state_dict``). Its other entries stay.
+        id_to_sharded_param_map: Sharded parameters by id (`get_param_id_to_sharded_param_map`) or by name
+            (`sharded_params_by_name`). It may have more than the optimizer.
+        exclude_keys: State keys that are left out. One text is one key.
+        rules: Rules for states of other shapes, by patterns of state keys, or of ``<state key>.<parameter's key>``
+            (``*`` matches one part between dots, ``**`` any number); the first match counts, also for states that would
+            need no rule.
 
     Returns:
         A new tree; tensors and hyperparameters are shared.
 
     Raises:
-        TreeError: no parameter for an id or name, no rule for a state, a state key with a dot, or not an optimizer's
-            state dict; names each.
+        TreeError: An id or name has no parameter, a state has no rule, a state key has a dot, or the argument isn't an
+            optimizer's state dict; the error names each offender.
 
     Examples:
         >>> import torch, shardtree as st
@@ -91,7 +92,10 @@ def optim_state_to_sharding_state(
     """
     doing = "optim_state_to_sharding_state"
     every, left_out = states_of(doing, optim_state_dict), excluded(doing, exclude_keys)
-    states = {name: {key: value for key, value in own.items() if key not in left_out} for name, own in every.items()}
+    states = {
+        name: {key: value for key, value in states_by_key.items() if key not in left_out}
+        for name, states_by_key in every.items()
+    }
     groups = groups_of(doing, optim_state_dict["param_groups"])
     check_rules(doing, rules)
     by_name = are_names(doing, groups, states)
@@ -99,8 +103,10 @@ def optim_state_to_sharding_state(
     _check_keys(doing, states, id_to_sharded_param_map)
     _check_shapes(doing, states, id_to_sharded_param_map, rules)
     state = {
-        name: {key: _state_leaves(id_to_sharded_param_map[name], key, value, rules) for key, value in own.items()}
-        for name, own in states.items()
+        name: {
+            key: _state_leaves(id_to_sharded_param_map[name], key, value, rules) for key, value in states_by_key.items()
+        }
+        for name, states_by_key in states.items()
     }
     return {**optim_state_dict, "state": state, **stored_groups(groups, id_to_sharded_param_map, named=by_name)}
 
@@ -112,10 +118,10 @@ def _state_leaves(param: ShardedParam, state_key: str, value: Any, rules: Optimi
 
 
 def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, ShardedParam]) -> None:
-    """Raise unless there is a sharded parameter for each id or name.
+    """Raise an error unless there is a sharded parameter for each id or name.
 
     Raises:
-        TreeError: names those without one.
+        TreeError: Some have none; the error names them.
 
     Examples:
         >>> check_known("save", [], {})
@@ -129,22 +135,22 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
             "Give the sharded tree of the whole model, with the model's own parameters as data (keep_vars=True), and "
             "the optimizer itself, so that ids are in its order."
         )
-        what = f"{doing}: the optimizer has parameters that the sharded tree lacks"
-        raise TreeError(error_text(what, offenders=wrong, expected=expected, fix=fix))
+        heading = f"{doing}: the optimizer has parameters that the sharded tree lacks"
+        raise TreeError(error_text(heading, offenders=wrong, expected=expected, fix=fix))
 
 
 def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
-    """Raise where a stored key would be ambiguous: a dot in a state key could begin another parameter's key."""
+    """Raise an error if a stored key would be ambiguous: a dot in a state key could begin another parameter's key."""
     wrong = [
         state_place(name, params[name], key)
-        for name, own in states.items()
-        for key in own
+        for name, states_by_key in states.items()
+        for key in states_by_key
         if not isinstance(key, str) or "." in key or list_item(key)[1] is not None
     ]
     if wrong:
         fix = "In a checkpoint it would be another parameter's. Give it another key, or leave it out with exclude_keys."
-        what = f"{doing}: state keys that aren't texts without dots, or end as items of lists"
-        raise TreeError(error_text(what, offenders=wrong, fix=fix))
+        heading = f"{doing}: state keys that aren't texts without dots, or end as items of lists"
+        raise TreeError(error_text(heading, offenders=wrong, fix=fix))
 
 
 def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam], rules: OptimizerRules | None) -> None:
@@ -156,8 +162,8 @@ def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam]
         if rule_of(rules, params[name], item) is None and (problem := problem_of(name, params[name], item, part))
     ]
     if problems:
-        what = f"{doing}: states that aren't shaped like their parameters"
-        raise TreeError(error_text(what, offenders=problems, fix=RULES_FIX))
+        heading = f"{doing}: states that aren't shaped like their parameters"
+        raise TreeError(error_text(heading, offenders=problems, fix=RULES_FIX))
 
 
 # Back to an optimizer's state dict.
@@ -170,16 +176,16 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
     groups are the optimizer's own, in its order, each with the hyperparameters that its parameters had when saved.
 
     Args:
-        loaded: what `load` gave for a tree of `optim_state_to_sharding_state` or `abstract_optim_state`.
-        hyperparameters: for names, whether those are the stored ones or the optimizer's own, as its state dict had
-            them when the target was made.
+        loaded: Result of `load` for a tree of `optim_state_to_sharding_state` or `abstract_optim_state`.
+        hyperparameters: "stored", or, by names only, "own" for the optimizer's own hyperparameters, as its state dict
+            had them when the target was made.
 
     Returns:
         A state dict by ids or by names, as the target was; `optim_state_by_id` turns names into ids.
 
     Raises:
-        TreeError: parameters that are one group now had different hyperparameters; a state is of no group's
-            parameter; parts are missing; the optimizer's own are requested by ids. Names each.
+        TreeError: Parameters that form one group now had different hyperparameters; a state's parameter is in no group;
+            parts are missing; or "own" is requested by ids. The error names each offender.
 
     Examples:
         >>> import torch, shardtree as st
@@ -197,35 +203,37 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
     states = states_of(doing, {"state": {}, **loaded} if isinstance(loaded, Mapping) else loaded)
     # Only a tree by names has the optimizer's own groups.
     if "own_param_groups" in loaded:
-        own = groups_of(doing, loaded["own_param_groups"])
-        groups = arranged_groups(doing, loaded["param_groups"], loaded.get("param_group_of", {}), own, hyperparameters)
+        own_groups = groups_of(doing, loaded["own_param_groups"])
+        groups = arranged_groups(
+            doing, loaded["param_groups"], loaded.get("param_group_of", {}), own_groups, hyperparameters
+        )
     else:
         check_which(doing, hyperparameters)
-        # Ids are positions in groups, so the stored groups are all that there is.
+        # Ids are positions in groups, so only the stored groups are known.
         if hyperparameters == "own":
-            fix = "Save and load by names, or put those of `optimizer.state_dict()` into the groups that you get."
+            fix = "Save and load by names, or put those of `optimizer.state_dict()` into the returned groups."
             raise TreeError(error_text(f"{doing}: by ids the optimizer's own hyperparameters aren't known", fix=fix))
         groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
     _check_members(doing, states, groups)
-    rest = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}
-    return {**rest, "state": {name: dict(state) for name, state in states.items()}, "param_groups": groups}
+    others = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}
+    return {**others, "state": {name: dict(state) for name, state in states.items()}, "param_groups": groups}
 
 
 def regroup_optim_state(
     optim_state_dict: StateDict, param_groups: Sequence[Group], *, hyperparameters: Hyperparameters = "stored"
 ) -> StateDict:
-    """Return a state dict by names with the groups of another one, as that one has them and in its order.
+    """Return a state dict by names with the groups of another one, in that one's order.
 
     torch binds states to parameters by their positions in groups, so an optimizer with other groups, or with other
     places in them, needs this first.
 
     Args:
-        optim_state_dict: by names.
-        param_groups: groups of names, such as those of ``optim_state_by_name(optimizer.state_dict(), names)``.
-        hyperparameters: "stored" takes those that the parameters had, "own" those of `param_groups`.
+        optim_state_dict: State dict by names.
+        param_groups: Groups of names, such as those of ``optim_state_by_name(optimizer.state_dict(), names)``.
+        hyperparameters: "stored" for the hyperparameters that the parameters had, "own" for those of `param_groups`.
 
     Raises:
-        TreeError: parameters of one new group had different hyperparameters, or a parameter is in only one of the two.
+        TreeError: Parameters of one new group had different hyperparameters, or a parameter is in only one of the two.
 
     Examples:
         >>> groups = [{"lr": 1, "params": ["w"]}, {"lr": 2, "params": ["b"]}]
@@ -246,7 +254,7 @@ def _check_members(doing: str, states: States, groups: Sequence[Group]) -> None:
     unknown = [repr(name) for name in states if name not in set(members(groups))]
     if unknown:
         fix = f"Leave these states out, or give the groups that have these parameters in {MEMBERS[0]!r}."
-        raise TreeError(error_text(f"{doing}: states of parameters that no group has", offenders=unknown, fix=fix))
+        raise TreeError(error_text(f"{doing}: states of parameters that are in no group", offenders=unknown, fix=fix))
 
 
 # Between ids and names.
@@ -258,11 +266,11 @@ def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, st
     """Return a state dict whose parameters are named, from one whose parameters are numbered; values are shared.
 
     Args:
-        optim_state_dict: what ``optimizer.state_dict()`` gives.
-        id_to_name: what `get_param_id_to_name_map` gives.
+        optim_state_dict: Result of ``optimizer.state_dict()``.
+        id_to_name: Result of `get_param_id_to_name_map`.
 
     Raises:
-        TreeError: an id has no name, two have one, or parameters are named already; names each.
+        TreeError: An id has no name, two ids have one name, or parameters are named already; the error names each.
 
     Examples:
         >>> state = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
@@ -277,16 +285,16 @@ def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, st
 def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
     """Return a state dict whose parameters are numbered, from one whose parameters are named; values are shared.
 
-    torch binds states to parameters by positions, so groups must have them in the order of their ids; else
-    `regroup_optim_state` comes first.
+    torch binds states to parameters by positions, so groups must have them in the order of their ids; otherwise call
+     `regroup_optim_state` first.
 
     Args:
-        optim_state_dict: by names.
-        id_to_name: the optimizer's, as `get_param_id_to_name_map` gives it.
+        optim_state_dict: State dict by names.
+        id_to_name: Names of the optimizer's ids, from `get_param_id_to_name_map`.
 
     Raises:
-        TreeError: a name has no id, groups are in another order or lack a parameter, or parameters are numbered
-            already; names each.
+        TreeError: A name has no id, groups are in another order or lack a parameter, or parameters are numbered
+            already; the error names each.
 
     Examples:
         >>> state = {"state": {"w": {"step": 3}}, "param_groups": [{"lr": 0.1, "params": ["w", "b"]}]}
@@ -296,8 +304,7 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     doing = "optim_state_by_id"
     check_dict(doing, "id_to_name", id_to_name, _MAP, str)
     ids = {name: number for number, name in id_to_name.items()}
-    # torch's `load_state_dict` ignores the ids and goes by order, so an order that differs would mix up states
-    # silently.
+    # torch's `load_state_dict` ignores the ids and goes by order, so another order would mix up states silently.
     new = _relabel(doing, optim_state_dict, ids, by_name=True)
     order: list[Any] = members(new["param_groups"])
     if order != sorted(id_to_name):
@@ -306,8 +313,8 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
             for place, (here, should) in enumerate(zip_longest(order, sorted(id_to_name)))
             if here != should
         ]
-        what = f"{doing}: the optimizer has its parameters in another order, and torch goes by order"
-        raise TreeError(error_text(what, offenders=wrong, fix="Arrange them with `regroup_optim_state` first."))
+        heading = f"{doing}: the optimizer has its parameters in another order, and torch goes by order"
+        raise TreeError(error_text(heading, offenders=wrong, fix="Arrange them with `regroup_optim_state` first."))
     return new
 
 
@@ -321,14 +328,14 @@ def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any],
     groups = groups_of(doing, optim_state_dict["param_groups"])
     if members(groups) and are_names(doing, groups, states) is not by_name:
         found, expected = ("ids", "names") if by_name else ("names", "ids")
-        raise TreeError(error_text(f"{doing}: parameters", found=found, expected=expected))
+        raise TreeError(error_text(f"{doing}: wrong labels of parameters", found=found, expected=expected))
     used = dict.fromkeys([*members(groups), *states])
     wrong = [f"{label!r} isn't known" for label in used if label not in labels]
     new = [labels[label] for label in used if label in labels]
-    wrong += [f"{one!r} would be several" for one in dict.fromkeys(new) if new.count(one) > 1]
+    wrong += [f"{label!r} would be several" for label in dict.fromkeys(new) if new.count(label) > 1]
     if wrong:
         fix = "Make the map with `get_param_id_to_name_map` from this optimizer and its model."
         raise TreeError(error_text(f"{doing}: parameters that can't be distinguished", offenders=wrong, fix=fix))
     new_groups = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
-    state = {labels[label]: own for label, own in states.items()}
+    state = {labels[label]: entries for label, entries in states.items()}
     return {**optim_state_dict, "state": state, "param_groups": new_groups}

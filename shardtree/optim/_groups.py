@@ -13,13 +13,13 @@ from ._state_dict import Group, ShardedParam, members
 
 Hyperparameters: TypeAlias = Literal["stored", "own"]
 
-MEMBERS = ("params", "param_names")  # members aren't stored: with pipelines or ZeRO each rank has others
+MEMBERS = ("params", "param_names")  # members aren't stored: with pipelines or ZeRO they differ between ranks
 GROUP_PREFIX = "optimizer.param_group"
 
 
 def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *, named: bool) -> dict[str, Any]:
     """Return the stored form of groups."""
-    # Without parameters a rank can't know whether the other ranks' are named, so its form fits both.
+    # A rank without parameters can't know whether those of other ranks are named, so its form fits both.
     if not members(groups):
         return _without_members(groups)
     if not named:  # hyperparameters by the group's position; members stay on the rank
@@ -28,7 +28,7 @@ def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *
             for group in groups
         ]
         return {"param_groups": local}
-    # For parameters that aren't among `params`, no group number is stored or requested.
+    # Parameters that aren't among `params` have no group number to store or request.
     of = {
         name: per_parameter(params[name], GROUP_PREFIX, number)
         for number, group in enumerate(groups)
@@ -46,7 +46,7 @@ def _without_members(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
-    """Return what a group has besides its members."""
+    """Return a group without its members."""
     return {key: value for key, value in group.items() if key not in MEMBERS}
 
 
@@ -60,15 +60,15 @@ def arranged_groups(
     """Return an optimizer's own groups, in its order, with the hyperparameters that their parameters had when stored.
 
     Args:
-        doing: for the error.
-        stored: groups; their members are ignored.
-        group_of: the number of each parameter's stored group.
-        own: the optimizer's groups, of names.
+        doing: Name of the operation in error messages.
+        stored: Stored groups; their members are ignored.
+        group_of: Number of each parameter's stored group.
+        own: Groups of the optimizer, by names.
         which: "own" keeps the optimizer's hyperparameters. A group without members keeps them too, unless the groups
-            are those that were stored, in their order: under ZeRO a rank may have nothing of a group that others have.
+            are the stored ones in their order: under ZeRO a rank may have nothing of a group that others have.
 
     Raises:
-        TreeError: parameters of one group had different hyperparameters, or aren't stored; names each.
+        TreeError: Parameters of one group had different hyperparameters, or aren't stored; the error names each.
     """
     check_which(doing, which)
     if which == "own":
@@ -76,13 +76,13 @@ def arranged_groups(
     lost = [repr(name) for group in own for name in group["params"] if name not in group_of]
     if lost:
         fix = "Pass hyperparameters='own' to keep the optimizer's, or take these parameters out of it."
-        raise TreeError(error_text(f"{doing}: parameters that no stored group has", offenders=lost, fix=fix))
+        raise TreeError(error_text(f"{doing}: parameters without a stored group", offenders=lost, fix=fix))
     conflicts = [line for number, group in enumerate(own) for line in _conflicts(number, group, stored, group_of)]
     if conflicts:
-        what = f"{doing}: parameters of one group had different hyperparameters when they were stored"
+        heading = f"{doing}: parameters of one group had different hyperparameters when they were stored"
         fix = "Pass hyperparameters='own' to keep the optimizer's, or group the parameters as they were."
-        raise TreeError(error_text(what, offenders=conflicts, fix=fix))
-    # A group without members on this rank can't be matched by them; by position it can, where all others are in place.
+        raise TreeError(error_text(heading, offenders=conflicts, fix=fix))
+    # A group without members on this rank can be matched only by position, if all others are in place.
     same_groups = len(own) == len(stored) and all(
         group_of[name] == number for number, group in enumerate(own) for name in group["params"]
     )
@@ -93,16 +93,18 @@ def arranged_groups(
 
 
 def check_which(doing: str, which: object) -> None:
-    """Raise unless this is a valid choice of hyperparameters.
+    """Raise an error unless the argument is a valid choice of hyperparameters.
 
     Raises:
-        TreeError: it doesn't.
+        TreeError: The argument isn't "stored" or "own".
 
     Examples:
         >>> check_which("load", "own")
     """
     if which not in ("stored", "own"):
-        raise TreeError(error_text(f"{doing}: hyperparameters", found=repr(which), expected="'stored' or 'own'"))
+        raise TreeError(
+            error_text(f"{doing}: unknown hyperparameters", found=repr(which), expected="'stored' or 'own'")
+        )
 
 
 def _with_hyperparameters(
@@ -116,13 +118,13 @@ def _with_hyperparameters(
 
 
 def _conflicts(number: int, group: Group, stored: Sequence[Group], group_of: Mapping[Any, int]) -> list[str]:
-    """Return, for each hyperparameter in which a group's parameters differ, two that do."""
+    """Return, for each hyperparameter in which a group's parameters differ, two parameters that do."""
     names = {group_of[name]: name for name in reversed(group["params"])}
     lines: list[str] = []
     first: int | None = None
-    for one, name in sorted(names.items(), key=lambda pair: group["params"].index(pair[1])):
-        first = one if first is None else first
-        left, right = hyperparameters(stored[first]), hyperparameters(stored[one])
+    for number_of_group, name in sorted(names.items(), key=lambda pair: group["params"].index(pair[1])):
+        first = number_of_group if first is None else first
+        left, right = hyperparameters(stored[first]), hyperparameters(stored[number_of_group])
         differ = sorted(key for key in left.keys() | right.keys() if diff([left.get(key)], [right.get(key)]))
         pair = f"{names[first]!r} had {{}}, {name!r} had {{}}"
         lines += [f"group {number}: {key!r}: {pair.format(left.get(key), right.get(key))}" for key in differ]

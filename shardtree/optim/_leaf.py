@@ -1,4 +1,4 @@
-"""One state of one parameter as a leaf: a moment, a number, an object, or a rule's result; or why it can't be one."""
+"""One state of one parameter as a leaf (a moment, a number, an object, or a rule's result), or why it can't be one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     """Return a parameter's shard or factory with a moment as data, under the parameter's key with a prefix.
 
     Args:
-        model_param: the parameter's shard or factory.
-        optim_param: a tensor of the shape of its data, of any dtype; flat where that is flat.
-        prefix: put before the key, with a dot.
+        model_param: Shard or factory of the parameter.
+        optim_param: Tensor of the shape of the parameter's data, of any dtype; flat if that is flat.
+        prefix: Prefix of the key, joined by a dot.
 
     Raises:
-        ShapeError: the tensor has another shape than the parameter.
-        TreeError: it is a DTensor, or no tensor; or the parameter isn't sharded.
+        ShapeError: The tensor has another shape than the parameter.
+        TreeError: The state is a DTensor or no tensor, or the parameter isn't sharded.
 
     Examples:
         >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
@@ -50,16 +50,16 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
         megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1.
     """
     check_param("make_sharded_optimizer_tensor", model_param)
-    what = f"make_sharded_optimizer_tensor: {prefix!r} of {model_param.key!r}"
+    heading = f"make_sharded_optimizer_tensor: {prefix!r} of {model_param.key!r}"
     if not isinstance(optim_param, torch.Tensor) or hasattr(optim_param, "placements"):
         found = "a DTensor" if isinstance(optim_param, torch.Tensor) else type(optim_param).__name__
         fix = "For DTensors use `from_dtensors` of shardtree.interop.dtensor."
-        raise TreeError(error_text(what, found=found, expected="a local tensor", fix=fix))
-    check_has_shape(what, optim_param)
+        raise TreeError(error_text(heading, found=found, expected="a local tensor", fix=fix))
+    check_has_shape(heading, optim_param)
     expected = moment_shape(model_param)
     if expected is not None and tuple(optim_param.shape) != expected:
-        fix = "Is it another parameter's, or another rank's? Tensors of another shape need a rule."
-        raise ShapeError(error_text(what, found=tuple(optim_param.shape), expected=expected, fix=fix))
+        fix = "Does it belong to another parameter or another rank? Tensors of another shape need a rule."
+        raise ShapeError(error_text(heading, found=tuple(optim_param.shape), expected=expected, fix=fix))
     return moment(model_param, optim_param, prefix)
 
 
@@ -71,28 +71,29 @@ def moment(param: ShardedParam, data: torch.Tensor, prefix: str) -> ShardedParam
 
 
 def moment_shape(param: ShardedParam) -> tuple[int, ...] | None:
-    """Return the shape that a parameter's moments have on this rank; None for a factory that has no tensor."""
+    """Return the shape of a parameter's moments on this rank; None for a factory without a tensor."""
     if isinstance(param, ShardedTensor):
         return param.data_shape
     shape: Any = getattr(param.data, "shape", None)
     return None if shape is None else tuple(shape)
 
 
-# States of other shapes: a rule lays them out.
+# States of other shapes, laid out by rules.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """A state as a rule gets it: the same kind of value where it is saved, and where a target is made to load it.
+    """A state as a rule gets it: of the same type whether it is saved or a target is made to load it.
 
-    It has no shape: this rank's is known only where it is saved, the whole one only where it is loaded. Sizes of axes
-    that are cut follow from the parameter; `along` takes those of others from whichever is known.
+    It has no shape: this rank's is known only when it is saved, the whole one only when it is loaded. Sizes of cut axes
+     follow from the parameter; `along` takes those of others from whichever is known.
 
     Attributes:
-        data: the tensor or the value; None where only what is stored is known.
-        dtype: of a tensor; None for any other value.
-        sizes: a tensor's axes as far as they are known: this rank's, or the whole ones with prepended axes in front.
-        is_stored: whether `sizes` are the whole ones.
+        data: The tensor or value; None if only stored metadata is known.
+        dtype: Dtype of a tensor; None for any other value.
+        sizes: Lengths of a tensor's axes as far as they are known: this rank's, or the whole ones with prepended axes
+            in front.
+        is_stored: Whether `sizes` are the whole ones.
 
     Examples:
         >>> state = OptimizerState.of(torch.zeros(2, 3))
@@ -107,7 +108,7 @@ class OptimizerState:
 
     @staticmethod
     def of(value: Any) -> OptimizerState:
-        """Return a state of a tensor or a value; of what is stored, given as a whole shard or object without data."""
+        """Return a state of a tensor or value, or of stored metadata given as a whole shard or object without data."""
         if isinstance(value, OptimizerState):
             return value
         if isinstance(value, ShardedTensor):
@@ -118,16 +119,16 @@ class OptimizerState:
         return OptimizerState(value, value.dtype, tuple(value.shape)) if is_tensor else OptimizerState(value)
 
     def axes(self, front: int) -> int:
-        """Return how many axes it has without those that are prepended in the whole."""
+        """Return the number of the state's axes, without those that are prepended in the whole."""
         return len(self.own_sizes(front))
 
     def own_sizes(self, front: int) -> tuple[int, ...]:
-        """Return the known sizes of its own axes."""
+        """Return the known sizes of the state's own axes."""
         return self.sizes[front:] if self.is_stored else self.sizes
 
 
 OptimizerRule: TypeAlias = Callable[[ShardedParam, str, OptimizerState], Any]
-"""(parameter, state key, state) -> a shard, a factory, an object, or a tree of them, with `state.data` as data."""
+"""Rule: (parameter, state key, state) -> a shard, factory or object, or a tree of them, with `state.data` as data."""
 
 OptimizerRules: TypeAlias = Mapping[str, OptimizerRule]
 
@@ -141,10 +142,10 @@ RULES_FIX = (
 
 
 def check_rules(doing: str, rules: OptimizerRules | None) -> None:
-    """Raise unless these are functions by pattern.
+    """Raise an error unless the rules are functions by pattern.
 
     Raises:
-        TreeError: they aren't; names each.
+        TreeError: Some aren't; the error names each.
 
     Examples:
         >>> check_rules("save", {"row_var": max})
@@ -158,8 +159,8 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
 
 
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
-    """Return the first rule whose pattern fits a state key, or the state key, a dot and the parameter's key."""
-    # With the parameter's key, so that a rule can be for some parameters only.
+    """Return the first rule whose pattern matches a state key, or the state key, a dot and the parameter's key."""
+    # The second form lets a rule apply to some parameters only.
     whole = list_item(state_key)[0]
     names = (state_key, whole, f"{state_key}.{param.key}", f"{whole}.{param.key}")
     for pattern, rule in (rules or {}).items():
@@ -185,7 +186,7 @@ _ITEM = re.compile(r"(.+)\[(0|[1-9][0-9]*)\]", re.DOTALL)
 
 
 def list_item(state_key: str) -> tuple[str, int | None]:
-    """Return the list's state key and the number of an item; of another state, its key and None.
+    """Return the state key of an item's list and the item's number; for another state, its key and None.
 
     Examples:
         >>> list_item("Q[1]"), list_item("step")
@@ -196,7 +197,7 @@ def list_item(state_key: str) -> tuple[str, int | None]:
 
 
 def items_of(state_key: str, value: Any) -> dict[str, Any]:
-    """Return the states that a value is stored as, by state key: those of a list's items if tensors are among them.
+    """Return the states as which a value is stored, by state key: a list's items if tensors are among them.
 
     Examples:
         >>> list(items_of("Q", [torch.zeros(2, 2), None])), list(items_of("betas", [0.9, 0.99]))
@@ -208,7 +209,7 @@ def items_of(state_key: str, value: Any) -> dict[str, Any]:
 
 
 def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -> str | None:
-    """Return why a state can't be sharded as its parameter is; None where it can."""
+    """Return the reason why a state can't be sharded as its parameter is; None if it can."""
     at = state_place(name, param, state_key)
     if not isinstance(value, torch.Tensor):
         inside = [leaf for _, leaf in leaves_with_paths([value])]
@@ -216,7 +217,7 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
         if isinstance(value, (list, tuple, dict)) and any(isinstance(leaf, kinds) for leaf in inside):
             return f"{at}: tensors in a {type(value).__name__}"
         return None
-    # Recognised by an attribute: importing DTensor would load torch.distributed.
+    # A DTensor is recognised by an attribute: importing the class would load torch.distributed.
     if hasattr(value, "placements"):
         return f"{at}: a DTensor; use `from_dtensors` of shardtree.interop.dtensor"
     if shapeless := without_shape(value):
@@ -227,7 +228,7 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
 
 
 def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
-    """Return the leaf of a state for which `problem_of` found nothing, or its rule's result."""
+    """Return the leaf of a state without a `problem_of`, or its rule's result."""
     rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
     if rule is not None:
         return call_at(("state", param.key, state_key), rule, param, state_key, OptimizerState.of(value))

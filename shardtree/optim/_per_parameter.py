@@ -25,7 +25,7 @@ def first_element(shard: ShardedTensor) -> int:
     begins at index 0 and has elements along all axes of nonzero length.
 
     Args:
-        shard: a box, or a flat range of one; on any grid.
+        shard: A box, or a flat range of one, on any grid.
 
     Examples:
         >>> import torch
@@ -47,7 +47,7 @@ def first_element(shard: ShardedTensor) -> int:
 
 
 def _index(number: int, shape: tuple[int, ...]) -> list[int]:
-    """Return the index of an element of a box by its number."""
+    """Return the index of an element in a box from its number."""
     index = []
     for size in reversed(shape):
         number, place = divmod(number, size)
@@ -65,14 +65,16 @@ def _number(index: list[int], shape: tuple[int, ...]) -> int:
 def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor | ShardedObject | ShardedTensorFactory:
     """Return a leaf for a value that all shards of a parameter share; exactly one rank has its main replica.
 
-    It is that of the rank whose main replica holds the parameter's first element. Along prepended axes each index is a
-    parameter of its own, with a value of its own. A factory's value is stored once for each key that it builds, so
-    that it can be loaded where those are parameters of their own, and must be the same for all of them.
+    The main replica is on the rank whose main replica of the parameter holds the first element. Along prepended axes
+    each
+     index is a parameter of its own, with its own value. A factory's value is stored once for each key that it builds,
+     so
+     that it can be loaded where those are parameters of their own, and must be the same for all of them.
 
     Args:
-        param: the parameter's shard on this rank, or its factory.
-        prefix: put before the parameter's key, with a dot.
-        value: a tensor of any shape, which becomes a ShardedTensor; anything else becomes a ShardedObject.
+        param: Shard of the parameter on this rank, or its factory.
+        prefix: Prefix of the parameter's key, joined by a dot.
+        value: A tensor of any shape, which becomes a ShardedTensor; anything else becomes a ShardedObject.
 
     Examples:
         >>> right = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 1, 2))
@@ -98,8 +100,8 @@ class _FactoryValue:
     def build(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> list[Any]:
         value = self.kind if data is None and self.kind is not None else data
         shards = built_shards(replace(self.param, key=key, replica_id=replica_id))
-        # One for each key: where a factory's parts are parameters of their own, each finds its value.
-        # A factory may build nothing on this rank: its leaf is never the main replica.
+        # Each key gets a value: where a factory's parts are parameters of their own, each finds its value.
+        #  A factory may build nothing on this rank: its leaf is never the main replica.
         nothing = ShardedTensor(key, None, torch.uint8, (0,), (1,), (0,), None)
         leaves = [_value_leaf(shard, value) for shard in _first_of_each(shards) or [nothing]]
         return [leaf.without_data() for leaf in leaves] if data is None else leaves
@@ -107,25 +109,25 @@ class _FactoryValue:
     def merge(self, values: Sequence[Any]) -> Any:
         differ = [str(value)[:80] for value in values[1:] if diff(values[0], value)]
         if differ:
-            what = f"the parts of {self.param.key!r} have different values, and one parameter has only one"
+            heading = f"the parts of {self.param.key!r} have different values, but one parameter needs a single value"
             fix = "Load them as parameters of their own: one step can't be two."
-            raise ShapeError(error_text(what, found=", ".join(differ), expected=str(values[0])[:80], fix=fix))
+            raise ShapeError(error_text(heading, found=", ".join(differ), expected=str(values[0])[:80], fix=fix))
         return values[0]
 
 
 def built_shards(param: ShardedParam) -> list[ShardedTensor]:
-    """Return the shards that a parameter is stored as: itself, or what its factory builds.
+    """Return the shards as which a parameter is stored: itself, or the shards that its factory builds.
 
     Examples:
         >>> [shard.key for shard in built_shards(ShardedTensor.from_rank_offsets("w", torch.zeros(2)))]
         ['w']
     """
-    tree, _ = build_factories([param], is_target=True)  # of which only places count
+    tree, _ = build_factories([param], is_target=True)  # only the places of these shards are used
     return [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
 
 
 def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Return, for each key and place along prepended axes, the shard whose elements come first."""
+    """Return the shard whose elements come first, for each key and place along prepended axes."""
     found: dict[Any, ShardedTensor] = {}
     for shard in sorted(shards, key=first_element):
         found.setdefault((shard.key, shard.global_offset[: shard.prepend_axis_num]), shard)
@@ -137,7 +139,7 @@ def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObje
     front = shard.prepend_axis_num
     count, place = shard.global_shape[:front], shard.global_offset[:front]
     replica = (first_element(shard), *([own] if isinstance(own := shard.replica_id, int) else own))
-    # An object, so that an int comes back as an int.
+    # It is an object, so that an int is loaded as an int.
     if not isinstance(value, torch.Tensor):
         return ShardedObject(shard.key, value, count or (1,), place or (0,), replica)
     shape = tuple(value.shape)
@@ -148,5 +150,5 @@ def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObje
 
 
 def _kind(value: Any) -> torch.Tensor | None:
-    """Return a meta tensor of a tensor's shape and dtype."""
+    """Return a meta tensor of a tensor's shape and dtype; None for another value."""
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Rules for states of other axes than their parameter: one for each parameter, shard or block; on a mesh."""
+"""Rules for states with axes of their own: one for each parameter, shard or block; or on a mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._state_dict import ShardedParam, check_param
 
 
 def value_of(param: ShardedParam, state: OptimizerState) -> Any:
-    """Return a state, or a meta tensor where only what is stored is known."""
+    """Return the data of a state, or a meta tensor if only its stored metadata is known."""
     if state.dtype is None or not state.is_stored:
         return state.data
     front = next((shard.prepend_axis_num for shard in built_shards(param)), 0)
@@ -32,12 +32,12 @@ def value_of(param: ShardedParam, state: OptimizerState) -> Any:
 def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
     """Return a leaf for a tensor of any shape, or a value, that is the same on all shards of a parameter.
 
-    It is stored once; the main replica is that of the rank that has the parameter's first element.
+    It is stored once; the main replica is on the rank that has the parameter's first element.
 
     Args:
-        param: the parameter's shard or factory.
-        state_key: the state's name.
-        state: the state, or the tensor or value itself.
+        param: Shard or factory of the parameter.
+        state_key: Name of the state.
+        state: The state, or the tensor or value itself.
 
     Examples:
         >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
@@ -50,13 +50,13 @@ def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
 def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
     """Return rules for the square matrices of Shampoo and SOAP, one for each axis of a parameter.
 
-    Those are ``precond_0``, ``inv_precond_0`` (or ``pre_cond_0``, ``inv_pre_cond_0``) and so on, and SOAP's lists
-    ``GG`` and ``Q``; where an axis has none, what stands in its place, such as None.
+    The states are ``precond_0``, ``inv_precond_0`` (or ``pre_cond_0``, ``inv_pre_cond_0``) and so on, and SOAP's lists
+     ``GG`` and ``Q``; an axis without a matrix has a placeholder, such as None.
 
     Args:
-        where_cut: what to assume where a parameter is cut. "equal": the optimizer preconditions whole parameters, so
-            that all shards have the same, and it is stored once. "own": each preconditions its own piece, which loads
-            on the same pieces only. "refuse": an error.
+        where_cut: Assumption about cut parameters. "equal": the optimizer preconditions whole parameters, so that all
+            shards have the same state, which is stored once. "own": each shard preconditions its own piece, and its
+            state loads only for the same pieces. "refuse": an error.
 
     Examples:
         >>> import torch
@@ -72,19 +72,19 @@ def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, Optim
     check_where_cut("square_preconditioners", where_cut)
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> Any:
-        own = OptimizerState.of(state)
+        wrapped = OptimizerState.of(state)
         shards = built_shards(param)
-        sizes = own.own_sizes(next((shard.prepend_axis_num for shard in shards), 0))
-        if own.dtype is not None and not own.is_stored and (len(sizes) != 2 or sizes[0] != sizes[1]):
-            what = f"square_preconditioners: {state_key!r} of {param.key!r}"
-            raise ShapeError(error_text(what, found=sizes, expected="a square matrix"))
+        sizes = wrapped.own_sizes(next((shard.prepend_axis_num for shard in shards), 0))
+        if wrapped.dtype is not None and not wrapped.is_stored and (len(sizes) != 2 or sizes[0] != sizes[1]):
+            heading = f"square_preconditioners: {state_key!r} of {param.key!r} isn't a square matrix"
+            raise ShapeError(error_text(heading, found=sizes, expected="a square matrix"))
         if where_cut == "own":
-            return one_per_shard(param, state_key, own)
-        if own.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):
+            return one_per_shard(param, state_key, wrapped)
+        if wrapped.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):
             raise unfit(
                 "square_preconditioners", param, state_key, "a piece of it", "all; or where_cut='equal' or 'own'"
             )
-        return one_per_parameter(param, state_key, own)
+        return one_per_parameter(param, state_key, wrapped)
 
     return dict.fromkeys(("precond_*", "inv_precond_*", "pre_cond_*", "inv_pre_cond_*", "GG", "Q"), rule)
 
@@ -103,10 +103,11 @@ def on_mesh(
     """Return the rule for states that lie on a mesh by a spec of their own, whatever the parameter's layout.
 
     Args:
-        mesh: the ranks.
-        spec: how a state is cut.
-        rank: this rank, one that is on the mesh.
-        shape: the whole state's, given the parameter, which a save needs where the state isn't cut into equal parts.
+        mesh: Mesh of the ranks.
+        spec: Partition of a state on the mesh.
+        rank: This rank, which must be on the mesh.
+        shape: Function from the parameter to the whole state's shape; a save needs it if the state isn't cut into equal
+            parts.
 
     Examples:
         >>> import torch
@@ -119,34 +120,35 @@ def on_mesh(
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> Any:
         check_param("on_mesh", param)
-        own, key = OptimizerState.of(state), f"{PREFIX}.{state_key}.{param.key}"
-        if own.dtype is None or any(shard.prepend_axis_num for shard in built_shards(param)):
-            found = "prepended axes" if own.dtype is not None else type(own.data).__name__
+        wrapped, key = OptimizerState.of(state), f"{PREFIX}.{state_key}.{param.key}"
+        if wrapped.dtype is None or any(shard.prepend_axis_num for shard in built_shards(param)):
+            found = "prepended axes" if wrapped.dtype is not None else type(wrapped.data).__name__
             raise unfit("on_mesh", param, state_key, found, "a tensor, of a parameter without prepended axes")
-        if own.is_stored:
-            whole = torch.empty(own.sizes, dtype=own.dtype, device="meta")
+        if wrapped.is_stored:
+            whole = torch.empty(wrapped.sizes, dtype=wrapped.dtype, device="meta")
             return abstract_at([whole], mesh, spec, rank, key=lambda _: key)[0]
         shapes = None if shape is None else {key: shape(param)}
-        return from_local([own.data], mesh, spec, rank, key=lambda _: key, global_shapes=shapes)[0]
+        return from_local([wrapped.data], mesh, spec, rank, key=lambda _: key, global_shapes=shapes)[0]
 
     return rule
 
 
-# One value for each block: scales of 8-bit states.
+# States with one value for each block: scales of 8-bit states.
 
 
 def block_scales(block_size: int) -> OptimizerRule:
-    """Return the rule for states with one value for each block of a parameter's row-major elements, as 8-bit ones have.
+    """Return the rule for states with a value for each block of a parameter's row-major elements, as 8-bit states have.
 
-    Optimizers count blocks from each rank's first element. Those are blocks of the whole parameter, and can be loaded
-    in another layout, where each rank's elements are consecutive in the parameter, and begin and end with a block.
+    Optimizers count blocks from each rank's first element. These are blocks of the whole parameter, and can be loaded
+    in
+     another layout, if each rank's elements are consecutive in the parameter and begin and end with a block.
 
     Args:
-        block_size: in elements.
+        block_size: Number of elements in a block.
 
     Raises:
-        TreeError: the parameter is a factory; its elements aren't consecutive, or blocks span ranks.
-        ShapeError: there are more or fewer values than blocks.
+        TreeError: The parameter is a factory, its elements aren't consecutive, or blocks span ranks.
+        ShapeError: The number of values differs from the number of blocks.
 
     Examples:
         >>> import torch
@@ -182,7 +184,7 @@ def block_scales(block_size: int) -> OptimizerRule:
 
 
 def _are_consecutive(shard: ShardedTensor, begin: int, count: int) -> bool:
-    """Return whether a shard's elements are consecutive in the tensor: then the last one's number shows it."""
+    """Return whether a shard's elements are consecutive in the tensor, as the number of the last one shows."""
     flat = shard.flattened_range or slice(0, count)
     last = replace(shard, data=None, flattened_range=slice(flat.stop - 1, flat.stop))
     return first_element(last) == begin + count - 1

@@ -1,4 +1,4 @@
-"""An optimizer's state dict: its parts by ids or by names, checks that it is one, and the parameter of each id."""
+"""An optimizer's state dict: its parts by ids or by names, checks of its form, and the parameter of each id."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ States: TypeAlias = Mapping[ParamId, Mapping[str, Any]]
 
 
 def states_of(doing: str, optim_state_dict: Any) -> States:
-    """Return the states by parameter of a state dict.
+    """Return the states of a state dict, by parameter.
 
     Raises:
-        TreeError: it isn't one; names each parameter whose state isn't a dict.
+        TreeError: The argument isn't a state dict; the error names each parameter whose state isn't a dict.
 
     Examples:
         >>> states_of("save", {"state": {0: {"step": 1}}, "param_groups": []})
@@ -29,7 +29,7 @@ def states_of(doing: str, optim_state_dict: Any) -> States:
     """
     if not isinstance(optim_state_dict, Mapping) or not {"state", "param_groups"} <= optim_state_dict.keys():
         keys = optim_state_dict.keys() if isinstance(optim_state_dict, Mapping) else ()
-        # torch's `get_optimizer_state_dict` can return a flat dict, which its keys show.
+        # torch's `get_optimizer_state_dict` can return a flat dict, which is recognised by its keys.
         flat = any(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys)
         fix = "Take it nested: flatten_optimizer_state_dict=False." if flat else "Pass `optimizer.state_dict()`."
         found = "a flat dict" if flat else type(optim_state_dict).__name__
@@ -48,7 +48,7 @@ def groups_of(doing: str, param_groups: Any) -> list[Group]:
     """Return the parameter groups of a state dict.
 
     Raises:
-        TreeError: names each group without a list of parameters.
+        TreeError: A group has no list of parameters; the error names each such group.
 
     Examples:
         >>> groups_of("save", [{"lr": 0.1, "params": [0, 1]}])
@@ -82,7 +82,7 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
     """Return whether parameters are named rather than numbered.
 
     Raises:
-        TreeError: some are named and some numbered; names them.
+        TreeError: Some are named and some numbered; the error names them.
 
     Examples:
         >>> are_names("save", [{"params": ["w"]}], {"w": {}}), are_names("save", [{"params": [0]}], {})
@@ -92,28 +92,28 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
     texts = [name for name in names if isinstance(name, str)]
     if texts and len(texts) < len(names):
         fix = (
-            "Turn all of it into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and take what "
-            "isn't a parameter's out of 'state'."
+            "Turn all of it into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and remove "
+            "entries of 'state' that don't belong to a parameter."
         )
-        what = f"{doing}: some parameters are named, others numbered"
-        raise TreeError(error_text(what, offenders=map(repr, names), fix=fix))
+        heading = f"{doing}: some parameters are named, others numbered"
+        raise TreeError(error_text(heading, offenders=map(repr, names), fix=fix))
     return bool(texts)
 
 
 def _not_a(part: str, doing: str, found: str | None, expected: str, wrong: Sequence[str] = ()) -> TreeError:
-    what = f"{doing}: not the {part!r} of an optimizer's state dict"
-    fix = "Pass what `optimizer.state_dict()` gives."
-    return TreeError(error_text(what, found=found, expected=expected, offenders=wrong, fix=fix))
+    heading = f"{doing}: not the {part!r} of an optimizer's state dict"
+    fix = "Pass the result of `optimizer.state_dict()`."
+    return TreeError(error_text(heading, found=found, expected=expected, offenders=wrong, fix=fix))
 
 
 # Checks of arguments' types.
 
 
 def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any = object) -> None:
-    """Raise unless an argument is a dict, with values of some kinds.
+    """Raise an error unless an argument is a dict, with values of some types.
 
     Raises:
-        TreeError: names each value that isn't.
+        TreeError: It isn't; the error names each wrong value.
 
     Examples:
         >>> check_dict("save", "id_to_name", {0: "w"}, "{id: name}", str)
@@ -122,14 +122,14 @@ def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any =
         raise TreeError(error_text(f"{doing}: {name} isn't a dict", found=type(value).__name__, expected=expected))
     wrong = [f"{key!r}: {type(one).__name__}" for key, one in value.items() if not isinstance(one, kinds)]
     if wrong:
-        raise TreeError(error_text(f"{doing}: {name}", expected=expected, offenders=wrong))
+        raise TreeError(error_text(f"{doing}: wrong values of {name}", expected=expected, offenders=wrong))
 
 
 def check_params(doing: str, params: object) -> None:
-    """Raise unless these are sharded parameters by id or name.
+    """Raise an error unless the argument maps ids or names to sharded parameters.
 
     Raises:
-        TreeError: names each that isn't.
+        TreeError: It doesn't; the error names each wrong value.
 
     Examples:
         >>> check_params("save", {})
@@ -139,10 +139,10 @@ def check_params(doing: str, params: object) -> None:
 
 
 def check_param(doing: str, param: object) -> None:
-    """Raise unless this is a parameter's shard or factory.
+    """Raise an error unless the argument is a parameter's shard or factory.
 
     Raises:
-        TreeError: it isn't.
+        TreeError: It is something else.
 
     Examples:
         >>> import torch
@@ -150,14 +150,14 @@ def check_param(doing: str, param: object) -> None:
     """
     if not isinstance(param, (ShardedTensor, ShardedTensorFactory)):
         expected = "a ShardedTensor or a ShardedTensorFactory"
-        raise TreeError(error_text(f"{doing}: a parameter", found=type(param).__name__, expected=expected))
+        raise TreeError(error_text(f"{doing}: not a sharded parameter", found=type(param).__name__, expected=expected))
 
 
 def excluded(doing: str, exclude_keys: object) -> set[Any]:
     """Return the state keys that are left out; one text is one key.
 
     Raises:
-        TreeError: it isn't iterable.
+        TreeError: The argument isn't iterable.
 
     Examples:
         >>> excluded("save", "step"), sorted(excluded("save", ("step", "m")))
@@ -165,11 +165,11 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
     """
     keys = [exclude_keys] if isinstance(exclude_keys, str) else exclude_keys
     if not isinstance(keys, Iterable):
-        raise TreeError(error_text(f"{doing}: exclude_keys", found=repr(exclude_keys), expected="state keys"))
+        raise TreeError(error_text(f"{doing}: wrong exclude_keys", found=repr(exclude_keys), expected="state keys"))
     return set(keys)
 
 
-# Parameters by id: found by identity, never by order or shape.
+# Parameters by id, found by identity, never by order or shape.
 
 
 def get_param_id_to_sharded_param_map(
@@ -177,18 +177,18 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, ShardedParam]:
     """Return the sharded parameter of each of an optimizer's ids.
 
-    A shard is a parameter's if its data is that very object; shapes, names and memory don't count. Of tied parameters,
-    one tensor under several keys, the first key in alphabetical order counts, the same on every rank.
+    A shard belongs to a parameter if its data is that very object; shapes, names and memory don't count. For tied
+     parameters, one tensor under several keys, the first key in alphabetical order counts, the same on every rank.
 
     Args:
-        model_sharded_state_dict: the model's shards and factories, in any structure.
-        optim_params_iter: the optimizer, whose own order counts; or its parameters in exactly that order.
+        model_sharded_state_dict: Shards and factories of the model, in any structure.
+        optim_params_iter: The optimizer, whose own order counts; or its parameters in exactly that order.
 
     Returns:
         Shards and factories by id. A parameter that the tree lacks is absent.
 
     Raises:
-        TreeError: none of the optimizer's parameters is in the tree, or some aren't tensors, or are DTensors.
+        TreeError: None of the optimizer's parameters is in the tree, or some aren't tensors, or are DTensors.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -204,19 +204,19 @@ def get_param_id_to_sharded_param_map(
     numbers = _numbers(params)
     leaves = [leaf for _, leaf in leaves_with_paths(model_sharded_state_dict) if _is_param(leaf)]
     by_id: dict[int, ShardedParam] = {}
-    # By key and not by position: ranks' dicts may have other orders, and all must choose the same of tied parameters.
+    # Shards are sorted by key: ranks' dicts may have other orders, and all must choose the same of tied parameters.
     for leaf in sorted(leaves, key=lambda leaf: leaf.key):
         if id(leaf.data) in numbers:
             by_id.setdefault(numbers[id(leaf.data)], leaf)
     # Megatron-Core only warns here, and then fails on the first state, far from the cause: detached data.
     if params and not by_id:
-        what = f"{doing}: no shard's data is a parameter of the optimizer"
+        heading = f"{doing}: no shard's data is a parameter of the optimizer"
         counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
         fix = (
             "Let the tree's data be the model's own parameters, `model.state_dict(keep_vars=True)`: a detached one is "
             "another tensor. Where the parameter is transformed, use a factory with it as data."
         )
-        raise TreeError(error_text(what, found=counts[0], expected=counts[1], fix=fix))
+        raise TreeError(error_text(heading, found=counts[0], expected=counts[1], fix=fix))
     return dict(sorted(by_id.items()))
 
 
@@ -227,11 +227,12 @@ def get_param_id_to_name_map(
     """Return the name of each of an optimizer's ids.
 
     Args:
-        named_parameters: what `model.named_parameters()` gives. Of several names of one tensor the first counts.
-        optim_params_iter: the optimizer, or its parameters in its own order.
+        named_parameters: Result of `model.named_parameters()`. If one tensor has several names, the first counts.
+        optim_params_iter: The optimizer, or its parameters in its own order.
 
     Raises:
-        TreeError: names each of the optimizer's parameters that has no name; or these aren't names with parameters.
+        TreeError: Some of the optimizer's parameters have no name, and are listed; or the argument isn't pairs of names
+            and parameters.
 
     Examples:
         >>> model = torch.nn.Linear(2, 3)
@@ -253,13 +254,13 @@ def get_param_id_to_name_map(
 
 
 def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[str, ShardedParam]:
-    """Return a model's shards and factories by their names: their paths in the tree, with dots.
+    """Return a model's shards and factories by their names: their paths in the tree, joined by dots.
 
     Args:
-        model_sharded_state_dict: the model's own tree, as ``{"decoder.weight": shard}`` or nested.
+        model_sharded_state_dict: The model's own tree, as ``{"decoder.weight": shard}`` or nested.
 
     Raises:
-        TreeError: two paths make one name.
+        TreeError: Two paths make one name.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -276,13 +277,13 @@ def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[s
 
 
 def _pairs(doing: str, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return names with their parameters."""
+    """Return pairs of names and parameters."""
     items = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
     pairs = list(items) if isinstance(items, Iterable) and not isinstance(items, torch.Tensor) else [items]
     wrong = [f"item {place}: {type(pair).__name__}" for place, pair in enumerate(pairs) if not _is_pair(pair)]
     if wrong:
         fix = "Pass `model.named_parameters()`."
-        raise TreeError(error_text(f"{doing}: not names with parameters", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: not pairs of names and parameters", offenders=wrong, fix=fix))
     return pairs
 
 
@@ -314,7 +315,7 @@ def _params_in_order(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
     if wrong:
         fix = "Pass the optimizer, or the parameters in its order."
         raise TreeError(error_text(f"{doing}: not an optimizer's parameters", offenders=wrong, fix=fix))
-    # Recognised by an attribute: importing the class would load torch.distributed.
+    # A DTensor is recognised by an attribute: importing the class would load torch.distributed.
     cut = [f"item {place}: {tuple(param.shape)}" for place, param in enumerate(params) if hasattr(param, "placements")]
     if cut:
         fix = "Use `from_dtensors` of shardtree.interop.dtensor on the optimizer's state: DTensors know their layout."

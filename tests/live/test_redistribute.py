@@ -410,7 +410,7 @@ def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
     for own in ({"plan": other}, {"plan": None}, {"plan": plan, "relay": True}):
         for error in failures(partial(on_rank, **own)):
             assert isinstance(error, WorldError)
-            assert "the ranks have other" in str(error)
+            assert "ranks disagree about" in str(error)
     assert failures(partial(on_rank, plan=plan_of(example()))) == [None] * RANKS
 
 
@@ -445,7 +445,7 @@ def test_a_tree_that_the_plan_doesnt_know_is_an_error_on_all() -> None:
     ):
         for error in failures(partial(on_rank, wrong=wrong)):
             assert isinstance(error, RemoteError)
-            assert "the source tree of rank 1 isn't what the plan says" in error.failures[1]
+            assert "the source tree of rank 1 differs from the plan" in error.failures[1]
             assert text in error.failures[1]
 
 

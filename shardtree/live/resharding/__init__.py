@@ -1,4 +1,4 @@
-"""Resharding plans: which bytes go from which rank to which, in which order, when tensors change their layout."""
+"""Resharding plans: the bytes that move between ranks when tensors change their layout, and their order."""
 
 import typing
 

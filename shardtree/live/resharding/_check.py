@@ -1,6 +1,6 @@
-"""Whether transfers fill the target: each element of each target shard is written once, with the right element.
+"""A check that transfers fill the target: each element of each target shard is written once, with the right element.
 
-Written without the planner's functions, from the two layouts alone, so that a planner's mistake isn't repeated here.
+It uses none of the planner's functions, only the two layouts, so that a planner's mistake isn't repeated here.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _SHOWN_PROBLEMS = 20
 
 
 def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> tuple[Problem, ...]:
-    """Return all that is wrong with transfers between two layouts; nothing where each element is written once.
+    """Return all problems of transfers between two layouts; none if each element is written once.
 
     Args:
-        source: the shards of all ranks before, of as many axes as the target.
-        target: the shards of all ranks after.
-        transfers: what goes where.
+        source: Shards of all ranks before, with as many axes as the target.
+        target: Shards of all ranks after.
+        transfers: Transfers to check.
     """
     rows = np.where(transfers.hop > 0, len(target), len(source))
-    # First of all: every other check indexes columns with these rows.
+    # Rows are checked first: every other check indexes columns with them.
     strays = (transfers.hop < 0) | (transfers.source < 0) | (transfers.source >= rows)
     strays |= (transfers.target < 0) | (transfers.target >= len(target))
     if strays.any():
@@ -65,7 +65,7 @@ def _wrong_kinds(source: ShardColumns, target: ShardColumns) -> Iterator[Problem
 
 
 def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield what is wrong with single transfers: their tensors, ranks, bytes and boxes."""
+    """Yield the problems of single transfers: wrong tensors, ranks, bytes or boxes."""
     before = sending_shards(source, target, transfers.hop, transfers.source)
     after = select_rows(target, transfers.target)
     wrong = {
@@ -82,14 +82,14 @@ def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Tran
     wrong |= _wrong_places(before, transfers, at_source, "that it comes from")
     at_target = (transfers.target_element, transfers.target_stride)
     wrong |= _wrong_places(after, transfers, at_target, "that it goes to")
-    for what, is_wrong in wrong.items():
-        yield from _first_problems(target, transfers, np.flatnonzero(is_wrong), what)
+    for problem, is_wrong in wrong.items():
+        yield from _first_problems(target, transfers, np.flatnonzero(is_wrong), problem)
 
 
 def _wrong_places(
     shard: ShardColumns, transfers: Transfers, memory: tuple[Column, Column], which: str
 ) -> dict[str, Mask]:
-    """Return which boxes aren't in the shards given for them, and which aren't where their memory is stated to be."""
+    """Return masks of boxes outside their stated shards, and of boxes that aren't at their stated place in memory."""
     last = transfers.offset + transfers.shape
     outside = ((transfers.offset < shard.offset) | (last > shard.offset + shard.shape)).any(axis=1)
     first_element, stride = shard_memory(shard, transfers.offset)
@@ -102,7 +102,7 @@ def _wrong_places(
 
 
 def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
-    """Yield a problem for each of the first transfers, and one that counts the others."""
+    """Yield a problem for each of the first transfers, and one with the number of the others."""
     for row in rows[:_SHOWN_PROBLEMS].tolist():
         key = int(target.key[transfers.target[row]])
         box = box_slices(transfers.offset[row], transfers.shape[row], len(target.kinds[key].global_shape))
@@ -113,9 +113,9 @@ def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, wh
 
 
 def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield the shards that aren't written once: as many elements as they have, and none of them twice."""
+    """Yield the shards with missing elements or elements written twice."""
     counts = group_sums(transfers.target, volumes(np.maximum(transfers.shape, 0)), len(target))
-    # As many elements as the shard has isn't enough: one written twice would hide another that is missing.
+    # The number of elements alone isn't enough: an element written twice would hide a missing one.
     is_repeated = np.zeros(len(target), dtype=np.bool_)
     is_repeated[shared_groups(transfers.target, transfers.offset, transfers.shape)] = True
     wrong = np.flatnonzero(is_repeated | (counts != target.elements))
@@ -124,14 +124,16 @@ def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Proble
         box = box_slices(target.offset[row], target.shape[row], len(target.kinds[key].global_shape))
         flat = slice(int(target.start[row]), int(target.stop[row])) if target.start[row] >= 0 else None
         count = f"{counts[row]} elements are written, of {target.elements[row]}"
-        what = f"shard {row}, {place_text(box, flat)}: {count}" + (", some of them twice" if is_repeated[row] else "")
-        yield Problem(target.keys[key], (int(target.rank[row]),), what, box, flat)
+        description = f"shard {row}, {place_text(box, flat)}: {count}" + (
+            ", some of them twice" if is_repeated[row] else ""
+        )
+        yield Problem(target.keys[key], (int(target.rank[row]),), description, box, flat)
     if wrong.size > _SHOWN_PROBLEMS:
         yield Problem("transfers", (), f"and {wrong.size - _SHOWN_PROBLEMS} more shards aren't written once")
 
 
 def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield what comes from a target shard that doesn't have all of it from earlier hops."""
+    """Yield the transfers out of a target shard that hasn't received all their elements at earlier hops."""
     later = np.flatnonzero(transfers.hop > 0)
     offset, shape = transfers.offset, transfers.shape
     left, right = overlapping_pairs(
@@ -144,27 +146,27 @@ def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     yield from _first_problems(target, transfers, later[lacks], "comes from a shard that doesn't have it yet")
 
 
-# Layouts between which nothing can be planned.
+# Layouts between which no plan is possible.
 
 _ALL = "Give the plan the shards of all ranks."
 _MOST = 2.0**62
-"""Bytes: a sum of a few such numbers fits an int64."""
+"""Upper bound of a size in bytes: a sum of a few such numbers fits an int64."""
 
 
 def check_kinds(
     source: ShardColumns, target: ShardColumns, *, cast: bool, is_plain: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Raise unless every tensor that is wanted is in the source, of the same global shape and of a dtype that fits.
+    """Raise an error unless every wanted tensor is in the source, with the same global shape and a compatible dtype.
 
     Args:
-        source: the shards before.
-        target: the shards after.
-        cast: whether another dtype fits too, where `load` converts it.
-        is_plain: whether a key's values need no scales.
+        source: Shards before.
+        target: Shards after.
+        cast: Whether every dtype that `load` converts is compatible.
+        is_plain: Predicate of keys whose values need no scales.
 
     Raises:
-        KeyMismatch: a tensor isn't there.
-        ShapeError: one has another global shape, or a dtype that doesn't fit, or would be cast without its scales.
+        KeyMismatch: A tensor isn't in the source.
+        ShapeError: A tensor has another global shape or an incompatible dtype, or would be cast without its scales.
     """
     source_kinds = dict(zip(source.keys, source.kinds, strict=True))
     kinds = dict(zip(target.keys, target.kinds, strict=True))
@@ -179,7 +181,7 @@ def check_kinds(
         lines = (f"{key!r}: source has {before}, target asks for {after}" for key, (before, after) in wrong.items())
         fix = "\n  ".join(_fixes(wrong.values()))
         raise ShapeError(error_text("plan_reshard: global shapes or dtypes differ", offenders=lines, fix=fix))
-    # Among all that the source has, whoever asks for it: so all ranks find the same.
+    # Scales are looked for in the whole source, whoever asks for them, so that all ranks find the same.
     dtypes = {key: kind.dtype for key, kind in source_kinds.items()}
     changed = {key: dtypes[key] for key, kind in kinds.items() if kind.dtype != dtypes[key] and not is_plain(key)}
     refuse_scaled("plan_reshard", changed, scaled_values(changed, those_of(dtypes)))
@@ -191,7 +193,7 @@ def _fits(before: TensorKind, after: TensorKind, *, cast: bool) -> bool:
 
 
 def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
-    """Yield what to do about tensors that don't fit, each once."""
+    """Yield the advice for tensors that don't fit, without repetition."""
     dtypes = {(before.dtype, after.dtype) for before, after in pairs if before.dtype != after.dtype}
     if any(convertible(*pair) for pair in dtypes):
         yield "Pass cast=True to convert the source's dtype."
@@ -202,13 +204,14 @@ def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
 
 
 def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
-    """Raise if a side has more bytes than can be counted, on all ranks together.
+    """Raise an error if a side's shards on all ranks together have more bytes than can be counted.
 
     Raises:
-        ShapeError: names the largest tensors.
+        ShapeError: A side is too large; the error names its largest tensors.
     """
     for side, columns in (("source", source), ("target", target)):
-        # In floats, which don't overflow: an int64 product would wrap around and pass the check.
+        # The product is computed in floats, which don't overflow: an int64 product would wrap around and pass the
+        # check.
         item, box = columns.item_size[columns.key], columns.shape.astype(np.float64).prod(axis=1)
         nbytes = np.where(columns.start < 0, box, columns.stop - columns.start) * item
         if max((box * item).max(initial=0), nbytes.sum()) < _MOST:
@@ -216,15 +219,17 @@ def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
         total = np.bincount(columns.key, weights=nbytes, minlength=len(columns.keys))
         largest = np.argsort(-total, kind="stable").tolist()
         lines = (f"{columns.keys[key]!r} {columns.kinds[key]}: {total[key]:.3g} bytes" for key in largest)
-        what = f"plan_reshard: the {side}'s shards are too large, together"
-        raise ShapeError(error_text(what, offenders=lines, fix="Plan parts of them that have less than 2**62 bytes."))
+        heading = f"plan_reshard: the {side}'s shards together are too large"
+        raise ShapeError(
+            error_text(heading, offenders=lines, fix="Plan parts of them that have less than 2**62 bytes.")
+        )
 
 
 def check_mains(source: ShardColumns, target: ShardColumns) -> None:
-    """Raise if main replicas of what is wanted overlap, so that none is known to be right, or leave their tensor.
+    """Raise an error if main replicas of wanted tensors overlap, so that none is authoritative, or leave their tensor.
 
     Raises:
-        IntegrityError: names keys, ranks and boxes.
+        IntegrityError: Main replicas overlap or leave their tensor; the error names keys, ranks and boxes.
     """
     keys = set(target.keys)
     # Faults of tensors that no target asks for don't matter: they aren't moved.
@@ -234,10 +239,10 @@ def check_mains(source: ShardColumns, target: ShardColumns) -> None:
 
 
 def check_gaps(target: ShardColumns, pieces: Pieces) -> None:
-    """Raise if a rank wants elements that no rank holds.
+    """Raise an error if a rank wants elements that no rank holds.
 
     Raises:
-        IntegrityError: names keys, ranks and boxes.
+        IntegrityError: Some elements have no holder; the error names keys, ranks and boxes.
     """
     rows = np.flatnonzero(pieces.place == NOWHERE)
     _raise("plan_reshard: the source doesn't hold all that the target asks for", _gaps(target, pieces, rows.tolist()))

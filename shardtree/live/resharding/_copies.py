@@ -16,27 +16,27 @@ from ...core.plans import convert
 from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ._plan import ReshardPlan
 
-# Boxes of elements in memory of any strides, and copies between them.
+# Boxes of elements in memory with any strides, and copies between them.
 
 Memories = Mapping[int, torch.Tensor]
-"""The tensor of each shard, by its row in a plan's `source` or `target`."""
+"""Tensors of shards, by row in a plan's `source` or `target`."""
 
 CARRIERS = INTEGERS | {16: torch.complex128}
-"""Dtypes that torch copies bit for bit, by item size; some others it can't copy."""
+"""Dtypes that torch copies bit for bit, by item size; some other dtypes it can't copy."""
 
 _AT_ONCE = 65_536
-"""For so many boxes at a time numbers become Python objects, which take several times the memory of columns."""
+"""Number of boxes whose columns become Python objects at a time; these take several times the memory of columns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Boxes of elements, one a row, in the data of shards as `Transfers` counts it.
+    """Boxes of elements in the data of shards, one a row; elements are counted as by `Transfers`.
 
     Attributes:
-        row: the shard, int64 (boxes,).
-        element: the first, in the shard's row-major data, int64 (boxes,).
-        stride: of that data, in elements along each axis, int64 (boxes, axes).
-        shape: int64 (boxes, axes).
+        row: Row of the shard, int64 (boxes,).
+        element: First element in the shard's row-major data, int64 (boxes,).
+        stride: Strides of the shard's data along each axis, in elements, int64 (boxes, axes).
+        shape: Shape of each box, int64 (boxes, axes).
     """
 
     row: Column
@@ -50,9 +50,9 @@ class Regions:
     """Boxes of elements, located in storages.
 
     Attributes:
-        memory: for each box, a tensor that shares the storage.
-        begin: first element, counted from the storage's beginning, int64 (boxes,).
-        stride: in elements along each axis, int64 (boxes, axes).
+        memory: Tensor that shares the storage, for each box.
+        begin: Offset of the first element in the storage, in elements, int64 (boxes,).
+        stride: Strides along each axis, in elements, int64 (boxes, axes).
     """
 
     memory: list[torch.Tensor]
@@ -61,23 +61,23 @@ class Regions:
 
 
 def copy_boxes(shape: Column, source: Regions, target: Regions) -> None:
-    """Copy each box from one region to the other: every byte once, without a buffer, also between devices.
+    """Copy each box from one region to another: every byte once, without a buffer, also between devices.
 
     Args:
-        shape: int64 (boxes, axes).
-        source: where they are.
-        target: where they go.
+        shape: Shape of each box, int64 (boxes, axes).
+        source: Regions to read.
+        target: Regions to write.
     """
     for to, data in zip(region_views(shape, target), region_views(shape, source), strict=True):
         to.copy_(data)
 
 
 def region_views(shape: Column, regions: Regions) -> Iterator[torch.Tensor]:
-    """Yield each box of a region as a view, in the dtype of its memory.
+    """Yield a view of each box of a region, in the dtype of its memory.
 
     Args:
-        shape: int64 (boxes, axes).
-        regions: where they are.
+        shape: Shape of each box, int64 (boxes, axes).
+        regions: Regions of the boxes.
     """
     for first in range(0, len(shape), _AT_ONCE):
         rows = slice(first, first + _AT_ONCE)
@@ -86,22 +86,22 @@ def region_views(shape: Column, regions: Regions) -> Iterator[torch.Tensor]:
 
 
 def select_regions(regions: Regions, rows: Column) -> Regions:
-    """Return the given boxes, in the order given."""
+    """Return the selected boxes, in the order of `rows`."""
     return Regions([regions.memory[row] for row in rows.tolist()], regions.begin[rows], regions.stride[rows])
 
 
 def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Regions:
-    """Return where boxes of shards lie in the tensors that hold the shards.
+    """Return the regions of shards' boxes in the tensors that hold the shards.
 
     Args:
-        columns: the shards.
-        boxes: of their data.
-        memories: each shard's tensor, strided in any way, on any device. Contiguous ones may have any shape.
+        columns: Columns of the shards.
+        boxes: Boxes in the shards' data.
+        memories: Tensor of each shard, with any strides, on any device. Contiguous tensors may have any shape.
 
     Raises:
-        KeyMismatch: a shard has no tensor.
-        ShapeError: a tensor has another dtype than its shard, or another number of elements.
-        UnsupportedValue: it isn't dense, or its dtype is quantised.
+        KeyMismatch: A shard has no tensor.
+        ShapeError: A tensor has another dtype or another number of elements than its shard.
+        UnsupportedValue: A tensor isn't dense, or its dtype is quantised.
     """
     rows, number = np.unique(boxes.row, return_inverse=True)
     sizes = select_rows(columns, rows).elements.tolist()
@@ -110,33 +110,33 @@ def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Re
     first = np.array([memory.storage_offset() for memory in words], dtype=np.int64)[number]
     plain = np.array([memory.is_contiguous() for memory in words], dtype=np.bool_)[number]
     flat = columns.start[boxes.row] >= 0
-    # Contiguous memory, or memory of one axis, keeps a box's row-major strides, times the distance of neighbours. What
-    # has strides of its own is located index by index below.
+    # In contiguous memory, or memory of one axis, a box keeps its row-major strides, times the distance of neighbours.
+    #  Boxes in memory with other strides are located index by index below.
     scale = np.array([memory.stride(0) if memory.ndim == 1 else 1 for memory in words], dtype=np.int64)[number]
     scale = np.where(plain, 1, scale)
     others = np.flatnonzero(~plain & ~flat)
     begin, stride = first + boxes.element * scale, boxes.stride * scale[:, None]
     if others.size:
-        own = np.stack([_strides(memory, boxes.shape.shape[1]) for memory in words])[number[others]]
-        shape = widen(columns.shape, own.shape[1], 1)[boxes.row[others]]
+        memory_strides = np.stack([_strides(memory, boxes.shape.shape[1]) for memory in words])[number[others]]
+        shape = widen(columns.shape, memory_strides.shape[1], 1)[boxes.row[others]]
         index = boxes.element[others][:, None] // row_major_strides(shape) % shape
-        begin[others], stride[others] = first[others] + (index * own).sum(axis=1), own
+        begin[others], stride[others] = first[others] + (index * memory_strides).sum(axis=1), memory_strides
     return Regions([words[place] for place in number.tolist()], begin, stride)
 
 
 def target_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Regions:
-    """Return `shard_regions` of tensors that are written.
+    """Return `shard_regions` of tensors that will be written.
 
     Raises:
-        KeyMismatch: as `shard_regions`.
-        ShapeError: as `shard_regions`, or a tensor is conjugated or negated lazily, so that it can't be written.
-        UnsupportedValue: as `shard_regions`.
+        KeyMismatch: A shard has no tensor.
+        ShapeError: A tensor doesn't fit its shard, or is lazily conjugated or negated, so that it can't be written.
+        UnsupportedValue: A tensor isn't dense, or its dtype is quantised.
     """
     rows = (row for row in np.unique(boxes.row).tolist() if row in memories)
     lazy = [row for row in rows if memories[row].is_conj() or memories[row].is_neg()]
     if lazy:
-        what, fix = "reshard: targets that are conjugated or negated lazily", "Give .resolve_conj().resolve_neg()."
-        raise ShapeError(error_text(what, offenders=[_name(columns, row) for row in lazy], fix=fix))
+        heading, fix = "reshard: targets that are conjugated or negated lazily", "Give .resolve_conj().resolve_neg()."
+        raise ShapeError(error_text(heading, offenders=[_name(columns, row) for row in lazy], fix=fix))
     return shard_regions(columns, boxes, memories)
 
 
@@ -146,7 +146,7 @@ def _strides(memory: torch.Tensor, axes: int) -> Column:
 
 
 def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
-    """Return a shard's tensor as integers of its item size, after checking that it is the shard's."""
+    """Return a shard's tensor as integers of its item size, after checking that it fits the shard."""
     if row not in memories:
         fix = "Give the tensor of each shard that the rank holds, by its row."
         raise KeyMismatch(error_text(f"reshard: no memory for {_name(columns, row)}, row {row}", fix=fix))
@@ -173,52 +173,62 @@ def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: 
     """Write transfers into target shards, directly from their sources.
 
     Args:
-        plan: what moves.
-        rows: of its transfers, those of each hop in the order in which they are written.
-        sources: the data of source shards, by row.
-        targets: written: the data of target shards, by row.
+        plan: Plan of the transfers.
+        rows: Rows of the plan's transfers; those of each hop are written in this order.
+        sources: Data of source shards, by row.
+        targets: Data of target shards, by row, which is written.
     """
     transfers = plan.transfers
-    # Hop by hop, since later ones read what earlier ones have written.
+    # Transfers go hop by hop, since later ones read elements that earlier ones have written.
     for hop in np.unique(transfers.hop[rows]).tolist():
         columns, memories = (plan.target, targets) if hop else (plan.source, sources)
-        each = rows[transfers.hop[rows] == hop]
-        shape = transfers.shape[each]
-        source = Boxes(transfers.source[each], transfers.source_element[each], transfers.source_stride[each], shape)
-        target = Boxes(transfers.target[each], transfers.target_element[each], transfers.target_stride[each], shape)
+        rows_of_hop = rows[transfers.hop[rows] == hop]
+        shape = transfers.shape[rows_of_hop]
+        source = Boxes(
+            transfers.source[rows_of_hop],
+            transfers.source_element[rows_of_hop],
+            transfers.source_stride[rows_of_hop],
+            shape,
+        )
+        target = Boxes(
+            transfers.target[rows_of_hop],
+            transfers.target_element[rows_of_hop],
+            transfers.target_stride[rows_of_hop],
+            shape,
+        )
         into = target_regions(plan.target, target, targets)
-        write_boxes(plan, each, shape, shard_regions(columns, source, memories), into)
+        write_boxes(plan, rows_of_hop, shape, shard_regions(columns, source, memories), into)
 
 
 def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions, target: Regions) -> None:
-    """Write boxes of transfers bit for bit, or converted where they come from a shard of another dtype.
+    """Write boxes of transfers bit for bit, or converted if they come from a shard of another dtype.
 
     Args:
-        plan: what moves.
-        rows: the transfer that each box is of, int64 (boxes,).
-        shape: int64 (boxes, axes).
-        source: where they are, in the dtype that they have there.
-        target: where they go, as the target's dtype: a shard, or a send buffer.
+        plan: Plan of the transfers.
+        rows: Transfer of each box, int64 (boxes,).
+        shape: Shape of each box, int64 (boxes, axes).
+        source: Regions to read, in their shards' dtypes.
+        target: Regions to write, in the target's dtype: in a shard or a send buffer.
 
     Raises:
-        ShapeError: an integer doesn't fit the target's dtype.
+        ShapeError: An integer doesn't fit the target's dtype.
     """
     casts = _casts(plan, rows)
     if not casts:
         return copy_boxes(shape, source, target)
     key = plan.transfers.key[rows]
-    # What is passed on was converted before its first hop.
+    # Relayed data was converted before its first hop.
     is_cast = (plan.transfers.hop[rows] == 0) & np.isin(key, list(casts))
-    own, rest = np.flatnonzero(is_cast), np.flatnonzero(~is_cast)
-    ends = (region_views(shape[own], select_regions(one, own)) for one in (source, target))
-    for number, out, into in zip(key[own].tolist(), *ends, strict=True):
+    cast, copied = np.flatnonzero(is_cast), np.flatnonzero(~is_cast)
+    ends = (region_views(shape[cast], select_regions(regions, cast)) for regions in (source, target))
+    for number, out, into in zip(key[cast].tolist(), *ends, strict=True):
         before, after = casts[number]
         convert(plan.target.keys[number], out.view(before), into.view(after), doing="reshard")
-    return copy_boxes(shape[rest], select_regions(source, rest), select_regions(target, rest))
+    return copy_boxes(shape[copied], select_regions(source, copied), select_regions(target, copied))
 
 
 def _casts(plan: ReshardPlan, rows: Column) -> dict[int, tuple[torch.dtype, torch.dtype]]:
-    """Return the dtypes before and after of the tensors that change theirs in the given transfers, by number."""
+    """Return the dtypes before and after of the tensors that given transfers cast, by number of the tensor."""
     transfers = plan.transfers
     first = rows[transfers.hop[rows] == 0]  # at later hops data comes from target shards, which have the target's dtype
     key, at = np.unique(transfers.key[first], return_index=True)

@@ -1,4 +1,4 @@
-"""Which rank reads what for others, so that each byte is read once; how it gets to them is a reshard."""
+"""Plans of shared reads: the rank that reads each byte, and the reshard that passes it on."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from ...core.plans import HeldLine, Holders, Parts, deal_out, find_holders, held
 from ...errors import size_text, table_lines
 from . import ReshardPlan, plan_reshard
 
-# Wanted shards cut into cells, of which any two of a tensor are equal or apart: one rank can read each for all.
+# Wanted shards are cut into cells; any two cells of a tensor are equal or disjoint, so one rank can read each for all.
 
 MOST_CELLS = 16
-"""The most cells that the boxes of a tensor are cut into, on average; where they would be more, they stay whole."""
+"""Upper bound of cells for each box of a tensor, on average; a tensor that would have more keeps its shards whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedCells:
-    """What ranks want, in parts that each shard wants whole or not at all.
+    """The wanted shards of all ranks, cut into cells that each shard wants whole or not at all.
 
     Attributes:
-        targets: the shards, as given; one that stays whole though it overlaps others is of a tensor of its own.
-        shards: the cells, each as one of the shards that want it would hold it alone.
-        row: who wants a cell: a row of `targets`, int64 (wants,).
-        cell: which cell that is, int64 (wants,).
+        targets: The wanted shards; a shard that overlaps others but stays whole is made a tensor of its own.
+        shards: The cells, as shards of one of the ranks that want them.
+        row: Shard that wants a cell, as a row of `targets`, int64 (wants,).
+        cell: Row of the wanted cell in `shards`, int64 (wants,).
     """
 
     targets: ShardColumns
@@ -48,12 +48,13 @@ class WantedCells:
 
 
 def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST_CELLS) -> WantedCells:
-    """Return the cells of shards: equal shards are one, and those that overlap are cut along each other's edges.
+    """Return the cells of shards: equal shards share theirs, and overlapping shards are cut along each other's edges.
 
     Args:
-        columns: the shards that all ranks want; those without elements have no cell.
-        is_cut: whether shards are cut; if not, cells are shards.
-        most: cells that each box of a tensor is cut into, on average; if they would be more, its shards stay whole.
+        columns: Wanted shards of all ranks; shards without elements have no cell.
+        is_cut: Whether shards are cut; if not, cells are whole shards.
+        most: Upper bound of cells for each box of a tensor, on average; a tensor that would have more keeps its shards
+            whole.
 
     Examples:
         >>> import torch, shardtree as st
@@ -63,8 +64,8 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
         ([[0], [1], [2]], [[1], [1], [1]], [0, 0, 1, 1], [0, 1, 1, 2])
     """
     place, places = held_places(columns)
-    one = first_rows(place, places)  # equal shards are cut alike: one of each place stands for the others
-    shards = select_rows(columns, one)
+    kept_row = first_rows(place, places)  # equal shards are cut alike: one of each place stands for the others
+    shards = select_rows(columns, kept_row)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     overlapping = shared_groups(shards.key[boxes.shard], boxes.offset, boxes.shape)
     overlaps = np.flatnonzero(np.isin(shards.key, overlapping)[boxes.shard] & (boxes.shape > 0).all(axis=1))
@@ -78,22 +79,22 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     parts = aligned_boxes(key[~whole], offset[~whole], shape[~whole])
     is_whole = np.ones(places, dtype=np.bool_)
     is_whole[boxes.shard[cut]] = False
-    rest = np.flatnonzero(is_whole & (shards.elements > 0))
+    uncut = np.flatnonzero(is_whole & (shards.elements > 0))
     first = first_rows(parts.number, int(parts.number.max(initial=-1)) + 1)
-    cells = select_rows(targets, one[np.concatenate([rest, boxes.shard[cut[parts.row[first]]]])])
-    cells.offset[rest.size :], cells.shape[rest.size :] = parts.offset[first], parts.shape[first]
-    cells.start[rest.size :], cells.stop[rest.size :] = -1, -1
-    # From the cells of places to those of all shards.
-    of = np.concatenate([rest, boxes.shard[cut[parts.row]]])
+    cells = select_rows(targets, kept_row[np.concatenate([uncut, boxes.shard[cut[parts.row[first]]]])])
+    cells.offset[uncut.size :], cells.shape[uncut.size :] = parts.offset[first], parts.shape[first]
+    cells.start[uncut.size :], cells.stop[uncut.size :] = -1, -1
+    # Cells belong to places so far; give them to all shards at these places.
+    of = np.concatenate([uncut, boxes.shard[cut[parts.row]]])
     order = np.argsort(of, kind="stable")
-    number = np.concatenate([np.arange(rest.size), rest.size + parts.number])[order]
+    number = np.concatenate([np.arange(uncut.size), uncut.size + parts.number])[order]
     first, count = np.searchsorted(of[order], place), np.bincount(of, minlength=places)[place]
     row, at = span_numbers(first, count)
     return WantedCells(targets, cells, row, number[at])
 
 
 def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:
-    """Return shards of which those at some places are of tensors of their own: none shares elements with others."""
+    """Return shards with those at some places made tensors of their own, which share no elements with others."""
     if not alone.size:
         return columns
     key = columns.key.copy()
@@ -102,31 +103,35 @@ def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> Shar
     key[mine] = len(columns.keys) + at[mine]
     of = np.zeros(alone.size, dtype=np.int64)
     of[at[mine]] = columns.key[mine]
-    names = [*columns.keys, *(columns.keys[each] for each in of.tolist())]
-    # Numbered, all of them: a key with a number behind it might be another tensor's.
+    names = [*columns.keys, *(columns.keys[tensor] for tensor in of.tolist())]
+    # All copies are numbered: a key with a number behind it might be another tensor's.
     keys = tuple(f"{number}: {name}" for number, name in enumerate(names))
-    return replace(columns, keys=keys, kinds=(*columns.kinds, *(columns.kinds[each] for each in of.tolist())), key=key)
+    return replace(
+        columns, keys=keys, kinds=(*columns.kinds, *(columns.kinds[tensor] for tensor in of.tolist())), key=key
+    )
 
 
-# Who reads which part of them.
+# The division of cells among readers.
 
 STRIPE_BYTES = 1024 * 1024
-"""Shards are cut between readers at multiples of this: whole requests, and few hashed blocks that two ranks read."""
+"""Shards are cut between readers at multiples of this size, for whole requests and few hashed blocks that two ranks
+ read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SharedReads:
-    """Which rank reads which bytes of what several ranks want. Its text is a table.
+    """The bytes that each rank reads of shards that several ranks want. Its text is a table.
 
     Attributes:
-        ranks: how many there are.
-        targets: the shards that ranks want; of those that overlap and aren't cut, each is of a tensor of its own.
-        reads: what ranks read, as shards of the same tensors, by tensor and place.
-        row: the shard of its reader that each read is of, the first that wants it, a row of `targets`, int64 (reads,).
-        first: the first row of each rank in `targets`, int64 (ranks,).
-        is_whole: whether a read is all of its shard, bool (reads,).
-        bytes_sent: how many bytes each rank sends to others, int64 (ranks,).
-        bytes_received: how many bytes each rank is sent by others, int64 (ranks,).
+        ranks: Number of ranks.
+        targets: Wanted shards; a shard that overlaps others but isn't cut is made a tensor of its own.
+        reads: Reads of all ranks, as shards of the same tensors, ordered by tensor and place.
+        row: Shard that contains each read, the first of its reader that wants it, as a row of `targets`, int64
+            (reads,).
+        first: First row of each rank in `targets`, int64 (ranks,).
+        is_whole: Whether a read is its whole shard, bool (reads,).
+        bytes_sent: Bytes that each rank sends to others, int64 (ranks,).
+        bytes_received: Bytes that each rank receives from others, int64 (ranks,).
     """
 
     ranks: int
@@ -140,7 +145,7 @@ class SharedReads:
 
     @property
     def bytes_read(self) -> Column:
-        """How many bytes each rank reads, int64 (ranks,)."""
+        """Bytes that each rank reads, int64 (ranks,)."""
         return group_sums(self.reads.rank, self.reads.nbytes, self.ranks)
 
     def __repr__(self) -> str:
@@ -151,12 +156,12 @@ class SharedReads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangePlan:
-    """Which rank reads which bytes, and how they get to all others that want them.
+    """The bytes that each rank reads, and the plan that passes them on to the other ranks that want them.
 
     Attributes:
-        shared: who reads what.
-        passed_on: from the reads to the wanted shards, without what is read into its place.
-        element: the element of its shard that each read begins at; -1 if it isn't consecutive there, int64 (reads,).
+        shared: Reads of all ranks.
+        passed_on: Plan from the reads to the wanted shards, without elements that are read directly into them.
+        element: Element of its shard at which each read begins; -1 if the read isn't contiguous there, int64 (reads,).
     """
 
     shared: SharedReads
@@ -172,14 +177,14 @@ def plan_exchange(
     most_cells: int = MOST_CELLS,
     is_cut: bool = True,
 ) -> ExchangePlan:
-    """Return the plan by which ranks that want the same elements read them once between them, and pass them on.
+    """Return the plan by which ranks that want the same elements read them once and pass them on.
 
     Args:
-        columns: as in `plan_reads`, which says who reads what.
-        ranks: likewise.
-        stripe_bytes: likewise.
-        most_cells: likewise.
-        is_cut: likewise.
+        columns: Wanted shards of all ranks, as for `plan_reads`, which assigns the reads.
+        ranks: Number of ranks.
+        stripe_bytes: Multiple of bytes at which cells are cut.
+        most_cells: Upper bound of cells for each box of a tensor, on average, as for `plan_reads`.
+        is_cut: Whether shards and cells are cut, as for `plan_reads`.
 
     Examples:
         >>> import torch, shardtree as st
@@ -191,16 +196,16 @@ def plan_exchange(
     shared = plan_reads(columns, ranks, stripe_bytes=stripe_bytes, most_cells=most_cells, is_cut=is_cut)
     plan = plan_reshard(shared.reads, shared.targets)
     transfers = plan.transfers
-    # To its own shard, which is the first of its rank that wants it; others get copies.
-    own = np.flatnonzero((transfers.from_rank == transfers.to_rank) & (transfers.hop == 0))
-    own = own[transfers.target[own] == shared.row[transfers.source[own]]]
-    source, shift = transfers.source[own], (transfers.target_element - transfers.source_element)[own]
+    # A read goes into its own shard, the first of its rank that wants it; the rank's other shards get copies.
+    local = np.flatnonzero((transfers.from_rank == transfers.to_rank) & (transfers.hop == 0))
+    local = local[transfers.target[local] == shared.row[transfers.source[local]]]
+    source, shift = transfers.source[local], (transfers.target_element - transfers.source_element)[local]
     element = np.full(len(shared.reads), -1)
     element[source] = shift
     alike = ((transfers.source_stride == transfers.target_stride) | (transfers.shape == 1)).all(axis=1)
-    element[source[~alike[own] | (shift != element[source])]] = -1
-    rest = np.delete(np.arange(len(transfers)), own[element[source] >= 0])
-    return ExchangePlan(shared, replace(plan, transfers=rows_of(transfers, rest)), element)
+    element[source[~alike[local] | (shift != element[source])]] = -1
+    remaining = np.delete(np.arange(len(transfers)), local[element[source] >= 0])
+    return ExchangePlan(shared, replace(plan, transfers=rows_of(transfers, remaining)), element)
 
 
 def plan_reads(
@@ -212,21 +217,22 @@ def plan_reads(
     is_cut: bool = True,
     alike: Sequence[Column] | None = None,
 ) -> SharedReads:
-    """Return what each rank reads so that ranks that want the same elements read them once between them.
+    """Return the reads of each rank by which ranks that want the same elements read them once between them.
 
     Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
     end and cut into one range a rank, so that each rank reads as much as the others, whatever it reads alone or with
-    other sets. Cuts lie between cells or at whole stripes: a rank is at most a stripe away from its part. Ranks that
-    want the same are described once: what this takes doesn't grow with the replicas.
+    other sets. Cuts lie between cells or at whole stripes: a rank's share is at most a stripe away from an equal one.
+     Ranks that want the same are described once, so the cost doesn't grow with the number of replicas.
 
     Args:
-        columns: the shards that all ranks want, each rank's rows together.
-        ranks: how many ranks there are.
-        stripe_bytes: cells are cut at multiples of so many bytes.
-        most_cells: that the boxes of a tensor are cut into, on average; if they would be more, its shards stay whole,
-            and what they share is read more than once.
-        is_cut: whether shards and cells are cut; if not, equal shards are read whole by one rank, others by each.
-        alike: the ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
+        columns: Wanted shards of all ranks, with each rank's rows together.
+        ranks: Number of ranks.
+        stripe_bytes: Multiple of bytes at which cells are cut.
+        most_cells: Upper bound of cells for each box of a tensor, on average; a tensor that would have more keeps its
+            shards whole, and elements that they share are read more than once.
+        is_cut: Whether shards and cells are cut; if not, one rank reads equal shards whole, and each rank its other
+            shards.
+        alike: Ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
 
     Examples:
         >>> import torch, shardtree as st
@@ -240,17 +246,18 @@ def plan_reads(
     """
     alike = list(np.arange(ranks)[:, None]) if alike is None else alike
     number = np.zeros(ranks, dtype=np.int64)
-    for each, members in enumerate(alike):
-        number[members] = each
+    for stand_in, members in enumerate(alike):
+        number[members] = stand_in
     cells = wanted_cells(columns, is_cut=is_cut, most=most_cells)
     item_size = cells.shards.item_size[cells.shards.key]
     size, holder = cells.shards.elements * item_size, columns.rank[cells.row]
     holders = find_holders(cells.cell, holder, size > 0)
     parts = _deal(holders, alike, size, -(-stripe_bytes // item_size) * item_size * is_cut, ranks)
     reads = _as_reads(cells.shards, parts, item_size, size)
-    # Each rank once, however many of its shards want a cell: what it gets once it copies to the others.
+    # Each rank counts once, however many of its shards want a cell: it receives a cell once and copies it to the
+    # others.
     of, who = np.repeat(holders.place, holders.count), holders.rank
-    wanting = group_sums(of, np.array([each.size for each in alike], dtype=np.int64)[who], size.size)
+    wanting = group_sums(of, np.array([stand_in.size for stand_in in alike], dtype=np.int64)[who], size.size)
     length = parts.end - parts.begin
     bytes_sent = group_sums(parts.sender, length * (wanting[parts.item] - 1), ranks)
     bytes_received = group_sums(who, size[of], len(alike))[number] - group_sums(parts.sender, length, ranks)
@@ -265,7 +272,7 @@ def plan_reads(
 
 
 def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column) -> ShardColumns:
-    """Return parts of cells as shards of those that read them: flat ranges, but for whole cells."""
+    """Return parts of cells as shards of their readers: flat ranges, except for whole cells."""
     reads, item = select_rows(cells, parts.item), item_size[parts.item]
     cut = (parts.begin > 0) | (parts.end < size[parts.item])
     base = np.maximum(reads.start, 0)
@@ -275,8 +282,8 @@ def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column
 
 
 def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
-    """Return who reads which bytes of which cell, by cell and byte; cells of no bytes are left out."""
-    # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
+    """Return the parts of cells that each rank reads, ordered by cell and byte, without cells of no bytes."""
+    # A cell that only one rank wants leaves no choice: it counts as load before the others are shared out.
     of_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
     only = holders.rank[holders.first]
     alone = (holders.count == 1) & of_one[only]
@@ -295,5 +302,5 @@ def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, 
     of_one = np.where(holders.count == 1, holders.rank[holders.first], -1)
     sets += [(holders.place[of_one == each], np.array([each])) for each in distinct(of_one[of_one >= 0])]
     ranks = [(places, np.sort(np.concatenate([alike[each] for each in members]))) for places, members in sets]
-    # In the order of the sets of ranks, whatever stands for them: one plan, however ranks are described.
+    # Sets are ordered by their ranks, whatever stands for them, so that the plan doesn't depend on the description.
     return sorted((one for one in ranks if one[1].size > 1), key=lambda one: (one[1].size, one[1].tolist()))

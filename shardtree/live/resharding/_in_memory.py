@@ -50,7 +50,7 @@ from ...core.trees import (
 from ...errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
 from . import ReshardPlan, copy_transfers, plan_reshard
 
-# The trees at a reshard's two ends: flattened into shards and plain values, and rebuilt.
+# The source and target trees of a reshard: flattened into shards and plain values, and rebuilt.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,9 +58,9 @@ class SourceTree:
     """A rank's source tree, flattened.
 
     Attributes:
-        tensors: its shards, factories applied, in the order of the tree's leaves.
-        objects: its sharded objects, likewise.
-        common: everything else, with holes where shards and nonpersistent objects were.
+        tensors: Shards of the tree with factories applied, in the order of its leaves.
+        objects: Sharded objects of the tree, in the order of its leaves.
+        common: All other leaves, with holes in place of shards and nonpersistent objects.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -73,11 +73,11 @@ class TargetTree:
     """A rank's target tree, flattened, with the functions that rebuild it.
 
     Attributes:
-        leaves: of the tree with factories applied.
-        inner: for each, whether a factory built it.
-        rebuild: from new leaves to a tree of the same structure.
-        merge: from the joined tree to one with factories that hold their merged tensors.
-        plain: path and leaf of the plain tensors among the leaves.
+        leaves: Leaves of the tree with factories applied.
+        inner: Whether a factory built each leaf.
+        rebuild: Function from new leaves to a tree of the same structure.
+        merge: Function from the joined tree to one whose factories hold their merged tensors.
+        plain: Path and leaf of each plain tensor among the leaves.
     """
 
     leaves: tuple[Any, ...]
@@ -88,12 +88,12 @@ class TargetTree:
 
     @property
     def tensors(self) -> tuple[ShardedTensor, ...]:
-        """The tensor shards, in the order of the leaves."""
+        """Tensor shards of the tree, in the order of its leaves."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, ShardedTensor))
 
     @property
     def objects(self) -> tuple[ShardedObject, ...]:
-        """The sharded objects, in the order of the leaves."""
+        """Sharded objects of the tree, in the order of its leaves."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, ShardedObject))
 
 
@@ -101,14 +101,14 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
     """Return a rank's source tree, flattened.
 
     Args:
-        tree: of shards with tensors.
-        doing: for messages.
+        tree: Tree of shards with tensors.
+        doing: Name of the operation in error messages.
 
     Raises:
-        TreeError: it isn't a tree, or too deep.
-        CheckpointingException: a shard has no tensor.
-        ShapeError: a shard's tensor was changed since the shard was built.
-        UnsupportedValue: a shard is hidden in a value that tree maps don't enter.
+        TreeError: The argument isn't a tree, or is too deep.
+        CheckpointingException: A shard has no tensor.
+        ShapeError: A shard's tensor was changed after the shard was built.
+        UnsupportedValue: A shard is hidden in a value that tree maps don't enter.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -130,36 +130,36 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
 def _check_tensors(shards: Sequence[tuple[TreePath, ShardedTensor]], doing: str) -> None:
     empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in shards if given_tensor(shard) is None]
     if empty:
-        what, fix = f"{doing}: source shards without a tensor", "Give each its tensor; read a lazy one first."
-        raise CheckpointingException(error_text(what, offenders=empty, fix=fix))
+        heading, fix = f"{doing}: source shards without a tensor", "Give each its tensor; read a lazy one first."
+        raise CheckpointingException(error_text(heading, offenders=empty, fix=fix))
     for _, shard in shards:
         check_unchanged(doing, shard, shard.data)
 
 
 def agreed_common(commons: Mapping[int, Any], doing: str = "reshard") -> Any:
-    """Return the plain values that all ranks share, with holes where the first one's shards were.
+    """Return the plain values that all ranks share, with holes where the first rank's shards were.
 
     Args:
-        commons: each rank's common tree, by rank; a hole for one with an empty tree.
-        doing: for the message.
+        commons: Common tree of each rank, by rank; a hole for a rank with an empty tree.
+        doing: Name of the operation in error messages.
 
     Returns:
         A common tree; a hole if all ranks' trees are empty.
 
     Raises:
-        IntegrityError: names every path at which they differ, the ranks and all values.
+        IntegrityError: Common trees differ; the error names every such path with the ranks and all values.
 
     Examples:
         >>> agreed_common({4: {"w": HOLE, "step": 3}, 5: {"step": 3}, 6: HOLE})
         {'w': HOLE, 'step': 3}
     """
     commons = {rank: common for rank, common in sorted(commons.items()) if common is not HOLE}
-    # Compared as a format would store them: two ranks may hold equal values in containers that differ.
+    # Values are compared as a format would store them: two ranks may hold equal values in different containers.
     problems = common_problems({rank: comparable(common) for rank, common in commons.items()})
     if problems:
         fix = "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject."
-        what = f"{doing}: the ranks' plain values differ"
-        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+        heading = f"{doing}: the ranks' plain values differ"
+        raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
     return next(iter(commons.values()), HOLE)
 
 
@@ -167,14 +167,14 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
     """Return a rank's target tree, flattened.
 
     Args:
-        tree: of shards, with tensors or without.
-        doing: for messages.
-        donate: whether its tensors are given away, those that factories hold too.
+        tree: Tree of shards, with or without tensors.
+        doing: Name of the operation in error messages.
+        donate: Whether its tensors are donated, including those that factories hold.
 
     Raises:
-        TreeError: it isn't a tree, or too deep.
-        UnsupportedValue: a shard is hidden in a value that tree maps don't enter.
-        ShapeError: what a donated factory holds shares memory with others, or can't be written.
+        TreeError: The argument isn't a tree, or is too deep.
+        UnsupportedValue: A shard is hidden in a value that tree maps don't enter.
+        ShapeError: The tensor of a donated factory shares memory with others, or isn't writable.
 
     Examples:
         >>> [shard.key for shard in take_target({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}).tensors]
@@ -193,7 +193,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
 
 
 def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
-    """Return a factory that merges to itself with the merged tensor as its data; another leaf as it is."""
+    """Return a factory that merges to itself with the merged tensor as its data; return any other leaf unchanged."""
     if (factory := factory_of(leaf)) is None:
         return leaf
     return replace(factory, merge_fn=lambda data: replace(leaf, data=merge_one(factory, data)))
@@ -206,18 +206,18 @@ def complete(
     objects: Sequence[ShardedObject],
     doing: str = "reshard",
 ) -> Any:
-    """Return the tree that a rank gets: its target with data, joined with copies of the plain values.
+    """Return the result of a rank: its target with data, joined with copies of the plain values.
 
     Args:
-        target: what it wants.
-        common: the plain values that all source ranks have; a hole if there are none.
-        tensors: for each of `target.tensors`.
-        objects: for each of `target.objects`, the object with data.
-        doing: for messages.
+        target: Target tree of the rank.
+        common: Plain values that all source ranks share; a hole if there are none.
+        tensors: Tensor of each shard in `target.tensors`.
+        objects: Object with data for each of `target.objects`.
+        doing: Name of the operation in error messages.
 
     Raises:
-        TreeError: the target doesn't fit the common state.
-        UnsupportedValue: a plain value can't be copied.
+        TreeError: The target doesn't fit the common state.
+        UnsupportedValue: A plain value can't be copied.
 
     Examples:
         >>> target = take_target({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))})
@@ -228,34 +228,34 @@ def complete(
     data, items = iter(tensors), iter(objects)
     pairs = zip(target.leaves, target.inner, strict=True)
     tree = target.rebuild([_leaf_with_data(leaf, data, items, inner=inner) for leaf, inner in pairs])
-    own = HOLE if common is HOLE else own_copy(common, f"{doing}: a plain value")
+    copied = HOLE if common is HOLE else own_copy(common, f"{doing}: a plain value")
     with refuse_too_deep(doing):
-        return target.merge(join_filled(own, tree, target.plain, doing))
+        return target.merge(join_filled(copied, tree, target.plain, doing))
 
 
 def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], doing: str) -> Any:
-    """Return a target joined with the plain values of the sources, after checking that its plain tensors get one.
+    """Return a target joined with the sources' plain values, after checking that these include its plain tensors.
 
     Args:
-        common: the plain values; a hole if there are none.
-        tree: the target, with holes for its plain values.
-        plain: path and leaf of its plain tensors.
-        doing: for messages.
+        common: Plain values of the sources; a hole if there are none.
+        tree: Target tree, with holes for its plain values.
+        plain: Path and leaf of each plain tensor of the target.
+        doing: Name of the operation in error messages.
 
     Raises:
-        TreeError: the target doesn't fit the common state, or a plain tensor isn't in it: it would be lost.
+        TreeError: The target doesn't fit the common state, or one of its plain tensors isn't in it and would be lost.
     """
     tree = join(common, tree)
     lacking = [render_path(path) for path in unfilled(tree, plain)]
     if lacking:
-        what = f"{doing}: plain tensors of the target that no source has as a plain value"
+        heading = f"{doing}: plain tensors of the target that no source has as a plain value"
         fix = "Make each a shard, as `shard_at` does, or put what is the rank's own into a LocalNonpersistentObject."
-        raise TreeError(error_text(what, offenders=lacking, fix=fix))
+        raise TreeError(error_text(heading, offenders=lacking, fix=fix))
     return tree
 
 
 def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], items: Iterator[ShardedObject], *, inner: bool) -> Any:
-    """Return what replaces a leaf: below a factory bare data, which it merges as in `load`; else the leaf with data."""
+    """Return the replacement of a leaf: the leaf with data, or below a factory the bare data, which it merges."""
     if isinstance(leaf, ShardedTensor):
         return next(data) if inner else with_data(leaf, next(data))
     if isinstance(leaf, ShardedObject):
@@ -275,36 +275,36 @@ def reshard(
     cast: bool = False,
     plain: Sequence[str] = (),
 ) -> Any:
-    """Return the targets filled from the trees of all ranks: what saving those and loading these would give.
+    """Return the targets filled from the trees of all ranks, as saving those and loading these would do.
 
-    Each byte is copied once, directly from the source's tensor into new memory. Nothing that is given is changed, and
-    nothing that can change is shared.
+    Each byte is copied once, directly from the source's tensor into new memory. The arguments aren't changed, and the
+     result shares nothing mutable with them.
 
     Args:
-        trees: each rank's tree, by rank: a mapping, or a list that begins with rank 0. Tensors may be strided in any
-            way, on any device. Plain values must be the same on all ranks, but those whose tree is empty.
-        targets: likewise the trees that are wanted, on as many ranks as there are then. Shards say what they want;
-            their data may be a tensor, whose device the new one gets, or None or a meta tensor: then it gets the
-            device of a shard that it comes from. Plain tensors must be plain values of the sources; other plain values
-            are ignored.
-        rules: what becomes of arrays of objects that change their shape, by patterns of keys; see `reshard_objects`.
-        empty: makes a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`: pinned, or shared
-            between processes, if it says so.
-        cast: whether tensors get the targets' dtypes, as `load` converts them.
-        plain: patterns of keys of values that need no scales, as for `load`.
+        trees: Source tree of each rank: a mapping by rank, or a list that begins with rank 0. Tensors may have any
+            strides, on any device. Plain values must be the same on all ranks, except on ranks whose tree is empty.
+        targets: Target tree of each rank after resharding, in the same form. A shard's data may be a tensor, whose
+            device the new tensor gets, or None or a meta tensor: then the new tensor gets the device of a source shard.
+            Plain tensors must be plain values of the sources; other plain values are ignored.
+        rules: Rules for arrays of objects that change their shape, by key pattern; see `reshard_objects`.
+        empty: Allocator of a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`; it may return
+            pinned memory, or memory shared between processes.
+        cast: Whether tensors are converted to the targets' dtypes, as `load` does.
+        plain: Key patterns of values that need no scales, as for `load`.
 
     Returns:
-        A tree for each rank of the targets, in a container like theirs: the target's structure, shards and factories
-        with their data, nonpersistent objects as they are, joined with the plain values.
+        Result tree of each target rank, in a container of the targets' kind: the target's structure, shards and
+        factories
+         with their data, nonpersistent objects as they are, joined with the plain values.
 
     Raises:
-        TreeError: there is no tree, or a target doesn't fit the plain values, or no source has its plain tensor.
-        IntegrityError: source ranks disagree, targets ask for more than is there, or objects need a rule.
-        KeyMismatch: a target asks for a key that isn't there; or a pattern fits nothing.
-        ShapeError: a tensor's global shape differs, or its dtype, and it isn't or can't be cast, or only with its
+        TreeError: There is no tree, a target doesn't fit the plain values, or no source has its plain tensor.
+        IntegrityError: Source ranks disagree, targets ask for elements that no rank has, or objects need a rule.
+        KeyMismatch: A target asks for a key that no source has, or a pattern matches nothing.
+        ShapeError: A tensor's global shape differs; or its dtype differs and isn't cast, can't be cast, or needs its
             scales; or a shard's tensor was changed.
-        UnsupportedValue: a tensor isn't dense, or quantised, or a plain value or object can't be copied.
-        CheckpointingException: a source shard has no tensor.
+        UnsupportedValue: A tensor isn't dense, or is quantised; or a plain value or object can't be copied.
+        CheckpointingException: A source shard has no tensor.
 
     Examples:
         >>> whole = torch.arange(12.0).view(4, 3)
@@ -317,15 +317,15 @@ def reshard(
     """
     source_trees = {rank: take_source(tree) for rank, tree in trees_by_rank(trees, "reshard").items()}
     target_trees = {rank: take_target(tree) for rank, tree in trees_by_rank(targets, "reshard").items()}
-    # A rank with an empty tree has nothing to agree on: engines without state beside trainers, say.
-    common = agreed_common({rank: one.common or HOLE for rank, one in source_trees.items()})
+    # A rank with an empty tree, such as an engine beside trainers, needn't agree about plain values.
+    common = agreed_common({rank: flat.common or HOLE for rank, flat in source_trees.items()})
     plan = plan_reshard(_columns(source_trees), _columns(target_trees), cast=cast, plain=plain)
     tensors = iter(_copy_into_new(plan, _tensors(source_trees.values()), _tensors(target_trees.values()), empty))
-    items = [item for one in target_trees.values() for item in one.objects]
-    objects = iter(reshard_objects((item for one in source_trees.values() for item in one.objects), items, rules))
+    items = [item for flat in target_trees.values() for item in flat.objects]
+    objects = iter(reshard_objects((item for flat in source_trees.values() for item in flat.objects), items, rules))
     results = {
-        rank: complete(one, common, list(islice(tensors, len(one.tensors))), list(islice(objects, len(one.objects))))
-        for rank, one in target_trees.items()
+        rank: complete(flat, common, list(islice(tensors, len(flat.tensors))), list(islice(objects, len(flat.objects))))
+        for rank, flat in target_trees.items()
     }
     return {rank: results[rank] for rank in targets} if isinstance(targets, Mapping) else list(results.values())
 
@@ -344,24 +344,25 @@ def _copy_into_new(
     targets: Sequence[ShardedTensor],
     empty: Callable[..., torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return new tensors for the targets, with what the plan moves from the sources."""
+    """Return new tensors for the targets, filled by the plan from the sources."""
     first = first_sources(plan)
     new = []
     for row, shard in enumerate(targets):
-        own = given_tensor(shard)
-        # A target without a tensor gets the device of its first source: what is on an accelerator stays there.
-        model = own if own is not None else sources[first[row]].data if row in first else None
+        given_data = given_tensor(shard)
+        # A target without a tensor gets the device of its first source, so that data on an accelerator stays there.
+        model = given_data if given_data is not None else sources[first[row]].data if row in first else None
         device = torch.device("cpu") if model is None else model.device
         new.append(empty(shard.data_shape, dtype=shard.dtype, device=device))
     before, after = dict(enumerate(shard.data for shard in sources)), dict(enumerate(new))
     transfers = plan.transfers
-    # All copies out of one shard in a row, while it is in the processor's cache: a fourth faster from rows to columns.
+    # All copies out of one shard follow each other, while it is in the processor's cache: a fourth faster from rows to
+    #  columns.
     copy_transfers(plan, np.lexsort((transfers.target, transfers.source, transfers.key)), before, after)
     return new
 
 
 def first_sources(plan: ReshardPlan) -> dict[int, int]:
-    """Return, for each target shard that something comes to from a source shard, the row of the first of these."""
-    # Reversed, so that of several sources the first one stays in the dict.
+    """Return the row of the first source shard of each target shard that receives elements from source shards."""
+    # Rows are reversed, so that of several sources the first one stays in the dict.
     rows = np.flatnonzero(plan.transfers.hop == 0)[::-1]
     return dict(zip(plan.transfers.target[rows].tolist(), plan.transfers.source[rows].tolist(), strict=True))

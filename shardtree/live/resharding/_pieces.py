@@ -1,4 +1,4 @@
-"""What each rank wants, cut along what is held, by the rank itself or by others, and which of these send it."""
+"""The boxes that each rank wants, cut along the boxes that ranks hold, and the ranks that send them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ...core.layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
 from ...core.plans import HeldLine, Parts, deal_out, find_holders, held_places, holder_sets
 from ._transfers import Routes, renumber_keys
 
-# Places before resharding: each box once, with all ranks that hold a replica.
+# Places before resharding: each distinct box, with all ranks that hold a replica.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPlaces:
-    """Boxes, or flat ranges of them, that ranks hold, each once, however many replicas there are.
+    """Distinct boxes, or flat ranges of boxes, that ranks hold, and the holders of each.
 
     Attributes:
-        shards: one shard of each place, keys numbered as in the target.
-        main: whether a main replica lies there, bool (places,).
-        first: where a place's holders begin in the columns below, int64 (places + 1,).
-        holder: ranks, ascending within a place, int64 (holders,).
-        row: the holder's shard in the plan's `source`, int64 (holders,).
+        shards: One shard of each place, with keys numbered as in the target.
+        main: Whether a place has a main replica, bool (places,).
+        first: Offset of each place's holders in the columns below, int64 (places + 1,).
+        holder: Ranks, ascending within a place, int64 (holders,).
+        row: Row of the holder's shard in the plan's `source`, int64 (holders,).
     """
 
     shards: ShardColumns
@@ -46,13 +46,13 @@ class HeldPlaces:
 
     @property
     def holders(self) -> Column:
-        """How many ranks hold each place, int64 (places,)."""
+        """Number of ranks that hold each place, int64 (places,)."""
         return np.diff(self.first)
 
     def row_at(self, place: Column, rank: Column) -> Column:
-        """Return the source row of the shard that a rank has at a place, -1 where it has none."""
+        """Return the source row of a rank's shard at a place; -1 if it has none."""
         ranks = int(max(self.holder.max(initial=0), rank.max(initial=0))) + 1
-        # Holders are ascending by place, then rank: as one number, the pair is found by binary search.
+        # Holders are sorted by place, then rank: as one number, the pair is found by binary search.
         pairs = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
         pair = place * ranks + rank
         at = np.minimum(np.searchsorted(pairs, pair), max(pairs.size - 1, 0))
@@ -61,13 +61,12 @@ class HeldPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """Boxes that places consist of, once for each rank that holds the place.
+    """The boxes of places, once for each rank that holds the place.
 
     Attributes:
-        boxes: the boxes; their `shard` is the number of a place's holder, as in `HeldPlaces.holder` and
-            `HeldPlaces.row`.
-        key: the tensor of each box, int64 (boxes,).
-        rank: who holds it, int64 (boxes,).
+        boxes: The boxes; their `shard` is the index of a place's holder in `HeldPlaces.holder` and `HeldPlaces.row`.
+        key: Number of each box's tensor, int64 (boxes,).
+        rank: Rank that holds the box, int64 (boxes,).
     """
 
     boxes: BoxColumns
@@ -76,7 +75,7 @@ class Holdings:
 
 
 def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
-    """Return what ranks hold at the chosen places."""
+    """Return the holdings of ranks at the selected places."""
     place = np.repeat(np.arange(len(mask)), places.holders)
     numbers = np.flatnonzero(mask[place])
     boxes = place_boxes(select_rows(places.shards, place[numbers]))
@@ -85,11 +84,11 @@ def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
 
 
 def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
-    """Return the places of the tensors that the target wants, those without elements left out.
+    """Return the places of the tensors that the target wants, without those of no elements.
 
     Args:
-        source: the shards of all ranks.
-        target: what is wanted; all its keys are the source's too.
+        source: Source shards of all ranks.
+        target: Target shards; the source has all their keys.
     """
     source = renumber_keys(source, target)
     rows = np.flatnonzero((source.key >= 0) & (source.elements > 0))
@@ -105,12 +104,12 @@ def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
 
 
 def place_boxes(shards: ShardColumns) -> BoxColumns:
-    """Return the boxes that shards consist of."""
+    """Return the boxes of shards."""
     return shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
 
 
 def with_equal_axes(source: ShardColumns, target: ShardColumns) -> tuple[ShardColumns, ShardColumns]:
-    """Return both with as many axes as the one that has more."""
+    """Return source and target, both with the larger number of axes of the two."""
     axes = max(source.offset.shape[1], target.offset.shape[1])
     one, other = (
         replace(columns, offset=widen(columns.offset, axes, 0), shape=widen(columns.shape, axes, 1))
@@ -127,10 +126,10 @@ class Pieces:
     """Boxes that target shards want.
 
     Attributes:
-        target: the row of the shard that wants it, int64 (pieces,).
-        place: that holds it, or -1, int64 (pieces,).
-        offset: int64 (pieces, axes).
-        shape: int64 (pieces, axes).
+        target: Row of the target shard, int64 (pieces,).
+        place: Place that holds the box, or -1, int64 (pieces,).
+        offset: Offset of the box in the global tensor, int64 (pieces, axes).
+        shape: Shape of the box, int64 (pieces, axes).
     """
 
     target: Column
@@ -143,11 +142,11 @@ class Pieces:
 
 
 def cut_pieces(places: HeldPlaces, target: ShardColumns) -> Pieces:
-    """Return what the target's shards want, cut along the main replicas' places; what lies in none is at place -1.
+    """Return the boxes of target shards, cut along the main replicas' places; boxes in no such place have place -1.
 
     Args:
-        places: where the source's shards lie.
-        target: the shards of all ranks after.
+        places: Places of the source's shards.
+        target: Target shards of all ranks.
     """
     boxes = place_boxes(target)
     tiles = np.flatnonzero(places.main)
@@ -163,54 +162,55 @@ def cut_pieces(places: HeldPlaces, target: ShardColumns) -> Pieces:
 
 
 def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
-    """Return what ranks hold themselves of what they want, and the pieces that they don't hold.
+    """Return the routes of pieces that their ranks hold already, and the other pieces.
 
     Args:
-        places: where the source's shards lie.
-        target: the shards of all ranks after.
-        pieces: what is wanted.
+        places: Places of the source's shards.
+        target: Target shards of all ranks.
+        pieces: All wanted pieces.
     """
     row = places.row_at(pieces.place, target.rank[pieces.target])
-    own, others = np.flatnonzero(row >= 0), np.flatnonzero(row < 0)
-    routes = as_routes(rows_of(pieces, own), row[own])
+    held_rows, others = np.flatnonzero(row >= 0), np.flatnonzero(row < 0)
+    routes = as_routes(rows_of(pieces, held_rows), row[held_rows])
     pieces = rows_of(pieces, others)
     if places.main.all() or not len(pieces):
         return routes, pieces
-    # Replicas may be cut otherwise than the main ones. Pieces follow the main ones, so a rank may hold a piece in part.
+    # Replicas may be cut otherwise than the main ones, and pieces follow the main ones: a rank may hold part of a
+    # piece.
     holdings = find_holdings(places, ~places.main)
-    parts, box, rest = carved_pieces(
+    parts, box, missing = carved_pieces(
         pieces, wanted_by(target, pieces), holdings.boxes, rank_groups(holdings.key, holdings.rank)
     )
-    return joined_rows([routes, as_routes(parts, places.row[holdings.boxes.shard[box]])]), rest
+    return joined_rows([routes, as_routes(parts, places.row[holdings.boxes.shard[box]])]), missing
 
 
 def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> Pieces:
-    """Return pieces of which those at place -1 are cut along the other replicas' places that hold them.
+    """Return pieces, with those at place -1 cut along the places of other replicas that hold them.
 
     Args:
-        places: where the source's shards lie.
-        target: the shards of all ranks after.
-        pieces: that their ranks don't hold; place -1 remains where no rank holds one.
+        places: Places of the source's shards.
+        target: Target shards of all ranks.
+        pieces: Pieces that their ranks don't hold; place -1 remains if no rank holds a piece.
     """
     nowhere = np.flatnonzero(pieces.place == NOWHERE)
     others = np.flatnonzero(~places.main)
-    # The usual case: main replicas hold everything.
+    # In the usual case, main replicas hold everything.
     if not nowhere.size or not others.size:
         return pieces
     boxes = place_boxes(select_rows(places.shards, others))
     place = others[boxes.shard]
     lacking = rows_of(pieces, nowhere)
-    parts, box, rest = carved_pieces(lacking, target.key[lacking.target], boxes, places.shards.key[place])
+    parts, box, missing = carved_pieces(lacking, target.key[lacking.target], boxes, places.shards.key[place])
     main_pieces = rows_of(pieces, np.flatnonzero(pieces.place != NOWHERE))
-    return joined_rows([main_pieces, replace(parts, place=place[box]), rest])
+    return joined_rows([main_pieces, replace(parts, place=place[box]), missing])
 
 
 def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
-    """Return what ranks want a second time, in another of their shards, as routes of hop 1; and the remaining pieces.
+    """Return routes of hop 1 for pieces that a second shard of the same rank wants, and the remaining pieces.
 
     Args:
-        target: the shards of all ranks after.
-        pieces: that their ranks don't hold.
+        target: Target shards of all ranks.
+        pieces: Pieces that their ranks don't hold.
     """
     group = wanted_by(target, pieces)
     order = np.lexsort((pieces.target, *pieces.shape.T[::-1], *pieces.offset.T[::-1], group))
@@ -219,27 +219,27 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     if not order.size:
         return as_routes(rows_of(pieces, order), order), pieces
     some, group = rows_of(pieces, order), group[order]
-    # In this order, of several shards the same one receives the elements on every rank that plans.
+    # This order makes the same one of several shards receive the elements on every rank that plans.
     left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
     later = (right < left) & (some.target[left] != some.target[right])
     left, right = left[later], right[later]
     cuts = carve_boxes(some.offset, some.shape, left, some.offset[right], some.shape[right])
     parts = Pieces(some.target[left[cuts.pair]], some.place[left[cuts.pair]], cuts.offset, cuts.shape)
-    rest = Pieces(some.target[cuts.row], some.place[cuts.row], cuts.rest_offset, cuts.rest_shape)
+    uncovered = Pieces(some.target[cuts.row], some.place[cuts.row], cuts.rest_offset, cuts.rest_shape)
     single = np.delete(np.arange(len(pieces)), order)
     routes = as_routes(parts, some.target[right[cuts.pair]], hop=1)
-    return routes, joined_rows([rows_of(pieces, single), rest])
+    return routes, joined_rows([rows_of(pieces, single), uncovered])
 
 
 def _in_mixed_groups(group: Column, target: Column) -> Column:
-    """Return the rows of groups, which are sorted, that have more than one target."""
+    """Return the rows of sorted groups that have more than one target."""
     first = np.searchsorted(group, group)
     differs = target != target[first]
     return np.flatnonzero(np.isin(group, group[differs]))
 
 
 def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: Column) -> tuple[Pieces, Column, Pieces]:
-    """Return what boxes cover of pieces of their group, each by the first that does; by which box; and the rest."""
+    """Return the parts of pieces covered by boxes of their group, the first such box of each, and the other parts."""
     left, right = overlapping_pairs(group, pieces.offset, pieces.shape, box_group, boxes.offset, boxes.shape)
     cuts = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
     row = left[cuts.pair]
@@ -249,12 +249,12 @@ def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: C
 
 
 def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
-    """Return a number for the key and rank of each piece together."""
+    """Return a number for each piece that identifies its key and rank together."""
     return rank_groups(target.key[pieces.target], target.rank[pieces.target])
 
 
 def rank_groups(key: Column, rank: Column) -> Column:
-    """Return a number for each key and rank together; keys have 32 bits of it."""
+    """Return a number for each pair of key and rank; the key takes 32 bits of it."""
     return rank << 32 | key
 
 
@@ -263,15 +263,15 @@ def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
     return Routes(np.full(len(pieces), hop), source, pieces.target, pieces.offset, pieces.shape)
 
 
-# The lower bound of bytes to move between two layouts.
+# A lower bound of the bytes to move between two layouts.
 
 
 def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
-    """Return the bytes of all elements that a rank holds after and not before, each counted once for each such rank.
+    """Return the bytes of all elements that a rank holds after and not before, counted once for each such rank.
 
     Args:
-        source: the shards of all ranks before, of as many axes as the target.
-        target: the shards of all ranks after; all its keys are the source's too.
+        source: Shards of all ranks before, with as many axes as the target.
+        target: Shards of all ranks after; the source has all their keys.
     """
     boxes = place_boxes(target)
     pieces = Pieces(boxes.shard, np.full(boxes.shard.size, NOWHERE), boxes.offset, boxes.shape)
@@ -289,10 +289,10 @@ def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shorte
     """Return pieces as routes from the ranks that send them.
 
     Args:
-        places: where the source's shards lie.
-        target: the shards of all ranks after.
-        pieces: that their ranks don't hold, each at a place.
-        shortest_cut: bytes; no part of a piece that is cut is shorter.
+        places: Places of the source's shards.
+        target: Target shards of all ranks.
+        pieces: Pieces that their ranks don't hold, each at a place.
+        shortest_cut: Lower bound of the size of a cut piece's parts, in bytes.
     """
     item_size = target.item_size[target.key[pieces.target]]
     size = volumes(pieces.shape) * item_size
@@ -307,7 +307,7 @@ def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shorte
 
 
 def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: Column) -> Pieces:
-    """Return the parts of pieces that lie between two bytes of each, cut across their longest axis."""
+    """Return the parts of pieces between two bytes of each, cut across their longest axis."""
     offset, shape = pieces.offset[item], pieces.shape[item]
     axis, rows = shape.argmax(axis=1), np.arange(item.size)
     row = size[item] // shape[rows, axis]
@@ -317,24 +317,24 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
 
 
 def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[HeldLine]:
-    """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then receiver."""
+    """Yield the pieces of each set of several holders, small sets first, ordered by place, then box, then receiver."""
     is_used = np.zeros(len(places.main), dtype=np.bool_)
     is_used[pieces.place] = True
     holders = find_holders(np.repeat(np.arange(is_used.size), places.holders), places.holder, is_used)
     sets, set_of = [*holder_sets(holders)], np.full(is_used.size, -1)
     for number, (place, _) in enumerate(sets):
         set_of[place] = number
-    own = np.flatnonzero(set_of[pieces.place] >= 0)
-    own = own[_canonical(rows_of(pieces, own), set_of[pieces.place[own]], target)]
-    ends = np.cumsum(np.bincount(set_of[pieces.place[own]], minlength=len(sets)))[:-1]
-    # Of no sets, `split` gives one empty part.
-    for (_, members), items in zip(sets, np.split(own, ends), strict=False):
+    selected = np.flatnonzero(set_of[pieces.place] >= 0)
+    selected = selected[_canonical(rows_of(pieces, selected), set_of[pieces.place[selected]], target)]
+    ends = np.cumsum(np.bincount(set_of[pieces.place[selected]], minlength=len(sets)))[:-1]
+    # Without any sets, `split` returns one empty part.
+    for (_, members), items in zip(sets, np.split(selected, ends), strict=False):
         yield HeldLine(items, size[items], row[items], members)
 
 
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
-    """Return the order of pieces by group, place, box and rank: places are numbered by key, then box."""
+    """Return the order of pieces by group, place, box and rank; places are numbered by key, then box."""
     boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
-    # Columns with one value decide nothing, and a sort by them takes as long as by any other.
+    # A column with one value has no effect on the order, but costs as much as any other.
     vary = [column for column in boxes if (column != column[:1]).any()]
     return np.lexsort((target.rank[pieces.target], *vary, pieces.place, group))

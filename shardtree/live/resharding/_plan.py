@@ -1,4 +1,4 @@
-"""ReshardPlan: which bytes move from which rank to which when tensors change their layout, in columns."""
+"""ReshardPlan: the bytes that move between ranks when tensors change their layout, in columns."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from ._transfers import Transfers as Transfers
 from ._transfers import as_transfers
 
 SHORTEST_CUT = 64 * 1024
-"""Bytes. No part of a box that is cut is shorter: level to the byte would mean a message for each few elements."""
+"""Lower bound of the size of a cut box's parts, in bytes. Exactly equal loads would need too many short messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ReshardPlan:
-    """How tensors get from one layout into another. A value: nothing has moved yet.
+    """A plan that moves tensors from one layout into another. It is a value: nothing has moved yet.
 
     Every rank computes the same plan from the same layouts. Where a tensor has another dtype in the target, its sender
     converts it before sending: bytes are counted in the target's dtype.
 
     Attributes:
-        source: the shards of all ranks before.
-        target: the shards of all ranks after.
-        transfers: what goes where, those that stay on their rank included; ordered by hop, to_rank, target, offset.
-        names: keys of tensors by the other names that the target's trees have for them, where it was given as trees.
+        source: Shards of all ranks before.
+        target: Shards of all ranks after.
+        transfers: All transfers, including those within a rank, ordered by hop, to_rank, target, offset.
+        names: Keys of tensors by their other names in the target's trees, if it was given as trees.
 
     Examples:
         >>> import torch, shardtree as st
@@ -84,40 +84,40 @@ class ReshardPlan:
 
     @property
     def casts(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-        """The dtypes before and after, by key, of tensors that are converted."""
+        """Dtypes before and after, by key, of tensors that are converted."""
         before = {key: kind.dtype for key, kind in zip(self.source.keys, self.source.kinds, strict=True)}
         after = zip(self.target.keys, self.target.kinds, strict=True)
         return {key: (before[key], kind.dtype) for key, kind in after if before[key] != kind.dtype}
 
     @property
     def bytes_moved(self) -> int:
-        """How many bytes go from one rank to another."""
+        """Bytes that move between ranks."""
         moves = self.transfers.from_rank != self.transfers.to_rank
         return int(self.transfers.nbytes[moves].sum())
 
     @property
     def bytes_kept(self) -> int:
-        """How many bytes stay on their rank."""
+        """Bytes that stay on their rank."""
         return int(self.transfers.nbytes.sum()) - self.bytes_moved
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold something before or after, ascending."""
+        """All ranks that hold shards before or after, ascending."""
         return tuple(np.union1d(self.source.rank, self.target.rank).tolist())
 
     @property
     def sent(self) -> dict[int, int]:
-        """How many bytes each rank sends to others."""
+        """Bytes that each rank sends to others."""
         return self._by_rank(self.transfers.from_rank, moving=True)
 
     @property
     def received(self) -> dict[int, int]:
-        """How many bytes each rank gets from others."""
+        """Bytes that each rank receives from others."""
         return self._by_rank(self.transfers.to_rank, moving=True)
 
     @property
     def kept(self) -> dict[int, int]:
-        """How many bytes of what each rank holds afterwards it has itself."""
+        """Bytes that each rank copies from its own shards."""
         return self._by_rank(self.transfers.to_rank, moving=False)
 
     def _by_rank(self, rank: Column, *, moving: bool) -> dict[int, int]:
@@ -128,7 +128,7 @@ class ReshardPlan:
 
     @property
     def links(self) -> dict[tuple[int, int], int]:
-        """How many bytes go from one rank to another, by (from, to), where any do."""
+        """Bytes of each link that carries any, by (from, to)."""
         moves = np.flatnonzero(self.transfers.from_rank != self.transfers.to_rank)
         ranks = int(self.transfers.to_rank.max(initial=0)) + 1
         pairs = self.transfers.from_rank[moves] * ranks + self.transfers.to_rank[moves]
@@ -137,53 +137,55 @@ class ReshardPlan:
         return {divmod(link, ranks): count for link, count in zip(links.tolist(), total.tolist(), strict=True)}
 
     def leaving(self, ranks: Iterable[int]) -> int:
-        """Return how many bytes go from a group of ranks to others.
+        """Return the bytes that a group of ranks sends to ranks outside it.
 
         Args:
-            ranks: the group, as in ``plan.leaving(range(16))`` for what 16 trainers send to engines.
+            ranks: Ranks of the group, such as ``range(16)`` for 16 trainers that send to engines.
         """
         group = np.array(sorted(set(ranks)), dtype=np.int64)
         leaves = np.isin(self.transfers.from_rank, group) & ~np.isin(self.transfers.to_rank, group)
         return int(self.transfers.nbytes[leaves].sum())
 
     def schedule(self, *, max_bytes_in_flight: int = limits.RESHARD_BYTES) -> Schedule:
-        """Return the transfers in steps in which no rank sends and gets, in total, more than `max_bytes_in_flight`.
+        """Return the transfers in steps in which no rank sends and receives more than `max_bytes_in_flight` in total.
 
         Args:
-            max_bytes_in_flight: at least the largest element.
+            max_bytes_in_flight: Upper bound of a rank's bytes in one step; at least the size of the largest element.
 
         Raises:
-            MetadataError: an element is larger than that, or it isn't an integer.
+            MetadataError: The bound isn't an integer, or an element is larger than it.
         """
         item_size = self.target.item_size[self.transfers.key]
         return schedule_transfers(self.transfers, item_size, max_bytes_in_flight=max_bytes_in_flight)
 
     @property
     def lower_bound(self) -> int:
-        """The fewest bytes that any plan moves: those of what ranks hold after and not before, once for each rank.
+        """Fewest bytes that any plan moves: those of elements that a rank holds only after, once for each rank.
 
         They are counted in the target's dtypes.
         """
         return least_bytes(self.source, self.target)
 
     def check(self) -> tuple[Problem, ...]:
-        """Return all that is wrong with the plan: nothing, where each element of each target shard is written once.
+        """Return all problems of the plan; none if each element of each target shard is written once.
 
-        Checked from the layouts and the transfers alone, however they were made: that each box lies in the stated
-        shards, at the stated places in their memory, on the stated ranks; that the boxes that go to a shard have as
-        many elements as it and none in common; and that what is passed on has arrived before.
+        The check uses only the layouts and the transfers, however they were made. Each box must lie in the stated
+        shards, at
+         the stated places in their memory, on the stated ranks; the boxes that go to a shard must have as many elements
+         as
+         it and none in common; and relayed data must have arrived before.
         """
         return transfer_problems(self.source, self.target, self.transfers)
 
     def explain(self, name: str) -> Provenance:
-        """Return where each box of a tensor comes from, on every rank; its text is a table.
+        """Return the origin of each box of a tensor, on every rank; its text is a table.
 
         Args:
-            name: the tensor's key; or, where the target was given as trees, the place where they hold it (the path's
-                entries, joined by dots), or the key of the factory that builds it, maybe with others.
+            name: Key of the tensor; or, if the target was given as trees, its place in them (the path's entries joined
+                by dots), or the key of the factory that builds it, perhaps with other tensors.
 
         Raises:
-            KeyMismatch: no shard of the target is of that tensor.
+            KeyMismatch: No shard of the target belongs to such a tensor.
         """
         return tensor_origins(self.target, self.transfers, name, self.names, self.casts)
 
@@ -204,8 +206,9 @@ class ReshardPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text, for another process or program to execute; `from_json` reads it.
 
-        docs/resharding.md describes the document. A field of it never changes its meaning: one that must is a new
-        version.
+        docs/resharding.md describes the document. A field never changes its meaning: if one must, the document gets a
+        new
+         version.
 
         Examples:
             >>> import torch, shardtree as st
@@ -218,25 +221,26 @@ class ReshardPlan:
 
     @classmethod
     def from_json(cls, text: str) -> ReshardPlan:
-        """Return the plan that `to_json` wrote; it is checked as by `check`.
+        """Return the plan that `to_json` wrote, after checking it as `check` does.
 
         Raises:
-            MetadataError: it isn't the text of a plan of this version, or the plan doesn't fill its target.
-            ShapeError: a side has 2**62 bytes or more.
+            MetadataError: The text isn't a plan of this version, or the plan doesn't fill its target.
+            ShapeError: A side has 2**62 bytes or more.
         """
         return cls(*plan_parts(text))
 
     def inverse(self) -> ReshardPlan:
-        """Return the plan for the way back, from the target's layout into the source's; what is cast is cast back.
+        """Return the plan for the way back, from the target's layout into the source's, with cast tensors cast back.
 
         Raises:
-            KeyMismatch: the source has tensors that the target hasn't.
-            ShapeError: a tensor's dtype can't be converted back, as integers that became fractions.
-            IntegrityError: the target doesn't hold all that the source does.
+            KeyMismatch: The source has tensors that the target lacks.
+            ShapeError: A tensor's dtype can't be converted back, such as integers that became fractions.
+            IntegrityError: The target doesn't hold all elements of the source.
         """
-        # Planned anew, not with the arrows turned round: where several ranks got an element, one is enough to give it
-        # back, and none where its owner still has it.
-        # What this plan has cast is cast back, whatever lies beside it.
+        # The way back is planned anew, not with reversed transfers: if several ranks received an element, one of them
+        # is
+        #  enough to send it back, and none is needed if its owner still has it.
+        #  Tensors that this plan casts are cast back, whatever other tensors there are.
         return _planned(self.target, self.source, SHORTEST_CUT, cast=bool(self.casts), is_plain=self.casts.__contains__)
 
 
@@ -248,31 +252,35 @@ def plan_reshard(
     cast: bool = False,
     plain: Sequence[str] = (),
 ) -> ReshardPlan:
-    """Return what has to move so that tensors get from one layout into another.
+    """Return the plan that moves tensors from one layout into another.
 
-    What a rank holds already stays there. All else comes from a rank that has it, chosen among the replicas so that
+    Elements that a rank holds already stay there. All others come from a rank that has them, chosen among the replicas
+    so that
     all send about as much; where needed for that, a box is cut and comes from several. Each element is received once by
     each rank that wants it, however many of its shards do. Ties break by key, place and rank, never by the order of
     rows, so that every rank computes the same plan, and none is exchanged.
 
-    Tensors that only the source has are left out. Nothing is padded: global shapes are the same on both sides, and
-    `allow_shape_mismatch` doesn't matter here. Nor is anything cast, unless asked for.
+    Tensors that only the source has are left out. Global shapes must be the same on both sides: there is no padding,
+    and
+     `allow_shape_mismatch` has no effect here. Dtypes must be equal too unless `cast` is true.
 
     Args:
-        source: the shards of all ranks before: columns, or each rank's tree, by rank. Data isn't looked at, so
-            metadata will do: what `without_data` leaves, or `load_tensors_metadata` says of a checkpoint.
-        target: the shards of all ranks after, in the same numbering of ranks; groups may overlap, or be disjoint.
-        shortest_cut: bytes; no box is cut between senders into parts that are shorter.
-        cast: whether tensors get the target's dtypes, as `load` converts them, before they are sent.
-        plain: patterns of keys of values that need no scales, as for `load`.
+        source: Shards of all ranks before: columns, or each rank's tree, by rank. Data isn't used, so metadata is
+            enough: the result of `without_data`, or of `load_tensors_metadata` for a checkpoint.
+        target: Shards of all ranks after, with the same numbering of ranks; the groups of ranks may overlap or be
+            disjoint.
+        shortest_cut: Lower bound in bytes of the parts into which a box is cut between senders.
+        cast: Whether tensors are converted to the target's dtypes, as `load` does, before they are sent.
+        plain: Key patterns of values that need no scales, as for `load`.
 
     Raises:
-        TreeError: a side isn't a tree for each rank.
-        KeyMismatch: the target has a tensor that the source hasn't; or a pattern fits nothing in the source.
-        ShapeError: a tensor's global shape differs between them, or its dtype, and it isn't or can't be cast, or only
-            with its scales; or a side has 2**62 bytes or more.
+        TreeError: A side isn't a tree for each rank.
+        KeyMismatch: The target has a tensor that the source lacks, or a pattern matches nothing in the source.
+        ShapeError: A tensor's global shape differs; or its dtype differs and isn't cast, can't be cast, or needs its
+            scales; or a side has 2**62 bytes or more.
         MetadataError: `shortest_cut` isn't an integer.
-        IntegrityError: main replicas of the source overlap or leave their tensor, or no rank holds what is asked for.
+        IntegrityError: Main replicas of the source overlap or leave their tensor, or no rank holds some wanted
+            elements.
 
     Examples:
         >>> import torch, shardtree as st
@@ -310,13 +318,15 @@ def _planned(
     check_sizes(before, after)
     check_mains(before, after)
     places = find_places(before, after)
-    own, pieces = own_routes(places, after, cut_pieces(places, after))
+    kept_routes, pieces = own_routes(places, after, cut_pieces(places, after))
     pieces = located_pieces(places, after, pieces)
     check_gaps(after, pieces)
-    # After the check, and before senders are chosen: what a rank gets once mustn't count as a sender's load twice.
+    # Repeats are found after the check and before senders are chosen: a rank receives such elements once, so they
+    # mustn't
+    #  count twice in a sender's load.
     repeats, pieces = repeat_routes(after, pieces)
     routes = sent_routes(places, after, pieces, shortest)
-    return ReshardPlan(before, after, as_transfers(before, after, joined_rows([own, repeats, routes])), names)
+    return ReshardPlan(before, after, as_transfers(before, after, joined_rows([kept_routes, repeats, routes])), names)
 
 
 def _columns(layout: ShardColumns | RankTrees) -> ShardColumns:
@@ -327,20 +337,19 @@ def _columns(layout: ShardColumns | RankTrees) -> ShardColumns:
 
 
 def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
-    """Return how many bytes of tensors each rank has at most, while a plan is carried out by a schedule.
+    """Return each rank's peak memory for tensors while a schedule of the plan is carried out, in bytes.
 
-    Counted are the data of all its source shards and of all its target shards, both held from beginning to end, and
-    the buffers of the step in which it has most of them: what it sends in that step and what it gets, each once, and
-    freed before the next step. So no rank has more than its shards and `max_bytes_in_flight`. Not counted is what an
-    executor or a communication library takes beside that; and where target shards share the memory of source shards,
-    they are counted twice.
+    It includes the data of all its source and target shards, both held from beginning to end, and the buffers of the
+     largest step: the rank's sent and received messages, each once, freed before the next step. So no rank needs more
+     than its shards and `max_bytes_in_flight`. Memory that an executor or a communication library takes besides isn't
+     included; target shards that share the memory of source shards are counted twice.
 
     Args:
-        plan: what moves.
-        schedule: that plan's.
+        plan: The plan.
+        schedule: A schedule of that plan.
 
     Raises:
-        MetadataError: the schedule is another plan's.
+        MetadataError: The schedule belongs to another plan.
 
     Examples:
         >>> import torch, shardtree as st
@@ -358,7 +367,7 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
     sides = (plan.source, plan.target)
     shard_bytes = sum(group_sums(np.searchsorted(ranks, side.rank), side.nbytes, ranks.size) for side in sides)
     places = [np.searchsorted(ranks, column) for column in (schedule.from_rank, schedule.to_rank)]
-    # Sparse rows of (step, rank): a table of all steps by all ranks would be far larger than the schedule.
+    # Rows of (step, rank) are sparse: a table of all steps by all ranks would be far larger than the schedule.
     at, number = np.unique(schedule.step * ranks.size + np.stack(places), return_inverse=True)
     flying = group_sums(number.ravel(), np.tile(schedule.nbytes, 2), at.size)
     most = np.zeros(ranks.size, dtype=np.int64)
@@ -368,7 +377,7 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
 
 
 def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
-    """Raise unless pieces belong to transfers of the plan, between the same ranks."""
+    """Raise an error unless pieces belong to transfers of the plan, between the same ranks."""
     transfers, rows = plan.transfers, schedule.transfer
     if not rows.size or (
         rows.max() < len(transfers)
@@ -376,6 +385,6 @@ def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
         and np.array_equal(transfers.to_rank[rows], schedule.to_rank)
     ):
         return
-    what, fix = "peak_bytes: the schedule is another plan's", "Pass plan.schedule(...) of the same plan."
+    heading, fix = "peak_bytes: the schedule is another plan's", "Pass plan.schedule(...) of the same plan."
     found, expected = f"{plural(len(schedule), 'piece')} of other transfers", "pieces of the plan's transfers"
-    raise MetadataError(error_text(what, found=found, expected=expected, fix=fix))
+    raise MetadataError(error_text(heading, found=found, expected=expected, fix=fix))

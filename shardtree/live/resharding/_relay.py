@@ -1,4 +1,4 @@
-"""Relays: what several ranks want leaves the sources once, and the receivers pass it on among themselves."""
+"""Relays: elements that several ranks want leave the sources once, and the receivers pass them on among themselves."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ...core.plans import snap
 from ._plan import SHORTEST_CUT, ReshardPlan
 from ._transfers import Routes, Transfers, as_transfers
 
-# Which receiver gets which part from the sources.
+# The parts that each receiver gets from the sources.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Parts of boxes, cut across their longest axes, that tile them.
+    """Parts that tile boxes, cut across their longest axes.
 
     Attributes:
-        box: which one, int64 (parts,).
-        axis: that it is cut across, int64 (parts,).
-        begin: the first index of the part along that axis, counted within the box, int64 (parts,).
-        size: how many indices, int64 (parts,).
-        member: which of those that want the box gets the part, int64 (parts,).
+        box: Row of the box, int64 (parts,).
+        axis: Axis across which the box is cut, int64 (parts,).
+        begin: First index of the part along that axis, within the box, int64 (parts,).
+        size: Number of indices along that axis, int64 (parts,).
+        member: Index of the receiver among the ranks that want the box, int64 (parts,).
     """
 
     box: Column
@@ -45,18 +45,18 @@ class Parts:
 
 
 def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, shortest_cut: int) -> Parts:
-    """Return boxes that several ranks want, in parts, each for one of these ranks.
+    """Return the parts of boxes that several ranks want, each assigned to one of these ranks.
 
     Boxes that the same ranks want and would get from the same senders are laid one behind the other, and that line is
-    divided into one equal interval for each of these ranks. So few boxes are cut, and a sender that would send a box to
-    n of k ranks sends n / k of it. Where intervals can't be quite equal, those that have least get the longest.
+    divided into one equal interval for each of these ranks. So few boxes are cut, and a sender of a box to n of k ranks
+     sends n / k of it. If intervals can't be quite equal, the ranks with least get the longest ones.
 
     Args:
-        shape: int64 (boxes, axes), without zeros.
-        item: bytes of an element, int64 (boxes,).
-        ranks: who wants each box, int64 (boxes, members).
-        senders: from whom each of them would get it, int64 (boxes, members).
-        shortest_cut: bytes; no box is cut into parts that are shorter.
+        shape: Shape of each box, without zeros, int64 (boxes, axes).
+        item: Bytes of an element, int64 (boxes,).
+        ranks: Ranks that want each box, int64 (boxes, members).
+        senders: Ranks that would send the box to each of them, int64 (boxes, members).
+        shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
 
     Examples:
         >>> ones = np.ones((1, 2), dtype=np.int64)
@@ -73,7 +73,7 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     row = size // shape[line, axis]
     end = np.cumsum(size)
     begin = end - size
-    # Whole boxes go to one receiver where they are too short to cut: a row of 0 bytes marks them.
+    # Boxes that are too short to cut go whole to one receiver: a row of 0 bytes marks them.
     cuts = _cuts(group, begin, end, np.where(size >= 2 * shortest_cut, row, 0), members, shortest_cut)
     edges = np.sort(np.concatenate([begin, cuts]), kind="stable")  # union1d is much slower
     edges = edges[(np.diff(edges, prepend=-1) > 0) & (edges < end[-1])]
@@ -86,7 +86,7 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
 
 
 def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, shortest_cut: int) -> Column:
-    """Return where the lines of groups, one behind the other, are cut into intervals, ascending."""
+    """Return the ascending positions at which the lines of groups, one behind the other, are cut into intervals."""
     first = np.flatnonzero(np.diff(group, prepend=-1))
     last = np.append(first[1:], group.size) - 1
     total = end[last] - begin[first]
@@ -96,13 +96,13 @@ def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, 
 
 
 def _assign(intervals: Column, ranks: Column) -> Column:
-    """Return which member gets each interval: of all groups of the same ranks, each about as much.
+    """Return the member that gets each interval, so that over all groups of the same ranks each gets about as much.
 
-    The longest interval goes to the rank with least: so ranks never get further apart than the intervals of one group.
+    The longest interval goes to the rank with least, so ranks never differ by more than the intervals of one group.
 
     Args:
-        intervals: bytes, int64 (groups, members).
-        ranks: int64 (groups, members).
+        intervals: Sizes of the intervals in bytes, int64 (groups, members).
+        ranks: Ranks of each group, int64 (groups, members).
     """
     number, sets = row_numbers(ranks.T)
     load, member = np.zeros((sets, ranks.shape[1]), dtype=np.int64), np.empty_like(intervals)
@@ -114,20 +114,21 @@ def _assign(intervals: Column, ranks: Column) -> Column:
 
 
 def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPlan:
-    """Return the plan in which what several ranks want and don't have leaves the ranks that have it only once.
+    """Return a plan in which elements that several ranks lack leave the ranks that have them only once.
 
-    What k ranks get from elsewhere is divided among these k: each gets its part from the sources (hop 0), and passes
-    it on to the others (hop 1). So each gets as many bytes as before, a k-th of them from the sources, and sends k - 1
-    times that k-th; a rank that sent a box to n of them sends n / k of it; and in total no more bytes move. What one
-    rank wants moves as before. Boxes that overlap and are different are cut, so that what they have in common is a box
-    of its own. Parts are equal up to an index of an axis, or to `shortest_cut`.
+    The elements that k ranks lack are divided among these k: each receives its part from the sources (hop 0), and
+    passes
+     it on to the others (hop 1). So each receives as many bytes as before, a k-th of them from the sources, and sends
+     k - 1 times that k-th; a rank that sent a box to n of them sends n / k of it; and in total no more bytes move.
+     Elements that one rank wants move as before. Boxes that overlap and differ are cut, so that their common elements
+     are a box of their own. Parts are equal up to an index of an axis, or to `shortest_cut`.
 
     Args:
-        plan: what moves without relays.
-        shortest_cut: bytes; no box is cut among those that want it into parts that are shorter.
+        plan: Plan without relays.
+        shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
 
     Raises:
-        MetadataError: `plan` isn't a plan, or `shortest_cut` no integer.
+        MetadataError: `plan` isn't a plan, or `shortest_cut` isn't an integer.
 
     Examples:
         >>> import torch, shardtree as st
@@ -139,27 +140,27 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
     """
     check_type("with_relays", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
     shortest = max(1, integer("with_relays", "shortest_cut", shortest_cut))
-    # Made from any plan, and not by the planner: whether relays pay depends on links that a plan doesn't know of, and
-    # the result can be printed, checked and scheduled like the plan itself.
+    # Relays are added to any plan, not made by the planner: whether they pay depends on links that a plan doesn't know,
+    #  and the result can be printed, checked and scheduled like the plan itself.
     every = plan.transfers
-    # Later hops and copies within a rank cross no link from the sources.
+    # Later hops and copies within a rank use no link from the sources.
     moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))
     boxes = aligned_boxes(every.key[moving], every.offset[moving], every.shape[moving])
     row = moving[boxes.row]
     several = _wanted_by_several(boxes.number, every.to_rank[row])
     shared, cut = np.zeros(row.size, dtype=np.bool_), np.zeros(len(every), dtype=np.bool_)
     shared[several], cut[row[several]] = True, True
-    stays, rest = np.flatnonzero(~cut), np.flatnonzero(cut[row] & ~shared)
+    stays, relayed = np.flatnonzero(~cut), np.flatnonzero(cut[row] & ~shared)
     pieces = Routes(every.hop[row], every.source[row], every.target[row], boxes.offset, boxes.shape)
     wholes = Routes(every.hop, every.source, every.target, every.offset, every.shape)
-    others = [rows_of(wholes, stays), rows_of(pieces, rest)]
+    others = [rows_of(wholes, stays), rows_of(pieces, relayed)]
     relays = _relay_routes(plan, rows_of(pieces, several), boxes.number[several], shortest)
     routes = joined_rows([*others, *relays])
     return replace(plan, transfers=_order_local_copies(as_transfers(plan.source, plan.target, routes)))
 
 
 def _wanted_by_several(number: Column, to_rank: Column) -> Column:
-    """Return which boxes other ranks want too, ordered by number, then rank; of equal ones of a rank, the first."""
+    """Return the boxes that other ranks want too, by number, then rank; of a rank's equal boxes only the first."""
     order = np.lexsort((to_rank, number))
     first = order[np.any(np.diff(np.stack([number, to_rank])[:, order], prepend=-1) != 0, axis=0)]
     ranks = np.bincount(number[first])
@@ -167,13 +168,13 @@ def _wanted_by_several(number: Column, to_rank: Column) -> Column:
 
 
 def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: int) -> list[Routes]:
-    """Return the routes of both hops by which equal pieces reach all who want them.
+    """Return the routes of both hops by which equal pieces reach all ranks that want them.
 
     Args:
-        plan: whose ranks they are.
-        pieces: ordered by number, then rank.
-        number: of the box, int64 (pieces,).
-        shortest_cut: bytes; no box is cut into parts that are shorter.
+        plan: Plan of the ranks.
+        pieces: Pieces, ordered by number, then rank.
+        number: Number of each piece's box, int64 (pieces,).
+        shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
     """
     _, first, count = np.unique(number, return_index=True, return_counts=True)
     routes: list[Routes] = []
@@ -191,16 +192,16 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
     """Return the routes of each part to the rank that passes it on, and from there to the others.
 
     Args:
-        pieces: of which the parts are made.
-        member: for each part the pieces that are equal, of all who want it, int64 (parts, members).
-        parts: of these pieces.
+        pieces: Pieces that are divided into parts.
+        member: Equal pieces for each part, of all ranks that want it, int64 (parts, members).
+        parts: Parts of these pieces.
     """
     row = np.arange(len(member))
     first = rows_of(pieces, member[row, parts.member])
     offset, shape = first.offset.copy(), first.shape.copy()
     offset[row, parts.axis] += parts.begin
     shape[row, parts.axis] = parts.size
-    # Rotated, so that in each round of the second hop every rank sends to a different one.
+    # Members are rotated, so that in each round of the second hop every rank sends to a different one.
     others = [(parts.member + turn) % member.shape[1] for turn in range(1, member.shape[1])]
     targets = [pieces.target[member[row, other]] for other in others]
     onwards = [Routes(np.ones_like(first.hop), first.target, target, offset, shape) for target in targets]
@@ -208,7 +209,7 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
 
 
 def _order_local_copies(transfers: Transfers) -> Transfers:
-    """Return transfers of which copies within a rank, out of target shards, come after what those shards receive."""
+    """Return transfers with copies out of a rank's target shards placed after everything that those shards receive."""
     own = (transfers.from_rank == transfers.to_rank) & (transfers.hop > 0)
     if not own.any():
         return transfers

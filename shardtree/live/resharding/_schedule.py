@@ -1,4 +1,4 @@
-"""Schedule: a plan's transfers in steps, so that each rank's bytes in flight stay bounded; and how it is found."""
+"""Schedule: a plan's transfers in steps, so that each rank's bytes in flight stay bounded; and how it is computed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from ...errors import MetadataError, plural, size_text
 from ._summary import steps_table
 from ._transfers import Transfers
 
-# Priorities: what is passed on needn't wait for everything that its rank receives.
+# Priorities let a relaying rank send before it has received everything.
 
 _WAVES = 8
-"""What comes to a relaying rank is divided into so many parts; it begins to send when the first has arrived."""
+"""Number of parts into which a relaying rank's bytes are divided; it begins to send when the first has arrived."""
 
 
 def priorities(transfers: Transfers) -> tuple[Column, Column]:
-    """Return each transfer's priority, and for which priorities of what comes to its sender it waits.
+    """Return each transfer's priority, and the priority up to which it waits for transfers to its sender.
 
     Args:
-        transfers: between ranks, ordered as in a plan.
+        transfers: Transfers between ranks, ordered as in a plan.
 
     Returns:
-        ``(priority, needs)``, int64 (transfers,): lower ones go first; and a transfer is ready when all that comes
-        to its sender at priorities up to `needs` has arrived; at once where that is -1.
+        ``(priority, needs)``, int64 (transfers,): lower priorities go first. A transfer is ready when all transfers to
+        its
+         sender with priorities up to `needs` have arrived; at once if `needs` is -1.
     """
     first, later = (np.flatnonzero(transfers.hop == hop) for hop in (0, 1))
     passes_on = np.concatenate([transfers.target[first], transfers.source[later]])
@@ -47,7 +48,7 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
 
 
 def _waves(rank: Column, nbytes: Column) -> Column:
-    """Return in which part of all that its rank gets each transfer is; ranks are ascending."""
+    """Return the part of its rank's received bytes to which each transfer belongs; ranks are ascending."""
     end = np.cumsum(nbytes)
     begins = np.flatnonzero(np.diff(rank, prepend=-1))
     count = np.diff(begins, append=rank.size)
@@ -58,19 +59,19 @@ def _waves(rank: Column, nbytes: Column) -> Column:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Schedule:
-    """In which step which elements of which transfer move; transfers within a rank aren't in it.
+    """The elements of transfers that move in each step; transfers within a rank aren't in it.
 
     A piece is the range [start, stop) of the elements of a transfer's box, in row-major order.
 
     Attributes:
-        step: when, ascending, int64 (pieces,).
-        transfer: the row in the plan's transfers, int64 (pieces,).
-        start: first element, int64 (pieces,).
-        stop: one past the last, int64 (pieces,).
-        from_rank: int64 (pieces,).
-        to_rank: int64 (pieces,).
-        nbytes: int64 (pieces,).
-        max_bytes_in_flight: what a rank sends and gets in one step is together at most so much.
+        step: Number of the step, ascending, int64 (pieces,).
+        transfer: Row in the plan's transfers, int64 (pieces,).
+        start: First element in the transfer's box, int64 (pieces,).
+        stop: End of the elements in the transfer's box, exclusive, int64 (pieces,).
+        from_rank: Sender, int64 (pieces,).
+        to_rank: Receiver, int64 (pieces,).
+        nbytes: Size in bytes, int64 (pieces,).
+        max_bytes_in_flight: Upper bound of the bytes that a rank sends and receives together in one step.
 
     Examples:
         >>> import torch, shardtree as st
@@ -96,7 +97,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """How many steps there are."""
+        """Number of steps."""
         return int(self.step[-1]) + 1 if self.step.size else 0
 
     def __repr__(self) -> str:
@@ -115,23 +116,23 @@ class Schedule:
 def schedule_transfers(
     transfers: Transfers, item_size: Column, *, max_bytes_in_flight: int = limits.RESHARD_BYTES
 ) -> Schedule:
-    """Return transfers in steps in which each rank sends and gets, together, at most so many bytes.
+    """Return transfers in steps in which each rank sends and receives, together, a bounded number of bytes.
 
-    Transfers are cut, between elements, where that helps. Every rank computes the same schedule. What a rank passes on
-    leaves in later steps than it arrives in, and no two ranks that both have room left have data ready for each other.
+    Transfers are cut, between elements, where that helps. Every rank computes the same schedule. Relayed bytes leave in
+     later steps than they arrive in, and no two ranks that both have room left have data ready for each other.
 
-    From that follows a bound. Let L be the most that one rank sends and gets in all, and R what it can at least have
-    in a step that is full: `max_bytes_in_flight`, less one element, plus 1. Then there are at most ``1 + 2 L / R``
-    steps, or ``2 + 3 L / R`` where something is passed on, and no schedule has fewer than
-    ``L / max_bytes_in_flight``. On random plans this one has as many as that, rounded up, or one or two more.
+    This bounds the number of steps. Let L be the most bytes that one rank sends and receives in all, and R the fewest
+     that it has in a full step: `max_bytes_in_flight`, less one element, plus 1. Then there are at most ``1 + 2 L / R``
+     steps, or ``2 + 3 L / R`` with relays, and no schedule has fewer than ``L / max_bytes_in_flight``. On random plans
+     this schedule has as many as that, rounded up, or one or two more.
 
     Args:
-        transfers: those that stay on their rank are left out.
-        item_size: bytes that an element of each transfer takes, int64 (transfers,).
-        max_bytes_in_flight: at least the largest element.
+        transfers: Transfers; those within a rank are left out.
+        item_size: Bytes of an element of each transfer, int64 (transfers,).
+        max_bytes_in_flight: Upper bound of a rank's bytes in one step; at least the size of the largest element.
 
     Raises:
-        MetadataError: an element is larger than that.
+        MetadataError: An element is larger than the bound.
 
     Examples:
         >>> from shardtree import plans
@@ -145,20 +146,20 @@ def schedule_transfers(
     moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0))
     most = _check_bound(max_bytes_in_flight, int(item_size[moving].max(initial=1)))
     ranks, place = np.unique(np.stack([transfers.from_rank, transfers.to_rank])[:, moving], return_inverse=True)
-    (one, other), (priority, needs) = place.reshape(2, -1), priorities(rows_of(transfers, moving))
-    # Large elements first: a cut at a multiple of a pair's largest element then never falls inside a smaller one.
-    order = np.lexsort((-item_size[moving], other, one, needs, priority))
-    moving, columns = moving[order], np.stack([priority, needs, one, other])[:, order]
+    (sender, receiver), (priority, needs) = place.reshape(2, -1), priorities(rows_of(transfers, moving))
+    # Large elements come first: a cut at a multiple of a pair's largest element then never falls inside a smaller one.
+    order = np.lexsort((-item_size[moving], receiver, sender, needs, priority))
+    moving, columns = moving[order], np.stack([priority, needs, sender, receiver])[:, order]
     first = np.flatnonzero(np.any(np.diff(columns, prepend=-2) != 0, axis=0))
     nbytes = np.add.reduceat(transfers.nbytes[moving], first) if first.size else first
-    priority, needs, one, other = columns[:, first]
-    pairs = RankPairs(priority, needs, one, other, nbytes, item_size[moving][first], ranks.size)
+    priority, needs, sender, receiver = columns[:, first]
+    pairs = RankPairs(priority, needs, sender, receiver, nbytes, item_size[moving][first], ranks.size)
     step, pair, amount = pair_steps(pairs, most)
     return _pieces(transfers, item_size, most, moving, pairs, step, pair, amount)
 
 
 def _check_bound(value: Any, largest: int) -> int:
-    """Return the bound, if an element fits."""
+    """Return the bound, after checking that every element fits."""
     what, field = "schedule", "max_bytes_in_flight"
     most = integer(what, field, value)
     if most < largest:
@@ -177,12 +178,11 @@ def _pieces(
     pair: Column,
     amount: Column,
 ) -> Schedule:
-    """Return transfers cut where they end, or a pair's bytes of one step do: both are laid one after the other."""
+    """Return the pieces of transfers, cut at their ends and at the ends of a pair's bytes in a step."""
     in_turn = np.lexsort((step, pair))
     end, chunk_end = np.cumsum(transfers.nbytes[moving]), np.cumsum(amount[in_turn])
     stop = np.sort(np.concatenate([end, chunk_end]), kind="stable")  # union1d is much slower: it hashes
-    # Ends of transfers and of a pair's bytes in a step often coincide, and an empty piece would be a message of no
-    # bytes.
+    # Ends of transfers and of a pair's bytes in a step often coincide, and an empty piece would be an empty message.
     stop = stop[np.flatnonzero(np.diff(stop, prepend=0))]
     begin = np.concatenate([stop[:0], [0], stop[:-1]])[: stop.size]
     row, chunk = np.searchsorted(end, begin, side="right"), np.searchsorted(chunk_end, begin, side="right")
@@ -201,25 +201,26 @@ def _pieces(
     )
 
 
-# Which pair of ranks moves how many bytes in which step
+# The bytes that each pair of ranks moves in each step.
 
 
-# Amounts that pass two places each, and places with limited room.
+# Amounts that pass two places each, through places with limited room.
 
 
 def fill(amount: Column, one: Column, other: Column, room: Column, item: Column) -> Column:
-    """Return how much of each amount goes through: the first get all that fits, then the next, as in a loop over them.
+    """Return the part of each amount that passes: the first get all that fits, then the next, as in a loop over them.
 
-    Nothing that could go through is left: of what is left of an amount, not even one item fits at both of its places.
-    All amounts that surely fit, since with everything before them they do, are taken at once, and then those that are
-    the first at both of their places: so a few rounds do what a loop over the amounts would do.
+    No passable item is left: of the remainder of an amount, not even one item fits at both of its places. All amounts
+    that
+     surely fit, because all before them do too, are taken at once, then those that are the first at both of their
+     places: so a few rounds do the work of a loop over the amounts.
 
     Args:
-        amount: multiples of `item`, the most important first, int64 (amounts,).
-        one: a place that it passes, int64 (amounts,).
-        other: another place, int64 (amounts,).
-        room: of each place, int64 (places,).
-        item: what can't be divided, int64 (amounts,).
+        amount: Multiples of `item`, the most important first, int64 (amounts,).
+        one: Place that each amount passes, int64 (amounts,).
+        other: Second place that it passes, int64 (amounts,).
+        room: Capacity of each place, int64 (places,).
+        item: Indivisible unit of each amount, int64 (amounts,).
 
     Returns:
         int64 (amounts,), multiples of `item`.
@@ -237,7 +238,7 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
         first = _first(ends, room.size) & ~fits
         flow[live[fits]] = amount[live[fits]]
         _use(room, ends[fits], amount[live[fits]])
-        rows = live[first]  # nothing precedes them, and what fitted after them has left them their room
+        rows = live[first]  # nothing precedes these, and earlier amounts have left them their room
         least = room[ends[first]].min(axis=1)
         flow[rows] = np.minimum(amount[rows], least // item[rows] * item[rows])
         _use(room, ends[first], flow[rows])
@@ -247,7 +248,7 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
 
 
 def _running_sums(ends: Column, amount: Column) -> Column:
-    """Return, for both places of each amount, the sum of all amounts there up to and with it, int64 (amounts, 2)."""
+    """Return the running sum of amounts at each of both places, up to and including each amount, int64 (amounts, 2)."""
     place = ends.ravel()
     order = np.argsort(place, kind="stable")
     total = np.cumsum(np.repeat(amount, 2)[order])
@@ -259,7 +260,7 @@ def _running_sums(ends: Column, amount: Column) -> Column:
 
 
 def _first(ends: Column, places: int) -> Mask:
-    """Return which rows are the first at both of their places."""
+    """Return a mask of the rows that are the first at both of their places."""
     number = np.arange(len(ends))
     first = np.full(places, len(ends))
     np.minimum.at(first, ends[:, 0], number)
@@ -274,16 +275,16 @@ def _use(room: Column, ends: Column, amount: Column) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPairs:
-    """What ranks have for each other, a row for each priority, sender and receiver.
+    """The bytes that ranks have for each other, a row for each priority, sender and receiver.
 
     Attributes:
-        priority: the lower, the earlier, int64 (pairs,).
-        needs: ready when all that comes to the sender at priorities up to this has arrived, int64 (pairs,).
-        one: the sender, in [0, ranks), int64 (pairs,).
-        other: the receiver, in [0, ranks), int64 (pairs,).
-        nbytes: int64 (pairs,).
-        item: the largest element among them, in bytes, int64 (pairs,).
-        ranks: how many there are.
+        priority: Priority; lower ones go earlier, int64 (pairs,).
+        needs: Priority up to which all transfers to the sender must have arrived, int64 (pairs,).
+        one: Sender, in [0, ranks), int64 (pairs,).
+        other: Receiver, in [0, ranks), int64 (pairs,).
+        nbytes: Size in bytes, int64 (pairs,).
+        item: Largest element among them, in bytes, int64 (pairs,).
+        ranks: Number of ranks.
     """
 
     priority: Column
@@ -296,10 +297,11 @@ class RankPairs:
 
     @property
     def distance(self) -> Column:
-        """How far the receiver is from the sender when both are numbered round a circle, int64 (pairs,).
+        """Distance from sender to receiver when both are numbered round a circle, int64 (pairs,).
 
-        Relaying pairs have circles of their own. So all pairs at one distance have different ranks, and where ranks
-        give to as many others, as trainers do to engines, each rank is in one of them.
+        Relaying pairs have circles of their own. So all pairs at one distance have different ranks, and if ranks send
+        to as
+         many others, as trainers do to engines, each rank is in one of them.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):
@@ -310,16 +312,16 @@ class RankPairs:
 
 
 def pair_steps(pairs: RankPairs, room: int) -> tuple[Column, Column, Column]:
-    """Return in which step how many bytes of which pair move, so that no rank sends and gets more than there is room.
+    """Return the bytes of each pair that move in each step, so that no rank exceeds its room.
 
     Each step goes through the pairs that are ready and takes all that fits: by priority; at equal priority first those
     whose ranks have most left to do, in whole steps; among equals by distance, so that in one step different senders
-    have different receivers. A rank that sends and receives divides its room between both, in proportion to what is
-    left of each, and in a second pass all that still fits is taken.
+    have different receivers. A rank that sends and receives divides its room between both, in proportion to the bytes
+     left of each, and a second pass takes everything that still fits.
 
     Args:
-        pairs: what there is to move.
-        room: bytes that a rank may send and get in a step, together; at least the largest item.
+        pairs: Bytes to move.
+        room: Bytes that a rank may send and receive together in a step; at least the largest item.
 
     Returns:
         ``(step, pair, nbytes)``, ordered by step, int64.
@@ -342,41 +344,41 @@ def pair_steps(pairs: RankPairs, room: int) -> tuple[Column, Column, Column]:
 
 
 def _one_step(pairs: RankPairs, distance: Column, left: Column, room: int) -> Column:
-    """Return how much of each pair moves in the next step."""
+    """Return the bytes of each pair that move in the next step."""
     rows = _ready(pairs, left)
-    one, other, item, amount = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
-    sends, gets = group_sums(one, amount, pairs.ranks), group_sums(other, amount, pairs.ranks)
+    sender, receiver, item, amount = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
+    sends, gets = group_sums(sender, amount, pairs.ranks), group_sums(receiver, amount, pairs.ranks)
     flow = np.zeros_like(left)
-    # The last step, and the only one of small plans: nothing has to be chosen.
+    # This is the last step, and the only one of small plans: everything fits.
     if (sends + gets).max() <= room:
         flow[rows] = amount
         return flow
     order = _order(pairs, distance, left, room, rows)
-    rows, one, other, item, amount = (column[order] for column in (rows, one, other, item, amount))
+    rows, sender, receiver, item, amount = (column[order] for column in (rows, sender, receiver, item, amount))
     for_sending = _share(room, sends, sends + gets)
     halves = np.concatenate([for_sending, room - for_sending])
-    first = fill(amount, one, other + pairs.ranks, halves, item)
-    rest = room - group_sums(one, first, pairs.ranks) - group_sums(other, first, pairs.ranks)
-    flow[rows] = first + fill(amount - first, one, other, rest, item)
+    first = fill(amount, sender, receiver + pairs.ranks, halves, item)
+    left_room = room - group_sums(sender, first, pairs.ranks) - group_sums(receiver, first, pairs.ranks)
+    flow[rows] = first + fill(amount - first, sender, receiver, left_room, item)
     return flow
 
 
 def _share(room: int, part: Column, whole: Column) -> Column:
-    """Return about as much of the room as a part is of the whole: never more than it, however many bytes there are."""
+    """Return about the share of the room that a part has of the whole, and never more, however many bytes there are."""
     # Both are shifted until room * part fits an int64.
     shift = max(0, room.bit_length() + int(whole.max()).bit_length() - 63)
     return np.asarray(room * (part >> shift) // np.maximum(whole >> shift, 1))
 
 
 def _ready(pairs: RankPairs, left: Column) -> Column:
-    """Return the pairs that have bytes left of which the sender has all."""
+    """Return the pairs that have bytes left and whose sender has received all of them."""
     comes = np.full(pairs.ranks, pairs.priority.max(initial=0))
     np.minimum.at(comes, pairs.other[left > 0], pairs.priority[left > 0])
     return np.flatnonzero((left > 0) & (pairs.needs < comes[pairs.one]))
 
 
 def _order(pairs: RankPairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
-    """Return in which order pairs are gone through."""
+    """Return the order in which pairs are processed."""
     load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
     return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))

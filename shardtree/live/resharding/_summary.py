@@ -1,4 +1,4 @@
-"""A plan as text: what each rank sends, gets and keeps, where each tensor's bytes come from; and as a document."""
+"""A plan as text: each rank's sent, received and kept bytes, and each tensor's origins; and as a document."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def totals_table(sends: Mapping[int, int], gets: Mapping[int, int], keeps: Mappi
     """Return a line for each rank, up to 32 of them, and one for all.
 
     Args:
-        sends: bytes, by rank; the others have the same ranks.
-        gets: bytes, by rank.
-        keeps: bytes, by rank.
+        sends: Sent bytes by rank; the other mappings have the same ranks.
+        gets: Received bytes by rank.
+        keeps: Kept bytes by rank.
 
     Examples:
         >>> for line in totals_table({0: 8, 1: 0}, {0: 0, 1: 8}, {0: 0, 1: 0}):
@@ -52,10 +52,10 @@ def totals_table(sends: Mapping[int, int], gets: Mapping[int, int], keeps: Mappi
 
 
 def link_lines(links: Mapping[tuple[int, int], int]) -> list[str]:
-    """Return the links that carry most, and how many more there are.
+    """Return lines of the links that carry most, and the number of the others.
 
     Args:
-        links: bytes, by (from, to).
+        links: Bytes by (from, to).
 
     Examples:
         >>> link_lines({(0, 1): 8, (1, 0): 16})
@@ -67,10 +67,10 @@ def link_lines(links: Mapping[tuple[int, int], int]) -> list[str]:
 
 
 def cast_lines(casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
-    """Return which dtypes become which, and of how many tensors; no line where none are cast.
+    """Return the lines of casts, each with its number of tensors; no line if there are none.
 
     Args:
-        casts: before and after, for each tensor that is cast.
+        casts: Dtypes before and after, for each tensor that is cast.
 
     Examples:
         >>> cast_lines([(torch.float32, torch.bfloat16)] * 2 + [(torch.int64, torch.int32)])
@@ -84,7 +84,7 @@ def cast_lines(casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
 
 
 def cast_text(before: torch.dtype, after: torch.dtype) -> str:
-    """Return how a dtype becomes another.
+    """Return the text of a cast between two dtypes.
 
     Examples:
         >>> cast_text(torch.float32, torch.bfloat16)
@@ -94,13 +94,13 @@ def cast_text(before: torch.dtype, after: torch.dtype) -> str:
 
 
 def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column) -> list[str]:
-    """Return a line for each step, up to 32 of them: what moves, and who sends and gets most.
+    """Return a line for each step, up to 32 of them: its bytes, and the ranks that send and receive most.
 
     Args:
-        step: when, ascending, int64 (pieces,).
-        from_rank: int64 (pieces,).
-        to_rank: int64 (pieces,).
-        nbytes: int64 (pieces,).
+        step: Number of the step, ascending, int64 (pieces,).
+        from_rank: Sender, int64 (pieces,).
+        to_rank: Receiver, int64 (pieces,).
+        nbytes: Size in bytes, int64 (pieces,).
 
     Examples:
         >>> for line in steps_table(*map(np.array, ([0, 0, 1], [0, 1, 0], [1, 2, 2], [8, 4, 2]))):
@@ -128,15 +128,15 @@ _SHOWN_ORIGINS = 40
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A box of a tensor that a rank gets, and from whom.
+    """A box of a tensor that a rank receives, and the rank that has it before.
 
     Attributes:
-        rank: who gets it.
-        from_rank: who has it before; the same, where it stays.
-        box: in the global tensor, as slices.
-        nbytes: its bytes.
-        hop: 0 where it comes from a shard of the source, 1 or more where from a target shard that was filled before.
-        key: the tensor's.
+        rank: Receiver.
+        from_rank: Rank that has the box before; the receiver itself if the box stays.
+        box: Slices of the global tensor.
+        nbytes: Size in bytes.
+        hop: 0 if the box comes from a source shard; 1 or more if it comes from a target shard that was filled before.
+        key: Key of the tensor.
     """
 
     rank: int
@@ -149,13 +149,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where each box of a tensor comes from, on every rank. Its text is a table.
+    """The origin of each box of a tensor, on every rank. Its text is a table.
 
     Attributes:
-        name: under which it was asked for: the tensor's key, or where the target's trees hold it.
-        kinds: dtype and global shape afterwards by key, of the tensor, or of all that a factory of that name builds.
-        origins: by key, rank, then box.
-        casts: the dtypes before and after, by key, where they differ.
+        name: Name in the request: the tensor's key, or its place in the target's trees.
+        kinds: Dtype and global shape afterwards, by key, of the tensor, or of all tensors that a factory of that name
+            builds.
+        origins: Boxes of the tensor, ordered by key, rank, then box.
+        casts: Dtypes before and after of tensors that are cast, by key.
     """
 
     name: str
@@ -165,12 +166,12 @@ class Provenance:
 
     @property
     def bytes_moved(self) -> int:
-        """How many of its bytes go from one rank to another."""
+        """Bytes of the tensor that move between ranks."""
         return sum(one.nbytes for one in self.origins if one.rank != one.from_rank)
 
     @property
     def bytes_kept(self) -> int:
-        """How many of its bytes stay on their rank."""
+        """Bytes of the tensor that stay on their rank."""
         return sum(one.nbytes for one in self.origins if one.rank == one.from_rank)
 
     def __str__(self) -> str:
@@ -191,10 +192,10 @@ def _row(one: Origin) -> tuple[str, ...]:
 
 
 def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of tensors by the other names that trees have for them: their places, and factories' keys.
+    """Return the keys of tensors by their other names in trees: their places, and factories' keys.
 
     Args:
-        trees: each rank's tree, with what `apply_factories` gave of it.
+        trees: Each rank's tree, with its result of `apply_factories`.
 
     Examples:
         >>> import torch
@@ -210,7 +211,7 @@ def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, .
         for path, leaf in leaves_with_paths(after):
             if not isinstance(leaf, ShardedTensor):
                 continue
-            # Users know a factory's place and key, and not those of the shards that it builds.
+            # Users know a factory's place and key, but not those of the shards that it builds.
             place = next((path[:depth] for depth in depths if path[:depth] in factories), path)
             for name in {path_key(place), factories.get(place, leaf.key)} - {leaf.key}:
                 names.setdefault(name, {})[leaf.key] = None
@@ -224,17 +225,17 @@ def tensor_origins(
     names: Mapping[str, tuple[str, ...]],
     casts: Mapping[str, tuple[torch.dtype, torch.dtype]],
 ) -> Provenance:
-    """Return where the bytes of one tensor come from, or of all that are stored for one name.
+    """Return the origins of one tensor's bytes, or of all tensors that are stored under one name.
 
     Args:
-        target: the shards of all ranks after.
-        transfers: what goes where.
-        name: the tensor's key, or else one of `names`.
-        names: keys by other names, as `names_of_tensors` gives them.
-        casts: the dtypes before and after, by key, of tensors that are cast.
+        target: Shards of all ranks after.
+        transfers: All transfers of the plan.
+        name: Key of the tensor, or one of `names`.
+        names: Keys by other names, from `names_of_tensors`.
+        casts: Dtypes before and after of tensors that are cast, by key.
 
     Raises:
-        KeyMismatch: no shard of the target is of that tensor.
+        KeyMismatch: No shard of the target belongs to such a tensor.
     """
     keys = (name,) if name in target.keys else names.get(name)
     if keys is None:
@@ -242,8 +243,8 @@ def tensor_origins(
         fix = f"Did you mean {near[name]!r}?" if near else "Ask for one of the keys of plan.target."
         raise KeyMismatch(error_text(f"explain: no tensor {name!r} in the target", fix=fix))
     kinds = {key: target.kinds[target.keys.index(key)] for key in keys}
-    origins = tuple(one for key in keys for one in _origins(target, transfers, key))
-    # Several keys share a name where a factory stores one tensor as several.
+    origins = tuple(origin for key in keys for origin in _origins(target, transfers, key))
+    # Several keys share a name if a factory stores one tensor as several.
     return Provenance(name, kinds, origins, {key: casts[key] for key in keys if key in casts})
 
 
@@ -267,7 +268,7 @@ _BOXES = ("offset", "shape", "source_stride", "target_stride")  # columns of a n
 
 
 Parts = tuple[ShardColumns, ShardColumns, Transfers, Mapping[str, tuple[str, ...]]]
-"""What a plan consists of: source, target, transfers and names, the fields of `ReshardPlan`."""
+"""Parts of a plan: source, target, transfers and names, the fields of `ReshardPlan`."""
 
 
 def plan_text(plan: Parts) -> str:
@@ -279,7 +280,7 @@ def plan_text(plan: Parts) -> str:
         "axes": target.offset.shape[1],
         "source": _layout_record(source),
         "target": _layout_record(target),
-        "transfers": {one.name: getattr(transfers, one.name).tolist() for one in fields(Transfers)},
+        "transfers": {field.name: getattr(transfers, field.name).tolist() for field in fields(Transfers)},
         "names": {name: list(keys) for name, keys in names.items()},
     }
     return json.dumps(document)
@@ -298,11 +299,11 @@ def _kind_record(key: str, kind: TensorKind) -> dict[str, Any]:
 
 
 def plan_parts(text: str) -> Parts:
-    """Return what a plan consists of, from its JSON text.
+    """Return the parts of a plan from its JSON text.
 
     Raises:
-        MetadataError: it isn't the text of a plan of this version, or the plan doesn't fill its target.
-        ShapeError: a side has 2**62 bytes or more.
+        MetadataError: The text isn't a plan of this version, or the plan doesn't fill its target.
+        ShapeError: A side has 2**62 bytes or more.
     """
     try:
         document = json.loads(text)
@@ -319,14 +320,16 @@ def plan_parts(text: str) -> Parts:
     check_sizes(source, target)
     problems = transfer_problems(source, target, transfers)
     if problems:
-        what = "ReshardPlan.from_json: the plan doesn't fill its target"
-        raise MetadataError(error_text(what, offenders=offence_lines(problems), fix="Write it with `to_json` again."))
+        heading = "ReshardPlan.from_json: the plan doesn't fill its target"
+        raise MetadataError(
+            error_text(heading, offenders=offence_lines(problems), fix="Write it with `to_json` again.")
+        )
     return parts
 
 
 def _refusal(problem: str) -> MetadataError:
-    what, fix = "ReshardPlan.from_json: not a plan that can be read", "Pass what `ReshardPlan.to_json` returns."
-    return MetadataError(error_text(what, found=problem, expected=f"{FORMAT!r} {VERSION}", fix=fix))
+    heading, fix = "ReshardPlan.from_json: not a plan that can be read", "Pass what `ReshardPlan.to_json` returns."
+    return MetadataError(error_text(heading, found=problem, expected=f"{FORMAT!r} {VERSION}", fix=fix))
 
 
 def _parts(document: Mapping[str, Any]) -> Parts:
@@ -350,7 +353,7 @@ def _layout(record: Mapping[str, Any], axes: int) -> ShardColumns:
 
 
 def _kind(record: Mapping[str, Any]) -> TensorKind:
-    # Not getattr, which imports whole modules of torch for some names.
+    # getattr isn't used: for some names it would import whole modules of torch.
     dtype = vars(torch).get(record["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this torch has no dtype {record['dtype']!r}")
@@ -360,7 +363,7 @@ def _kind(record: Mapping[str, Any]) -> TensorKind:
 
 def _column(record: Mapping[str, Any], name: str, axes: int) -> NDArray[Any]:
     values = np.asarray(record[name] or np.zeros(0, dtype=np.int64))
-    # numpy would cut off fractions.
+    # Conversion to an integer dtype would cut off fractions.
     if values.dtype.kind != ("b" if name == "main" and values.size else "i"):
         raise ValueError(f"column {name!r} has {values.dtype} values")
     shape = (len(record[name]), axes) if name in _BOXES else (len(record[name]),)

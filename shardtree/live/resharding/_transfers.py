@@ -17,24 +17,24 @@ class Transfers:
 
     A shard's data is counted in elements of its row-major memory, a flat shard's in the order of its range.
 
-    Where two shards of a rank want the same elements, one of them gets them at hop 0; the other one's come from it at
-    hop 1, and nothing moves between ranks.
+    If two shards of a rank want the same elements, one of them receives them at hop 0; the other gets them from it at
+     hop 1, and nothing moves between ranks.
 
     Attributes:
-        hop: 0 where it comes from a source shard; 1 or more where it comes from a target shard, whose row `source` is
-            then, and which has these elements from earlier hops.
-        source: the row of the shard that it comes from, in the plan's `source` (or `target`), int64 (transfers,).
-        target: the row of the shard that it goes to, in the plan's `target`, int64 (transfers,).
-        from_rank: who has it, int64 (transfers,).
-        to_rank: who gets it; the same rank, where nothing moves, int64 (transfers,).
-        key: the tensor, numbered as in the plan's `target.keys`, int64 (transfers,).
-        offset: of the box in the global tensor, right-aligned, int64 (transfers, axes).
-        shape: of the box, int64 (transfers, axes).
-        nbytes: its bytes, int64 (transfers,).
-        source_element: where its first element lies in the data of the shard that it comes from, int64 (transfers,).
-        source_stride: of that data, in elements along each axis, int64 (transfers, axes).
-        target_element: where its first element goes, int64 (transfers,).
-        target_stride: likewise, int64 (transfers, axes).
+        hop: 0 if the box comes from a source shard; 1 or more if it comes from a target shard that received these
+            elements at earlier hops, and whose row `source` then is.
+        source: Row of the sending shard in the plan's `source` (or `target`), int64 (transfers,).
+        target: Row of the receiving shard in the plan's `target`, int64 (transfers,).
+        from_rank: Sender, int64 (transfers,).
+        to_rank: Receiver; equal to `from_rank` if nothing moves between ranks, int64 (transfers,).
+        key: Tensor, numbered as in the plan's `target.keys`, int64 (transfers,).
+        offset: Offset of the box in the global tensor, right-aligned, int64 (transfers, axes).
+        shape: Shape of the box, int64 (transfers, axes).
+        nbytes: Size of the box in bytes, int64 (transfers,).
+        source_element: Offset of the first element in the sending shard's data, int64 (transfers,).
+        source_stride: Strides of the sending shard's data along each axis, in elements, int64 (transfers, axes).
+        target_element: Offset of the first element in the receiving shard's data, int64 (transfers,).
+        target_stride: Strides of the receiving shard's data along each axis, in elements, int64 (transfers, axes).
     """
 
     hop: Column
@@ -57,14 +57,14 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Which box goes from which shard to which; all else about a transfer follows from it.
+    """Boxes with the shards that send and receive them; all else about a transfer follows from these.
 
     Attributes:
-        hop: int64 (routes,).
-        source: row in the plan's `source`, or in its `target` at hop 1 and later, int64 (routes,).
-        target: row in the plan's `target`, int64 (routes,).
-        offset: int64 (routes, axes).
-        shape: int64 (routes, axes).
+        hop: Hop of each route, int64 (routes,).
+        source: Row in the plan's `source`, or in its `target` at hop 1 and later, int64 (routes,).
+        target: Row in the plan's `target`, int64 (routes,).
+        offset: Offset of the box in the global tensor, int64 (routes, axes).
+        shape: Shape of the box, int64 (routes, axes).
     """
 
     hop: Column
@@ -78,9 +78,9 @@ def as_transfers(source: ShardColumns, target: ShardColumns, routes: Routes) -> 
     """Return routes as transfers, in their order: by hop, to_rank, target, offset.
 
     Args:
-        source: the shards of all ranks before, of as many axes as the target.
-        target: the shards of all ranks after.
-        routes: in any order.
+        source: Shards of all ranks before, with as many axes as the target.
+        target: Shards of all ranks after.
+        routes: Routes, in any order.
     """
     order = np.lexsort((*routes.offset.T[::-1], routes.target, target.rank[routes.target], routes.hop))
     hop, source_row, target_row = routes.hop[order], routes.source[order], routes.target[order]
@@ -106,13 +106,13 @@ def as_transfers(source: ShardColumns, target: ShardColumns, routes: Routes) -> 
 
 
 def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row: Column) -> ShardColumns:
-    """Return the shard that each transfer comes from, which is the source's at hop 0 and the target's after.
+    """Return the sending shard of each transfer, which is the source's at hop 0 and the target's after.
 
     Args:
-        source: the shards of all ranks before, of as many axes as the target.
-        target: the shards of all ranks after.
-        hop: int64 (transfers,).
-        row: of the shard, int64 (transfers,).
+        source: Shards of all ranks before, with as many axes as the target.
+        target: Shards of all ranks after.
+        hop: Hop of each transfer, int64 (transfers,).
+        row: Row of the sending shard, int64 (transfers,).
     """
     before, after = np.flatnonzero(hop == 0), np.flatnonzero(hop > 0)
     sources = select_rows(renumber_keys(source, target), row[before])
@@ -128,7 +128,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
 
 
 def renumber_keys(source: ShardColumns, target: ShardColumns) -> ShardColumns:
-    """Return the source with its keys numbered as in the target; -1 is the number of those that the target hasn't."""
+    """Return the source with its keys numbered as in the target, and -1 for keys that the target lacks."""
     number = {key: position for position, key in enumerate(target.keys)}
     # Keys that the target lacks stay in the columns, so that rows keep their numbers.
     key = np.array([number.get(key, -1) for key in source.keys], dtype=np.int64)[source.key]
@@ -136,14 +136,14 @@ def renumber_keys(source: ShardColumns, target: ShardColumns) -> ShardColumns:
 
 
 def shard_memory(shards: ShardColumns, offset: Column) -> tuple[Column, Column]:
-    """Return where boxes begin in the data of shards, and the data's strides.
+    """Return the first elements of boxes in the data of shards, and the data's strides.
 
     Args:
-        shards: the shard of each box.
-        offset: of each box in the global tensor, int64 (boxes, axes).
+        shards: Shard of each box.
+        offset: Offset of each box in the global tensor, int64 (boxes, axes).
 
     Returns:
-        elements int64 (boxes,), and strides int64 (boxes, axes).
+        Elements int64 (boxes,), and strides int64 (boxes, axes).
     """
     # A flat range keeps the element order of its box, so the box's strides hold, from the range's start on.
     stride = row_major_strides(shards.shape)

@@ -51,17 +51,17 @@ from ...errors import IntegrityError, ShapeError, TreeError, TreePath, error_tex
 
 
 def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
-    """Return the global tensors, by key. One that a shard holds whole is that shard's tensor; others are new.
+    """Return the global tensors, by key. A tensor that a shard holds whole is that shard's tensor; others are new.
 
-    An element is its main replica's; where there is none, that of the copy on the lowest rank.
+    Elements come from main replicas; without one, from the copy on the lowest rank.
 
     Args:
-        columns: all shards.
-        shards: the same, row by row.
+        columns: Columns of all shards.
+        shards: The same shards, row by row.
 
     Raises:
-        IntegrityError: no rank holds some element, or it has two main replicas.
-        ShapeError: a shard that is needed has no data.
+        IntegrityError: No rank holds some element, or it has two main replicas.
+        ShapeError: A shard that is needed has no data.
     """
     check_covered(columns)
     order = np.argsort(columns.key, kind="stable")
@@ -80,10 +80,10 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
 
 
 def check_covered(columns: ShardColumns) -> None:
-    """Raise IntegrityError where no rank holds an element, or more than one main replica does."""
+    """Raise IntegrityError if no rank holds an element, or several main replicas do."""
     mains = select_rows(columns, np.flatnonzero(columns.main))
     overlaps = fault_problems(columns, doubled_faults(mains), "element")
-    # Where main replicas are missing a copy will do, so gaps are looked for among all shards.
+    # If main replicas are missing a copy is enough, so gaps are looked for among all shards.
     all_main = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
     faults = sharding_faults(all_main)
     missing = fault_problems(all_main, rows_of(faults, np.flatnonzero(~faults.doubled)), "element")
@@ -94,10 +94,10 @@ def check_covered(columns: ShardColumns) -> None:
 
 
 def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:
-    """Return the rows that make up a tensor, in ascending precedence: later ones overwrite what they share."""
+    """Return the rows that make up a tensor, in ascending precedence: later ones overwrite shared elements."""
     rows = rows[columns.elements[rows] > 0]
     mains = rows[columns.main[rows]]
-    # Main replicas don't overlap here, so as many elements as the tensor has mean all of them.
+    # Main replicas don't overlap here, so if they have as many elements as the tensor they cover it.
     are_all = columns.elements[mains].sum() == prod(columns.kinds[number].global_shape)
     copies: list[int] = (mains if are_all else rows[np.lexsort((-columns.rank[rows], columns.main[rows]))]).tolist()
     return copies
@@ -116,7 +116,7 @@ def _whole(columns: ShardColumns, shards: Sequence[ShardedTensor], number: int, 
     whole = empty_data(kind.global_shape, kind.dtype, pieces[0].device if pieces else "cpu")
     mine = select_rows(columns, np.array(rows, dtype=np.int64))
     boxes = shard_boxes(mine.offset, mine.shape, mine.start, mine.stop)
-    # As integers: torch can't copy some packed dtypes.
+    # Tensors are copied as integers: torch can't copy some packed dtypes.
     _fill(as_integers(whole), list(map(as_integers, pieces)), boxes, (mine.start >= 0).tolist())
     return whole
 
@@ -142,7 +142,7 @@ def _fill(whole: torch.Tensor, pieces: Sequence[torch.Tensor], boxes: BoxColumns
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place of a global tensor or object in a tree, by its key."""
+    """A placeholder for the global tensor or object of a key in a tree."""
 
     key: str
     is_tensor: bool
@@ -160,24 +160,26 @@ class _RankTree:
 def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) -> Any:
     """Return the global tree of ranks' sharded trees; undoes `shard`.
 
-    Where a shard stood there is the global tensor, as a checkpoint would hold it: a factory's place has what it builds,
-    and one tensor where that is all of one key. A tensor that a shard holds whole isn't copied. Where copies differ
-    the main replica counts, and where there is none the copy on the lowest rank.
+    A shard is replaced by its global tensor, as a checkpoint would hold it; a factory by the tree that it builds, or by
+    one
+     tensor if that has one key. A tensor that a shard holds whole isn't copied. If copies differ the main replica
+     counts, and without one the copy on the lowest rank.
 
     Args:
-        trees: each rank's tree, by rank: a mapping, or a sequence that begins with rank 0. They are joined: dicts by
+        trees: Tree of each rank: a mapping by rank, or a sequence that begins with rank 0. They are joined: dicts by
             key, lists and tuples of equal length by position.
-        rules: by patterns of keys, what becomes of objects that there are several of, one on each rank say; see
-            `reshard_objects`. A single one needs no rule. What a rule drops is left out of the tree.
+        rules: Rules for arrays of several objects, such as one on each rank, by key pattern; see `reshard_objects`. A
+            single object needs no rule. Objects that a rule drops are left out of the tree.
 
     Returns:
-        The tree. Plain values, which must be the same on all ranks, are as they were; objects are copies of their data.
+        The global tree. Plain values, which must be the same on all ranks, are unchanged; objects are copies of their
+        data.
 
     Raises:
-        IntegrityError: no rank holds some element, or it has two main replicas; plain values differ between ranks;
+        IntegrityError: No rank holds some element, or it has two main replicas; plain values differ between ranks;
             ranks disagree about a tensor; there are several objects and no rule.
-        ShapeError: a shard that is needed has no data.
-        TreeError: it isn't a tree for each rank, or they don't fit together.
+        ShapeError: A shard that is needed has no data.
+        TreeError: An argument isn't a tree for each rank, or the trees don't fit together.
 
     Examples:
         >>> import torch
@@ -187,24 +189,24 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
         {'w': tensor([0, 1, 2, 3, 4]), 'step': 3}
     """
     by_rank = trees_by_rank(trees, "unshard")
-    # Before any tensor is assembled, which may take long and much memory.
+    # Plain values are compared before any tensor is assembled, which may take long and much memory.
     for rank, tree in by_rank.items():
         refuse_hidden(f"unshard: rank {rank}", leaves_with_paths(tree))
     problems = common_problems({rank: comparable(common_with_holes(tree)) for rank, tree in by_rank.items()})
     if problems:
-        what, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."
-        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+        heading, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."
+        raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
     flat = {rank: _flatten(tree) for rank, tree in by_rank.items()}
-    columns = join_columns([shard_columns(own.tensors, rank) for rank, own in flat.items()])
-    tensors = assembled(columns, [shard for own in flat.values() for shard in own.tensors])
-    objects = _objects([item for own in flat.values() for item in own.objects], rules)
+    columns = join_columns([shard_columns(rank_tree.tensors, rank) for rank, rank_tree in flat.items()])
+    tensors = assembled(columns, [shard for rank_tree in flat.values() for shard in rank_tree.tensors])
+    objects = _objects([item for rank_tree in flat.values() for item in rank_tree.objects], rules)
 
     def value(leaf: Any) -> Any:
         if not isinstance(leaf, _Slot):
             return leaf
         return tensors[leaf.key] if leaf.is_tensor else objects[leaf.key]
 
-    return prune(map_shards(value, _join_slots([own.slots for own in flat.values()])))
+    return prune(map_shards(value, _join_slots([rank_tree.slots for rank_tree in flat.values()])))
 
 
 def _flatten(tree: Any) -> _RankTree:
@@ -230,7 +232,7 @@ def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] |
 
 
 def _factory_slot(part: Any) -> Any:
-    """Return one slot for all that a factory built, where that has one key; else the slots of its leaves."""
+    """Return one slot for everything that a factory built if it has one key; else the slots of its leaves."""
     slots = map_shards(_slot, part)
     leaves = [leaf for _, leaf in leaves_with_paths(slots)]
     kinds = {leaf for leaf in leaves if isinstance(leaf, _Slot)}
@@ -238,18 +240,19 @@ def _factory_slot(part: Any) -> Any:
 
 
 def _slot(leaf: Any) -> Any:
-    """Return the slot for a shard's global value; another leaf as it is."""
+    """Return the slot for a shard's global value; another leaf unchanged."""
     return _Slot(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
 
 
 def _join_slots(trees: Iterable[Any]) -> Any:
-    """Return several trees of slots, merged."""
+    """Return the merged tree of several trees of slots."""
     whole: Any = HOLE
     leaves: dict[TreePath, Any] = {}
     for tree in trees:
         pairs, rebuild = flatten_with_paths(tree)
         _check_same(leaves, pairs)
-        # Merging refuses a place that two trees fill, and replicated tensors and plain values are on many ranks.
+        # Only slots are left here: merging refuses a place that two trees fill, and replicated values are on many
+        # ranks.
         new = [leaf if path not in leaves else HOLE for path, leaf in pairs]
         leaves |= {path: leaf for path, leaf in pairs if leaf is not HOLE and path not in leaves}
         whole = merge(whole, rebuild(new))

@@ -1,4 +1,4 @@
-"""ZeRO-1 buffers: parameters in contiguous memory, of which each data-parallel rank has an equal range; as shards."""
+"""ZeRO-1 buffers as shards: parameters in contiguous memory, with an equal range for each data-parallel rank."""
 
 from ._pack import plan_buffers
 from ._plan import BufferPlace, BufferPlan, BufferRange

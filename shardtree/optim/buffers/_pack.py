@@ -21,10 +21,10 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
     """Return the shape of each parameter, by name.
 
     Args:
-        parameters: shapes, or values that have one, by name.
+        parameters: Shapes, or values that have one, by name.
 
     Raises:
-        MetadataError: something has no shape, is a flat range, or dtypes are mixed; names each of them.
+        MetadataError: A value has no shape or is a flat range, or dtypes are mixed; the error names each value.
 
     Examples:
         >>> import torch
@@ -32,19 +32,19 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
         {'w': (2, 3), 'b': (3,)}
     """
     if not isinstance(parameters, Mapping):
-        fix = "Pass {name: shape, tensor or shard}; dict(module.named_parameters()), say."
-        what, found = "plan_buffers: not parameters by name", type(parameters).__name__
-        raise MetadataError(error_text(what, found=found, expected="a mapping", fix=fix))
+        fix = "Pass {name: shape, tensor or shard}, such as dict(module.named_parameters())."
+        heading, found = "plan_buffers: not parameters by name", type(parameters).__name__
+        raise MetadataError(error_text(heading, found=found, expected="a mapping", fix=fix))
     wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
-        fix = "Pass shapes, tensors, or shards of whole boxes; of a factory without data its tensor's shape."
+        fix = "Pass shapes, tensors, or shards of whole boxes; for a factory without data its tensor's shape."
         raise MetadataError(error_text("plan_buffers: parameters that can't be placed", offenders=wrong, fix=fix))
     _check_dtypes(parameters)
     return {name: _shape(value) or () for name, value in parameters.items()}
 
 
 def _problem(name: Any, value: Any) -> str | None:
-    """Return what is wrong with a parameter."""
+    """Return the reason why a parameter can't be placed; None if it can."""
     if not isinstance(name, str) or not name:
         return f"{name!r}: not a name"
     if isinstance(value, Parameter) and value.flattened_range is not None:
@@ -60,7 +60,7 @@ def _problem(name: Any, value: Any) -> str | None:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return a value's shape, None for one without."""
+    """Return a value's shape; None for a value without one."""
     if isinstance(value, ShardedTensor):
         return value.local_shape
     source = value.data if isinstance(value, ShardedTensorFactory) else value
@@ -74,7 +74,7 @@ def _check_dtypes(parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         source = value.data if isinstance(value, ShardedTensorFactory) else value
         names.setdefault(getattr(source, "dtype", None), []).append(name)
-    # Shapes have no dtype, and go with any.
+    # Shapes have no dtype, and fit any.
     names.pop(None, None)
     if len(names) > 1:
         of_each = [f"{dtype}: {', '.join(map(repr, own[:3]))}, {len(own)} in all" for dtype, own in names.items()]
@@ -83,28 +83,28 @@ def _check_dtypes(parameters: Mapping[str, Any]) -> None:
 
 
 def check_parameters(plan: BufferPlan, parameters: Mapping[str, Any], doing: str) -> None:
-    """Raise unless each parameter of a plan is there as a shard or factory, of the shape that the plan has.
+    """Raise an error unless each parameter of a plan is present as a shard or factory of the planned shape.
 
     Args:
-        plan: the buffer's.
-        parameters: shards by name; others may be among them.
-        doing: for the error.
+        plan: Plan of the buffer.
+        parameters: Shards by name, perhaps with others that aren't in the plan.
+        doing: Name of the operation in error messages.
 
     Raises:
-        KeyMismatch: some aren't there.
-        ShapeError: some are something else, or have another shape; names each of them.
+        KeyMismatch: Some parameters are missing.
+        ShapeError: Some are neither shards nor factories, or have another shape; the error names each.
 
     Examples:
         >>> check_parameters(BufferPlan(2, (), ()), {}, "flat_shards")
     """
     if not isinstance(parameters, Mapping):
         found, fix = type(parameters).__name__, "Pass {name: shard}, with the plan's names."
-        what = f"{doing}: not parameters by name"
-        raise ShapeError(error_text(what, found=found, expected="a mapping", fix=fix))
+        heading = f"{doing}: not parameters by name"
+        raise ShapeError(error_text(heading, found=found, expected="a mapping", fix=fix))
     missing = [repr(place.name) for place in plan.places if place.name not in parameters]
     if missing:
         fix = "Pass the shards that the buffer was planned for."
-        raise KeyMismatch(error_text(f"{doing}: parameters that aren't there", offenders=missing, fix=fix))
+        raise KeyMismatch(error_text(f"{doing}: parameters of the plan are missing", offenders=missing, fix=fix))
     wrong = [
         f"{place.name!r}: {text}"
         for place in plan.places
@@ -138,23 +138,22 @@ def plan_buffers(
 ) -> BufferPlan:
     """Return the plan of parameters in one contiguous buffer, with each rank's range of every bucket.
 
-    They are consecutive, and never span two buckets. A bucket is closed after the parameter with which
-    it has `bucket_size` elements or more, and padded so that all ranks' ranges are equally long. All numbers count
+    Parameters are consecutive, and never span two buckets. A bucket is closed after the parameter with which it has
     elements.
 
     Args:
-        parameters: what a rank holds of the model, by name: a shape, or what has one: a tensor, a ShardedTensor, or a
-            ShardedTensorFactory with data. They must be of one dtype, as buffers are; shapes have none.
-        data_parallel: how many ranks share the buffer.
-        bucket_size: the size at which a bucket is closed; None for one bucket.
-        align: each parameter starts at a multiple of this, counted from the beginning of the buffer.
-        bucket_align: each bucket ends at a multiple of this and of `data_parallel`.
-        order: the names in the buffer's order; by default as `parameters` has them.
-        alone: names of parameters that get a bucket of their own.
+        parameters: Parameters of the model on a rank, by name: a shape, a tensor, a ShardedTensor, or a
+            ShardedTensorFactory with data. They must have one dtype, as buffers have; shapes have none.
+        data_parallel: Number of ranks that share the buffer.
+        bucket_size: Size at which a bucket is closed; None for one bucket.
+        align: Divisor of each parameter's start, counted from the beginning of the buffer.
+        bucket_align: Divisor of each bucket's end, besides `data_parallel`.
+        order: Names in the buffer's order; by default the order of `parameters`.
+        alone: Names of parameters that get a bucket of their own.
 
     Raises:
-        MetadataError: a number is too small; something has no shape, or is a flat range; dtypes are mixed.
-        KeyMismatch: `order` isn't all names, each once, or `alone` has others.
+        MetadataError: A number is too small, a value has no shape or is a flat range, or dtypes are mixed.
+        KeyMismatch: `order` isn't a permutation of all names, or `alone` has unknown names.
 
     Examples:
         >>> plan = plan_buffers({"w": (2, 3), "b": (3,), "norm": (2,)}, data_parallel=2, bucket_size=8, align=4)
@@ -218,8 +217,8 @@ def _names_in_order(shapes: Mapping[str, Any], order: Iterable[str] | None) -> l
     wrong = [f"{name!r} isn't there" for name in shapes if name not in counts]
     wrong += [f"{name!r} is there {count} times" for name, count in counts.items() if count > 1]
     if wrong:
-        fix = "Pass all names of `parameters`, each once: reversed(parameters), say."
-        raise KeyMismatch(error_text("plan_buffers: order isn't that of the parameters", offenders=wrong, fix=fix))
+        fix = "Pass all names of `parameters`, each once, such as reversed(parameters)."
+        raise KeyMismatch(error_text("plan_buffers: order doesn't have all names once", offenders=wrong, fix=fix))
     return names
 
 
@@ -229,6 +228,6 @@ def _checked_names(field: str, names: Iterable[str], shapes: Mapping[str, Any]) 
     texts = list(names)
     unknown = [repr(name)[:200] for name in texts if not isinstance(name, str) or name not in shapes]
     if unknown:
-        what = f"plan_buffers: {field} has names of no parameter"
-        raise KeyMismatch(error_text(what, offenders=unknown, fix="Pass names of `parameters`."))
+        heading = f"plan_buffers: {field} has names of no parameter"
+        raise KeyMismatch(error_text(heading, offenders=unknown, fix="Pass names of `parameters`."))
     return texts

@@ -12,7 +12,7 @@ import torch
 from ...core.geometry import Column, integer, refuse
 from ...errors import KeyMismatch, MetadataError, error_text, plural, shorten, table_lines
 
-# Plans as text.
+# Text of plans.
 
 _LINES = 32
 
@@ -23,10 +23,11 @@ def plan_lines(
     """Return a plan as two tables, of buckets and of ranks, up to 32 lines each.
 
     Args:
-        parameters: how many there are.
-        padding: elements that belong to no parameter.
-        buckets: start, stop, parameters, elements of them, and elements of one rank's slice.
-        shares: for each rank, how many parameters it has something of, and how many elements of them.
+        parameters: Number of parameters.
+        padding: Elements that belong to no parameter.
+        buckets: Start, stop, number of parameters, their elements, and the elements of one rank's slice, for each
+            bucket.
+        shares: Number of parameters of which a rank has elements, and number of these elements, for each rank.
 
     Examples:
         >>> for line in plan_lines(2, 1, [(0, 10, 2, 9, 5)], [(1, 5), (2, 4)]):
@@ -42,9 +43,9 @@ def plan_lines(
     share = f"{100 * padding / max(size, 1):.1f} %"
     counts = f"{plural(parameters, 'parameter')} of {size - padding:,} elements, {padding:,} of padding ({share})"
     head = f"{counts}: {plural(len(buckets), 'bucket')}, cut for {plural(len(shares), 'rank')}"
-    own = sum(bucket[4] for bucket in buckets)
+    slice_length = sum(bucket[4] for bucket in buckets)
     spans = [(n, at, to, count, full, to - at - full, part) for n, (at, to, count, full, part) in enumerate(buckets)]
-    ranks = [(rank, count, elements, own - elements) for rank, (count, elements) in enumerate(shares)]
+    ranks = [(rank, count, elements, slice_length - elements) for rank, (count, elements) in enumerate(shares)]
     lines = _lines(("bucket", "from", "to", "parameters", "elements", "padding", "a rank's slice"), spans)
     return [head, *(lines if buckets else []), *_lines(("rank", "parameters", "elements", "padding"), ranks)]
 
@@ -53,7 +54,7 @@ def place_lines(rows: Sequence[tuple[int, slice, slice]]) -> list[str]:
     """Return each rank's range of a parameter, up to 32 lines.
 
     Args:
-        rows: rank, slice of the parameter, slice of the rank's own slice of the bucket.
+        rows: Rank, slice of the parameter, and slice of the rank's own slice of the bucket.
 
     Examples:
         >>> place_lines([(1, slice(0, 3), slice(1, 4))])
@@ -78,10 +79,10 @@ class BufferPlace:
     """One parameter's place in the buffer.
 
     Attributes:
-        name: the parameter's.
-        shape: of the tensor that is flattened, row-major.
-        bucket: the bucket that contains all of it.
-        start: its first element in the buffer.
+        name: Name of the parameter.
+        shape: Shape of the tensor that is flattened in row-major order.
+        bucket: Number of the bucket that contains all of it.
+        start: Offset of its first element in the buffer.
     """
 
     name: str
@@ -91,7 +92,7 @@ class BufferPlace:
 
     @property
     def stop(self) -> int:
-        """One past its last element in the buffer."""
+        """End of its elements in the buffer, exclusive."""
         return self.start + prod(self.shape)
 
 
@@ -100,11 +101,11 @@ class BufferRange:
     """One rank's range of one parameter.
 
     Attributes:
-        name: the parameter's.
-        rank: the data-parallel rank.
-        bucket: the parameter's bucket.
-        taken: the slice of the rank's own slice of that bucket.
-        flattened_range: the slice of the row-major flattened parameter that this is.
+        name: Name of the parameter.
+        rank: Data-parallel rank.
+        bucket: Number of the parameter's bucket.
+        taken: Slice of the rank's own slice of that bucket.
+        flattened_range: Slice of the row-major flattened parameter.
     """
 
     name: str
@@ -121,42 +122,42 @@ class BufferPlan:
     All numbers count elements. `plan_buffers` makes it.
 
     Attributes:
-        data_parallel: how many ranks share each bucket, in equal ranges.
-        places: the parameters, in the buffer's order.
-        buckets: (start, stop) of each bucket in the buffer; they are consecutive.
+        data_parallel: Number of ranks that share each bucket, in equal ranges.
+        places: Parameters, in the buffer's order.
+        buckets: (start, stop) of each bucket in the buffer; buckets are consecutive.
     """
 
-    # Tuples of values, and not columns: a buffer has thousands of parameters, not millions of chunks, and a plan is
-    # compared, hashed and printed whole.
+    # Tuples are used instead of columns: a buffer has thousands of parameters, not millions of chunks, and a plan is
+    #  compared, hashed and printed whole.
     data_parallel: int
     places: tuple[BufferPlace, ...]
     buckets: tuple[tuple[int, int], ...]
 
     @property
     def elements(self) -> int:
-        """How many elements the parameters have."""
+        """Number of elements of all parameters."""
         return sum(prod(place.shape) for place in self.places)
 
     @property
     def padding(self) -> int:
-        """How many elements of the buffer belong to no parameter."""
+        """Number of elements of the buffer that belong to no parameter."""
         return (self.buckets[-1][1] if self.buckets else 0) - self.elements
 
     @property
     def slice_lengths(self) -> tuple[int, ...]:
-        """How many elements each rank has of each bucket."""
+        """Number of elements that each rank has of each bucket."""
         return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
 
     def ranges(self, rank: int) -> tuple[BufferRange, ...]:
-        """Return a rank's ranges, in the buffer's order; parameters that it has nothing of are left out.
+        """Return a rank's ranges, in the buffer's order; parameters of which it has nothing are left out.
 
-        A parameter without elements is on one rank, as an empty range, so that it is stored at all.
+        A parameter without elements is an empty range on one rank, so that it is stored at all.
 
         Args:
-            rank: the data-parallel rank.
+            rank: Data-parallel rank.
 
         Raises:
-            MetadataError: there is no such rank.
+            MetadataError: There is no such rank.
 
         Examples:
             >>> from shardtree.buffers import plan_buffers
@@ -171,7 +172,7 @@ class BufferPlan:
         """Return a parameter's ranges, by rank.
 
         Raises:
-            KeyMismatch: it isn't in the buffer.
+            KeyMismatch: The parameter isn't in the buffer.
 
         Examples:
             >>> from shardtree.buffers import plan_buffers
@@ -186,7 +187,7 @@ class BufferPlan:
         """Return a text with a parameter's place, and each rank's range of it.
 
         Raises:
-            KeyMismatch: it isn't in the buffer.
+            KeyMismatch: The parameter isn't in the buffer.
 
         Examples:
             >>> from shardtree.buffers import plan_buffers
@@ -209,7 +210,7 @@ class BufferPlan:
         return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._rank_counts().tolist()))
 
     def _rank_counts(self) -> Column:
-        """Return of how many parameters each rank has elements, and how many elements, int64 (ranks, 2)."""
+        """Return the number of parameters of which each rank has elements, and of these elements, int64 (ranks, 2)."""
         # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
         counts = np.zeros((self.data_parallel, 2), dtype=np.int64)
         for place in self.places:
@@ -224,11 +225,11 @@ class BufferPlan:
             if place.name == name:
                 return place
         fix = "See `plan.places`."
-        what = f"BufferPlan: no parameter {name!r} in the buffer"
-        raise KeyMismatch(error_text(what, expected=f"one of {len(self.places)}", fix=fix))
+        heading = f"BufferPlan: no parameter {name!r} in the buffer"
+        raise KeyMismatch(error_text(heading, expected=f"one of {len(self.places)}", fix=fix))
 
     def _share(self, place: BufferPlace) -> tuple[int, int]:
-        """Return where a parameter's bucket starts, and the length of each rank's range."""
+        """Return the start of a parameter's bucket, and the length of each rank's range."""
         start, stop = self.buckets[place.bucket]
         return start, (stop - start) // self.data_parallel
 
@@ -253,7 +254,7 @@ def checked_rank(plan: BufferPlan, rank: int) -> int:
     """Return a rank as an int, after checking that the plan has it.
 
     Raises:
-        MetadataError: it isn't.
+        MetadataError: The plan doesn't have it.
 
     Examples:
         >>> checked_rank(BufferPlan(2, (), ()), 1)
@@ -268,7 +269,7 @@ def checked_rank(plan: BufferPlan, rank: int) -> int:
 
 
 def check_plan(plan: object, doing: str) -> None:
-    """Raise MetadataError for what isn't a plan of buffers.
+    """Raise MetadataError unless the argument is a plan of buffers.
 
     Examples:
         >>> check_plan(BufferPlan(2, (), ()), "flat_shards")
@@ -281,7 +282,7 @@ def check_plan(plan: object, doing: str) -> None:
 
 
 def check_dtype(dtype: object, doing: str) -> None:
-    """Raise MetadataError for what isn't a dtype.
+    """Raise MetadataError unless the argument is a dtype.
 
     Examples:
         >>> check_dtype(torch.float32, "flat_targets")

@@ -19,16 +19,16 @@ from ._plan import BufferPlan, BufferRange, check_dtype, check_plan, checked_ran
 
 
 def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str, Any]:
-    """Return each parameter's range in a rank's slices, as views; parameters without one are left out.
+    """Return views of each parameter's range in a rank's slices; parameters without one are left out.
 
     Args:
-        plan: the buffer's.
-        rank: the data-parallel rank.
-        slices: one 1-D tensor a bucket, of `plan.slice_lengths`: of the main parameters, or of one kind of state.
+        plan: Plan of the buffer.
+        rank: Data-parallel rank.
+        slices: One 1-D tensor a bucket, of `plan.slice_lengths`: of the main parameters, or of one kind of state.
 
     Raises:
-        MetadataError: there is no such rank.
-        ShapeError: slices of another number, length or dtype; names each of them.
+        MetadataError: There is no such rank.
+        ShapeError: The number, length or dtype of slices is wrong; the error names each slice.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers
@@ -53,19 +53,19 @@ def buffer_slices(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
-    """Return a rank's slices in new memory, one a bucket: loaded ranges, and zeros as padding; undoes `slice_views`.
+    """Return a rank's slices in new memory, one a bucket: loaded ranges, with zeros as padding; undoes `slice_views`.
 
     Args:
-        plan: the buffer's.
-        rank: the data-parallel rank.
-        tree: for each parameter that the rank has something of, by name, its range: a 1-D tensor, or a shard with data.
-        dtype: of the slices, and of what is given. A rank may have only padding, which has no dtype of its own.
-        device: where the slices are made.
+        plan: Plan of the buffer.
+        rank: Data-parallel rank.
+        tree: Range of each parameter of which the rank has elements, by name: a 1-D tensor, or a shard with data.
+        dtype: Dtype of the slices and of the given ranges. A rank may have only padding, which has no dtype of its own.
+        device: Device of the slices.
 
     Raises:
-        MetadataError: there is no such rank.
-        KeyMismatch: names are missing, or the rank has nothing of what they name.
-        ShapeError: tensors of another shape or dtype, or without memory; names each of them.
+        MetadataError: There is no such rank.
+        KeyMismatch: Names are missing, or the rank has nothing of some parameters.
+        ShapeError: Tensors have another shape or dtype, or no memory; the error names each.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers
@@ -77,11 +77,11 @@ def buffer_slices(
     check_dtype(dtype, "buffer_slices")
     ranges = plan.ranges(rank)
     tensors = _checked_tree(rank, tree, {part.name: part.taken.stop - part.taken.start for part in ranges}, dtype)
-    # As integers, since torch has no fill for some dtypes; zero bits are zeros of every dtype.
+    # Slices are made as integers, since torch has no fill for some dtypes; zero bits are zeros of every dtype.
     slices = [as_integers(empty_data((length,), dtype, device)).zero_() for length in plan.slice_lengths]
     for part in ranges:
         slices[part.bucket][part.taken].copy_(as_integers(tensors[part.name]))
-    return [each.view(dtype) for each in slices]
+    return [bucket_slice.view(dtype) for bucket_slice in slices]
 
 
 def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
@@ -92,7 +92,7 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
         found = plural(len(slices), "tensor") if is_list else type(slices).__name__
         expected = f"a list of {plural(len(lengths), 'tensor')}, one a bucket"
         fix = "Pass a list, [tensor] for a plan of one bucket; see `plan.slice_lengths`."
-        raise ShapeError(error_text(f"{subject}: not its slices", found=found, expected=expected, fix=fix))
+        raise ShapeError(error_text(f"{subject}: wrong slices", found=found, expected=expected, fix=fix))
     wrong = [
         f"bucket {bucket}: {_kind(part)}, not ({length},)"
         for bucket, (part, length) in enumerate(zip(slices, lengths, strict=True))
@@ -100,7 +100,7 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
     ]
     if wrong:
         fix = "Pass the rank's own range of each bucket, padding included: 1-D, of `plan.slice_lengths`."
-        raise ShapeError(error_text(f"{subject}: slices that aren't of the plan's length", offenders=wrong, fix=fix))
+        raise ShapeError(error_text(f"{subject}: slices of another length than planned", offenders=wrong, fix=fix))
     if len({part.dtype for part in slices}) > 1:
         of_each = [f"bucket {bucket}: {part.dtype}" for bucket, part in enumerate(slices)]
         fix = "Pass the slices of one kind of state at a time."
@@ -116,8 +116,8 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
     wrong = [f"{name!r} is missing" for name in lengths if name not in tree]
     wrong += [f"{name!r}: the rank has nothing of it" for name in tree if name not in lengths]
     if wrong:
-        fix = "Pass what `plan.ranges(rank)` names, of one kind of state."
-        raise KeyMismatch(error_text(f"{subject}: other names than its ranges", offenders=wrong, fix=fix))
+        fix = "Pass the names of `plan.ranges(rank)`, for one kind of state."
+        raise KeyMismatch(error_text(f"{subject}: names differ from those of its ranges", offenders=wrong, fix=fix))
     tensors = {name: _tensor(tree[name]) for name in lengths}
     wrong = [
         f"{name!r}: {_kind(tensor)}, not ({length},) {dtype}"
@@ -126,11 +126,11 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
         or (tensor.dtype, tuple(tensor.shape)) != (dtype, (length,))
     ]
     if wrong:
-        fix = "Pass each range as a 1-D tensor, and dtype= where it isn't torch.float32."
+        fix = "Pass each range as a 1-D tensor, and dtype= unless it is torch.float32."
         raise ShapeError(error_text(f"{subject}: tensors that don't fit", offenders=wrong, fix=fix))
     empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
-        fix = "Pass what `load` returns for the targets."
+        fix = "Pass the result of `load` for the targets."
         raise ShapeError(error_text(f"{subject}: tensors without memory", offenders=empty, fix=fix))
     return tensors
 
@@ -156,27 +156,28 @@ def flat_shards(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return a rank's slices as shards by name, views; parameters that it has nothing of are left out.
+    """Return a rank's slices as shards by name, views; parameters of which it has nothing are left out.
 
-    Each is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved, and any
-    layout loads it: other ranks' ranges, another number of ranks, or boxes.
+    Each shard is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved,
+    and
+     any layout can load it: other ranks' ranges, another number of ranks, or boxes.
 
     Args:
-        plan: the buffer's.
-        rank: the data-parallel rank.
-        slices: one tensor a bucket: of the main parameters, or of one kind of state, of any dtype.
-        parameters: the shards that the buffer was planned for, by name: boxes or factories. Others may be among them.
-        prefix: put before the keys, with a dot: "optimizer.state.exp_avg".
-        replica_id: from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a parameter,
-            but ranges of their own, so the number that distinguished the copies must become 0. By default that is the
-            last of a tuple's numbers, as Megatron-Core's are (pipeline, tensor, data parallel). A single number other
-            than 0 is ambiguous, and an error. Where parameters are described without the data-parallel axis, pass
-            ``lambda replica: replica``.
+        plan: Plan of the buffer.
+        rank: Data-parallel rank.
+        slices: One tensor a bucket: of the main parameters, or of one kind of state, of any dtype.
+        parameters: Boxes or factories for which the buffer was planned, by name, perhaps with others.
+        prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
+        replica_id: Function from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a
+            parameter, but ranges of their own, so the number that distinguished the copies must become 0. By default
+            that is the last of a tuple's numbers, as in Megatron-Core (pipeline, tensor, data parallel). A single
+            number other than 0 is ambiguous, and an error. If parameters are described without the data-parallel axis,
+            pass ``lambda replica: replica``.
 
     Raises:
-        MetadataError: there is no such rank, or a replica id has no data-parallel part.
-        KeyMismatch: parameters aren't there.
-        ShapeError: slices of another number, length or dtype, or parameters of another shape.
+        MetadataError: There is no such rank, or a replica id has no data-parallel part.
+        KeyMismatch: Some parameters are missing.
+        ShapeError: The number, length or dtype of slices is wrong, or parameters have another shape.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers
@@ -201,20 +202,20 @@ def flat_targets(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return what `flat_shards` does, without memory: targets for a load. Their data are meta tensors.
+    """Return the shards of `flat_shards` without memory, as targets of a load. Their data are meta tensors.
 
     Args:
-        plan: the buffer's.
-        rank: the data-parallel rank.
-        parameters: as for `flat_shards`.
-        dtype: of the state.
-        prefix: as for `flat_shards`.
-        replica_id: as for `flat_shards`.
+        plan: Plan of the buffer.
+        rank: Data-parallel rank.
+        parameters: Boxes or factories for which the buffer was planned, by name, perhaps with others.
+        dtype: Dtype of the state.
+        prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
+        replica_id: Function from a parameter's replica id to that of its ranges, as for `flat_shards`.
 
     Raises:
-        MetadataError: there is no such rank, or a replica id has no data-parallel part.
-        KeyMismatch: parameters aren't there.
-        ShapeError: parameters of another shape.
+        MetadataError: There is no such rank, or a replica id has no data-parallel part.
+        KeyMismatch: Some parameters are missing.
+        ShapeError: Parameters have another shape.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers
@@ -227,7 +228,7 @@ def flat_targets(
     check_parameters(plan, parameters, "flat_targets")
     check_dtype(dtype, "flat_targets")
 
-    # Meta tensors and not None: most factories look at their data's shape.
+    # Data are meta tensors instead of None: most factories look at their data's shape.
     def empty(part: BufferRange) -> torch.Tensor:
         return empty_data((part.taken.stop - part.taken.start,), dtype, "meta")
 
@@ -245,8 +246,8 @@ def _shards(
     if not isinstance(prefix, str):
         raise MetadataError(error_text("flat_shards: not a prefix", found=type(prefix).__name__, expected="a string"))
     if replica_id is not None and not callable(replica_id):
-        what, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
-        raise MetadataError(error_text(what, found=type(replica_id).__name__, expected="a function", fix=fix))
+        heading, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
+        raise MetadataError(error_text(heading, found=type(replica_id).__name__, expected="a function", fix=fix))
     # Data-parallel ranks hold copies of a parameter, but ranges of their own: each range is its only, and so main,
     # replica.
     change = _without_data_parallel if replica_id is None else replica_id
@@ -271,17 +272,17 @@ def _without_data_parallel(replica: ReplicaId) -> ReplicaId:
 def _check_replicas(
     parameters: Mapping[str, Parameter], ranges: Sequence[BufferRange], replica_id: ReplicaFunction | None
 ) -> None:
-    """Raise where it is unknown which part of a replica id is data parallel."""
+    """Raise an error if it is unknown which part of a replica id is data parallel."""
     if replica_id is not None:
         return
-    # In pure data parallelism the number should become 0, beside tensor parallelism it may have to stay. A wrong guess
-    # would be found by the next save only, on other ranks.
+    # In pure data parallelism the number should become 0; beside tensor parallelism it may have to stay. A wrong guess
+    #  would be found only by the next save, on other ranks.
     unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
     if unclear:
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
-        what = "flat_shards: replica ids without a known data-parallel part"
+        heading = "flat_shards: replica ids without a known data-parallel part"
         fix = (
             "Pass replica_id=lambda replica: 0 where only data-parallel ranks hold copies, or lambda replica: replica "
             "where shards are described without them; or give parameters (..., data-parallel rank) as replica_id."
         )
-        raise MetadataError(error_text(what, offenders=lines, fix=fix))
+        raise MetadataError(error_text(heading, offenders=lines, fix=fix))
