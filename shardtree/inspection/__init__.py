@@ -1,4 +1,4 @@
-"""Looking at whole checkpoints: compare, verify, explain, replicas, fingerprints, and what a folder is that is none."""
+"""Inspection of whole checkpoints: comparison, verification, explanation, fingerprints, and foreign folders."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""Guesses at what a folder or file is that holds no checkpoint: by the names in it, or a file's first bytes."""
+"""Guesses about a folder or file without a checkpoint, by the names in it or a file's first bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ..shell.table import is_save_folder
 
 Clue = tuple[str, str]
-"""What a place seems to be, and what to do about it."""
+"""Likely kind of a place, and the remedy."""
 
 _PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
 _AS_TENSORS = "; then save what it has as tensors."
@@ -93,7 +93,7 @@ _OTHERS = (
         f"onnx.load reads it, and onnx.numpy_helper.to_array each of its graph.initializer{_AS_TENSORS}",
     ),
 )
-"""Files that other programs write, in no format that is read here."""
+"""Files that other programs write in formats that aren't read here."""
 
 _CONVERSION = re.compile(r"\.convert-[0-9a-f]+")
 _UNFINISHED = (
@@ -134,7 +134,7 @@ def clue(names: Iterable[str]) -> Clue | None:
 
 
 def others_clue(names: Iterable[str]) -> Clue | None:
-    """Return the clue to another program's checkpoint that a folder as a whole is, None if no name in it says so.
+    """Return the clue that a folder as a whole is another program's checkpoint; None if no name in it says so.
 
     Examples:
         >>> others_clue(["d", "manifest.ocdbt"])[0], others_clue(["losses.npy"])
@@ -150,10 +150,10 @@ def _first(rows: Iterable[tuple[str, str, str]], names: list[str]) -> Clue | Non
     return None
 
 
-# A file whose name says nothing, such as one in a cache, by its first bytes
+# Files without a telling name, such as one in a cache, recognised by their first bytes
 
 HEAD_BYTES = 512
-"""The most bytes that `clue_of_bytes` looks at."""
+"""Number of bytes that `clue_of_bytes` looks at."""
 
 _HEADS = (
     (rb"GGUF", _GGUF),

@@ -1,4 +1,4 @@
-"""Two checkpoints compared, of any formats: what only one has, and where values differ, in bounded memory."""
+"""A comparison of two checkpoints, of any formats, in bounded memory: keys of only one, and differing values."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from ..shell.table import (
 from ._differences import ValueDifference, value_difference
 from ._opened import OpenCheckpoint, open_checkpoint
 
-# Reading boxes of a checkpoint's tensors: small ones many at a time, if they were announced.
+# Reads of boxes of a checkpoint's tensors; small tensors that were announced are read many at a time.
 
 TensorBox = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A tensor's key, and offset and shape of a box of it."""
+"""Key of a tensor, and offset and shape of a box of it."""
 
-_GROUP_BYTES = 4 * 1024 * 1024  # in the processor's cache, with what is done to them
+_GROUP_BYTES = 4 * 1024 * 1024  # fits the processor's cache, together with the results of comparing
 _DECODED_GROUP_BYTES = 8 * _GROUP_BYTES
 _REMOTE_GROUP_BYTES = 32 * _GROUP_BYTES
 
@@ -53,7 +53,7 @@ def _is_remote(reader: BoxReader) -> bool:
 
 
 def group_bytes(reader: BoxReader) -> int:
-    """Return how many bytes are read together: more where each read is a request, or decodes whole chunks."""
+    """Return the size of reads that are planned together: larger if each read is a request, or decodes whole chunks."""
     if _is_remote(reader):
         return _REMOTE_GROUP_BYTES
     tree = reader.tree
@@ -61,19 +61,20 @@ def group_bytes(reader: BoxReader) -> int:
     return _DECODED_GROUP_BYTES if traits.cuts_chunks == "never" else _GROUP_BYTES
 
 
-_LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep less by themselves; more is rare
+_LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep smaller blocks themselves; larger are rare
 
 
 @dataclass(slots=True, eq=False)
 class BoxReader:
-    """Reads boxes of a checkpoint. Planning takes longer than a small read, so small reads are planned together.
+    """A reader of a checkpoint's boxes. Planning takes longer than a small read, so small reads are planned together.
 
-    Who uses what was read calls `check` first: looking at each file of a large model takes longer than a read, too.
+    Callers call `check` before they use what was read: looking at each file of a large model takes longer than a read,
+    too.
 
     Attributes:
-        tree: the checkpoint.
-        key_class: the class of its keys where lazy tensors of other checkpoints may come along.
-        memory: for large boxes: new memory for each would cost about as much as reading it.
+        tree: Checkpoint to read.
+        key_class: Class of its keys, to distinguish its tensors from lazy tensors of other checkpoints.
+        memory: Memory for large boxes, lent repeatedly: new memory for each would cost about as much as reading it.
     """
 
     tree: OpenCheckpoint
@@ -85,8 +86,8 @@ class BoxReader:
     _newest: Any = None
 
     def expect(self, tensors: Iterable[Any]) -> None:
-        """Announce tensors that will be read, and forget what was announced before; nothing is read yet."""
-        most = group_bytes(self) // (8 if _is_remote(self) else 32)  # larger ones gain nothing from it
+        """Announce the next tensors to read instead of the earlier ones; nothing is read yet."""
+        most = group_bytes(self) // (8 if _is_remote(self) else 32)  # larger tensors gain nothing from a common plan
         fetches = (fetch for each in tensors if isinstance(each, LazyTensor) for fetch in each.fetches)
         small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= most and self._has(fetch.name))
         with self._lock:
@@ -100,15 +101,15 @@ class BoxReader:
         return isinstance(name, self.key_class) and name in self.tree.metadata
 
     def read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a box's elements, in memory that is the caller's."""
-        # A box that is asked for twice is read again: nothing is kept once it was handed out.
+        """Return a box's elements, in memory that belongs to the caller."""
+        # A box that is requested twice is read again: nothing is kept once it was handed out.
         box = (str(key), offset, shape)
         with self._lock:  # a format may write several files at a time
             group = self._group_of.get(box)
             if group is not None:
-                for each, data in zip(group, self._read(group), strict=True):
-                    self._read_ahead[each] = data
-                    del self._group_of[each]
+                for member, data in zip(group, self._read(group), strict=True):
+                    self._read_ahead[member] = data
+                    del self._group_of[member]
             tensor = self._read_ahead.pop(box, None)
         return self._read([box])[0] if tensor is None else tensor
 
@@ -123,12 +124,12 @@ class BoxReader:
         return [shard.data for shard in shards]
 
     def check(self) -> None:
-        """Raise CheckpointReplaced if another save took the checkpoint's place before all of this was read."""
+        """Raise CheckpointReplaced if another save replaced the checkpoint before all of this was read."""
         check_unreplaced(self.tree.checkpoint)
 
     def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:
         if self._newest is None or self._newest.key != key:
-            self._newest = self.tree.metadata[key]  # what is read next is mostly of the same tensor
+            self._newest = self.tree.metadata[key]  # the next box is mostly of the same tensor
         shard = self._newest
         nbytes = prod(shape) * shard.dtype.itemsize
         if _LEAST_LENT <= nbytes <= _MOST_LENT:
@@ -138,26 +139,26 @@ class BoxReader:
         return box_of(key, data, shard.dtype, shard.global_shape, offset, shape)
 
     def whole(self, key: str) -> LazyTensor:
-        """Return a tensor whose elements are read through this."""
+        """Return a tensor whose elements are read through this reader."""
         shard: Any = self.tree.metadata[key]
         return stored(partial(self.read, key), shard.global_shape, shard.dtype, name=key)
 
 
 Pair = tuple[str, Any, Any]
-"""A tensor's key, and the two that are compared, lazy or in memory."""
+"""Key of a tensor, and the two tensors to compare, lazy or in memory."""
 
 
 def value_differences(
     pairs: Iterable[Pair], left: BoxReader, right: BoxReader, most_bytes: int, progress: Callable[[int], None]
 ) -> Iterator[ValueDifference | None]:
-    """Yield how each pair of tensors differs, None where they are equal, reading piece by piece.
+    """Yield the difference of each pair of tensors, None if they are equal, reading piece by piece.
 
     Args:
-        pairs: of one dtype and shape each.
-        left: reads the left ones.
-        right: reads the right ones.
-        most_bytes: about how much memory that may take.
-        progress: called with the bytes of each side that were compared since the last call.
+        pairs: Pairs of one dtype and shape each.
+        left: Reader of the left tensors.
+        right: Reader of the right tensors.
+        most_bytes: Approximate bound of the memory.
+        progress: Callback with the bytes of each side compared since its last call.
     """
     most_together = min(most_bytes, max(group_bytes(left), group_bytes(right)))
     for group in grouped(pairs, lambda pair: int(pair[1].nbytes), most_together):
@@ -172,12 +173,12 @@ def value_differences(
 
 @dataclass(frozen=True, slots=True)
 class KindDifference:
-    """How a tensor differs before any element is looked at.
+    """Two dtypes or global shapes of one tensor, a difference that needs no elements.
 
     Attributes:
-        key: the tensor's.
-        left: dtype and global shape on the left.
-        right: on the right.
+        key: Key of the tensor.
+        left: Dtype and global shape on the left.
+        right: Dtype and global shape on the right.
     """
 
     where: ClassVar[str] = ""
@@ -197,16 +198,16 @@ class KindDifference:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckpointDifference:
-    """Where two checkpoints differ; true where they do.
+    """The differences of two checkpoints; true if there are any.
 
     Attributes:
-        only_left: keys of tensors and unique keys of objects that only the left one has.
-        only_right: that only the right one has.
-        kinds: tensors of another dtype or global shape.
-        values: tensors with other elements.
-        objects: unique key → where an object differs.
-        common: where the common states differ.
-        nbytes: bytes of tensors that were compared, of each.
+        only_left: Keys of tensors and unique keys of objects that only the left checkpoint has.
+        only_right: Keys and unique keys that only the right checkpoint has.
+        kinds: Tensors with different dtypes or global shapes.
+        values: Tensors with different elements.
+        objects: Differences of objects, by unique key.
+        common: Differences of the common states.
+        nbytes: Bytes of tensors of each checkpoint that were compared.
     """
 
     only_left: tuple[str, ...] = ()
@@ -246,20 +247,21 @@ def compare(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> CheckpointDifference:
-    """Return where two checkpoints differ, whatever formats they are in and however they are cut; not collective.
+    """Return the differences of two checkpoints, of any formats and layouts; not collective.
 
     Equal means bit for bit: NaN equals the same NaN, 0.0 isn't -0.0. Tensors are read piece by piece.
 
     Args:
-        left: where one checkpoint is.
-        right: where the other one is.
-        max_bytes_in_flight: about how much memory the comparison of tensors may take.
-        strategies: the dispatch table; None for the process's.
-        options: how both are read; `progress` is called with the bytes of each that were compared since the last call.
+        left: Path, URL or storage of one checkpoint.
+        right: Path, URL or storage of the other checkpoint.
+        max_bytes_in_flight: Approximate bound of the memory for comparing tensors.
+        strategies: Dispatch table; None for the process's.
+        options: Options for reading both checkpoints; `progress` is called with the bytes of each compared since its
+            last call.
 
     Raises:
-        NotACheckpoint: one of them isn't there.
-        UnsafeFile: one holds pickled values, and `allow_pickle` isn't given.
+        NotACheckpoint: One of them doesn't exist.
+        UnsafeFile: One holds pickled values, and `allow_pickle` isn't given.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -272,15 +274,15 @@ def compare(
         (["'w': 1 of 2 elements differ, by at most 0.5; the first at (1,): 2.0 and 2.5"], False)
     """
     options = given_options("compare", options, LoadOptions)
-    # Progress counts what is compared, not what is read for it: a format may read more, or twice.
+    # Progress counts compared bytes, not bytes read for that: a format may read more, or twice.
     quiet = replace(options, progress=LoadOptions().progress)
-    mine, theirs = (open_checkpoint(each, strategies=strategies, options=quiet) for each in (left, right))
+    mine, theirs = (open_checkpoint(source, strategies=strategies, options=quiet) for source in (left, right))
     both = [key for key in mine if key in theirs and type(mine.metadata[key]) is type(theirs.metadata[key])]
     keys_of_both = set(both)
     pairs_of_both = ((key, mine.metadata[key], theirs.metadata[key]) for key in both)
     kinds = [unlike for key, *pair in pairs_of_both if (unlike := _kind_difference(key, *pair))]
-    # Elements of another dtype or shape aren't compared: the kinds already say that the tensors differ.
-    unlike_keys = {each.key for each in kinds}
+    # Tensors of different dtypes or shapes are excluded: the kinds already show that they differ.
+    unlike_keys = {source.key for source in kinds}
     alike = [shard for key in both if key not in unlike_keys and isinstance(shard := mine.metadata[key], ShardedTensor)]
     left_reader, right_reader = BoxReader(mine), BoxReader(theirs)
     pairs = ((shard.key, left_reader.whole(shard.key), right_reader.whole(shard.key)) for shard in alike)
@@ -307,7 +309,7 @@ def _kind_difference(key: str, left: ShardedBase, right: ShardedBase) -> KindDif
 
 
 def plain_difference(left: Any, right: Any) -> Difference:
-    """Return where two trees of plain values differ, entering records and other values with fields.
+    """Return the differences of two trees of plain values, also inside records and other values with fields.
 
     Examples:
         >>> plain_difference({"args": Namespace(lr=0.1, seed=1)}, {"args": Namespace(lr=0.1, seed=2)}).mismatch
@@ -321,8 +323,8 @@ def _as_fields(tree: Any) -> Any:
 
 
 def _as_fields_leaf(leaf: Any) -> Any:
-    """Return a value as dicts of its fields; its kind is the entry "", a name that no field has."""
-    # A class that isn't imported comes back as a Record: only so do two checkpoints compare alike in every program.
+    """Return a value as dicts of its fields; its type is the entry "", a name that no field has."""
+    # A value of a class that isn't imported is a Record: only as dicts do checkpoints compare alike in every program.
     if isinstance(leaf, Record):
         return {"": leaf.type_name, **_as_fields(dict(leaf.fields))}
     if isinstance(leaf, Namespace):
@@ -332,6 +334,6 @@ def _as_fields_leaf(leaf: Any) -> Any:
     if is_dataclass(leaf) and not isinstance(leaf, (type, ShardedBase, LocalNonpersistentObject)):
         return {
             "": type(leaf).__qualname__,
-            **{each.name: _as_fields(getattr(leaf, each.name)) for each in fields(leaf)},
+            **{field.name: _as_fields(getattr(leaf, field.name)) for field in fields(leaf)},
         }
     return leaf

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside elements: its common state, and its tensors and objects without data."""
+"""The contents of a checkpoint except elements: its common state, and its tensors and objects without data."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ def load_common_state_dict(
 ) -> Any:
     """Return the common state: the plain values stored outside the shards.
 
-    Where shards were, dicts lack the entry, and lists and tuples have `HOLE`.
+    In place of shards, dicts lack the entry, and lists and tuples have `HOLE`.
 
     Args:
-        checkpoint_dir: where the checkpoint is.
-        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
-        strategies: the dispatch table; None for the process's.
+        checkpoint_dir: Path, URL or storage of the checkpoint.
+        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
+            process alone.
+        strategies: Dispatch table; None for the process's.
         options: Options of the read; `allow_pickle` and `types` matter here.
 
     Raises:
-        NotACheckpoint: there is none.
-        UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
+        NotACheckpoint: There is no checkpoint.
+        UnsafeFile: The common state holds pickled values, and `allow_pickle` isn't given.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -73,14 +74,15 @@ def load_tensors_metadata(
     """Return every stored tensor by its key, as one whole shard without data.
 
     Args:
-        checkpoint_dir: where the checkpoint is.
-        sharded_strategy: replaces the function that its format's row has for listing shards.
-        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
-        strategies: the dispatch table; None for the process's.
+        checkpoint_dir: Path, URL or storage of the checkpoint.
+        sharded_strategy: Strategy that lists shards instead of the format's own.
+        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
+            process alone.
+        strategies: Dispatch table; None for the process's.
         options: Options of the read.
 
     Raises:
-        NotACheckpoint: there is none.
+        NotACheckpoint: There is no checkpoint.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -110,15 +112,16 @@ def load_sharded_metadata(
     """Return every stored tensor by its key and object by its unique key, whole and without data.
 
     Args:
-        checkpoint_dir: where the checkpoint is.
-        sharded_strategy: replaces the function that its format's row has for listing shards.
-        common_strategy: replaces the one for objects beside the common state.
-        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
-        strategies: the dispatch table; None for the process's.
+        checkpoint_dir: Path, URL or storage of the checkpoint.
+        sharded_strategy: Strategy that lists shards instead of the format's own.
+        common_strategy: Strategy that lists objects beside the common state instead of the format's own.
+        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
+            process alone.
+        strategies: Dispatch table; None for the process's.
         options: Options of the read.
 
     Raises:
-        NotACheckpoint: there is none.
+        NotACheckpoint: There is no checkpoint.
 
     Examples:
         >>> import tempfile, shardtree as st
@@ -145,19 +148,20 @@ def load_content_metadata(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
-    """Return the `content_metadata` that a save was given, or None.
+    """Return the `content_metadata` that was passed to the save, or None.
 
     Args:
-        checkpoint_dir: where the checkpoint is.
-        preloaded_state_dict: the loaded or common state, where the caller has it already.
-        world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
-        strategies: the dispatch table; None for the process's.
+        checkpoint_dir: Path, URL or storage of the checkpoint.
+        preloaded_state_dict: Loaded or common state, if the caller has it already.
+        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
+            process alone.
+        strategies: Dispatch table; None for the process's.
         options: Options of the read; `allow_pickle` and `types` matter here.
 
     Raises:
-        TreeError: neither is given.
-        NotACheckpoint: there is none.
-        UnsafeFile: the common state holds pickled values, and `allow_pickle` isn't given.
+        TreeError: Neither the directory nor the state is given.
+        NotACheckpoint: There is no checkpoint.
+        UnsafeFile: The common state holds pickled values, and `allow_pickle` isn't given.
 
     Examples:
         >>> load_content_metadata(preloaded_state_dict={"content_metadata": {"optimizer": "adam"}})

@@ -1,4 +1,4 @@
-"""How two tensors differ, bit for bit, read piece by piece in bounded memory."""
+"""The difference of two tensors, bit for bit, read piece by piece in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..core.lazy import LazyTensor
 from ..core.offences import offence_text
 from ..errors import ShapeError, error_text
 
-# Cutting a tensor into boxes that follow each other in row-major order
+# Division of a tensor into boxes that follow each other in row-major order
 
-_MOST_BOXES = 2**20  # of a tensor: guards against a file whose tensor of 2**57 elements would be read without end
+_MOST_BOXES = 2**20  # per tensor: a file may claim a tensor of 2**57 elements, which would be read without end
 
 
 def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) -> Iterator[Box]:
-    """Return what `tiles` yields, if that isn't too much.
+    """Return the boxes of `tiles`, after checking their number.
 
     Args:
-        shape: the tensor's.
-        cell: a box's, at least 1 along each axis that has elements.
-        doing: what they are for, for the error.
-        most: how many boxes there may be.
+        shape: Shape of the tensor.
+        cell: Shape of a box, at least 1 along each axis that has elements.
+        doing: Name of the operation in error messages.
+        most: Upper bound of the number of boxes.
 
     Raises:
-        ShapeError: there are more.
+        ShapeError: There are more boxes.
 
     Examples:
         >>> list(boxes((3, 4), (2, 4), "compare: 'w'", 100))
@@ -39,13 +39,13 @@ def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) 
     """
     count = prod(-(-size // step) for size, step in zip(shape, cell, strict=True)) if prod(shape) else 0
     if count > most:
-        what, fix = f"{doing} of shape {shape} is too large for its pieces", "Give it more bytes in flight."
-        raise ShapeError(error_text(what, found=f"{count} pieces", expected=f"at most {most}", fix=fix))
+        heading, fix = f"{doing} of shape {shape} is too large for its pieces", "Give it more bytes in flight."
+        raise ShapeError(error_text(heading, found=f"{count} pieces", expected=f"at most {most}", fix=fix))
     return tiles(shape, cell)
 
 
 def boxes_within(shape: tuple[int, ...], most: int, doing: str) -> Iterator[Box]:
-    """Yield boxes of at most so many elements, each a run of the row-major tensor, in order; raises as `boxes` does.
+    """Yield boxes of a bounded number of elements, each a run of the row-major tensor, in order; raises like `boxes`.
 
     Examples:
         >>> [offset for offset, _ in boxes_within((2, 3), 2, "compare: 'w'")]
@@ -62,17 +62,17 @@ _BYTES_PER_ELEMENT = 64  # two elements of any size, their bits, and their value
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """How the elements of a tensor differ.
+    """The difference of the elements of two tensors.
 
     Attributes:
-        key: the tensor's.
-        count: how many elements differ in a bit.
-        elements: how many there are.
-        first: index of the first one that differs, in row-major order.
-        left: the left one's element there; its bits in hexadecimal if torch can't convert them to a number.
-        right: the right one's.
-        largest: the largest absolute difference of two numbers; None if there is none, as for NaNs.
-        ulps: the most floating-point numbers that lie between two, and one; None if there are none.
+        key: Key of the tensor.
+        count: Number of elements that differ in a bit.
+        elements: Number of all elements.
+        first: Index of the first differing element, in row-major order.
+        left: First differing element on the left; its bits in hexadecimal if torch can't convert them to a number.
+        right: First differing element on the right.
+        largest: Largest absolute difference of two numbers; None if there is none, as for NaNs.
+        ulps: Largest distance of two floating-point numbers, counted in numbers of their dtype; None if there is none.
     """
 
     where: ClassVar[str] = ""
@@ -104,17 +104,17 @@ def value_difference(
     most_bytes: int,
     progress: Callable[[int], None],
 ) -> ValueDifference | None:
-    """Return how two tensors of one dtype and shape differ, None if they are equal bit for bit.
+    """Return the difference of two tensors of one dtype and shape; None if they are equal bit for bit.
 
     Args:
-        key: the tensor's.
-        left: read piece by piece where it is lazy.
-        right: likewise.
-        most_bytes: how much memory that may take, but at least enough for an element.
-        progress: called with the bytes of each that were compared since the last call.
+        key: Key of the tensor.
+        left: Left tensor; read piece by piece if it is lazy.
+        right: Right tensor; read piece by piece if it is lazy.
+        most_bytes: Bound of the memory, but at least enough for an element.
+        progress: Callback with the bytes of each tensor compared since its last call.
 
     Raises:
-        ShapeError: they are too large to be compared in so little memory.
+        ShapeError: The tensors are too large to be compared in so little memory.
 
     Examples:
         >>> left, right = torch.tensor([1.0, float("nan")]), torch.tensor([1.5, float("nan")])
@@ -143,12 +143,12 @@ def _part_difference(
     count = int(np.count_nonzero(wrong))
     if not count:
         return None
-    # A piece is a run of whole rows, or part of one: its first index plus that in the piece is the tensor's.
+    # A piece is a run of whole rows, or part of one, so indices in the piece only need the piece's first index added.
     inside = np.unravel_index(int(wrong.argmax()), tuple(left.shape)) if left.ndim else ()
     first = tuple(int(start + index) for start, index in zip(offset, inside, strict=True))
     lefts, rights = (_numbers(words[wrong], left.dtype) for words in (mine, theirs))
     elements = int(np.prod(shape, dtype=np.int64))
-    # Not of texts: torch can't convert floats of 4 bits, which it has in pairs.
+    # Texts have no difference: torch can't convert floats of 4 bits, which it stores in pairs.
     is_float = left.is_floating_point() and lefts.dtype.kind == "f"
     ulps = _ulps(mine[wrong], theirs[wrong], np.isnan(lefts) | np.isnan(rights)) if is_float else None
     largest = _largest(lefts, rights)
@@ -156,7 +156,7 @@ def _part_difference(
 
 
 def _ulps(left: Any, right: Any, nan: Any) -> int | None:
-    """Return how far apart floating-point numbers are at most, in numbers of their dtype, given their bits."""
+    """Return the largest distance of floating-point numbers, counted in numbers of their dtype, from their bits."""
     top = np.uint64(1 << 8 * left.itemsize - 1)
     bits = [words[~nan, 0].astype(np.uint64) for words in (left, right)]
     low, high = np.minimum(*(each & ~top for each in bits)), np.maximum(*(each & ~top for each in bits))
@@ -165,7 +165,7 @@ def _ulps(left: Any, right: Any, nan: Any) -> int | None:
 
 
 def joint_difference(first: ValueDifference, later: ValueDifference | None) -> ValueDifference:
-    """Return a difference with that of later elements added."""
+    """Return a difference combined with that of later elements."""
     if later is None:
         return first
     largest = max((each.largest for each in (first, later) if each.largest is not None), default=None)
@@ -175,13 +175,13 @@ def joint_difference(first: ValueDifference, later: ValueDifference | None) -> V
 
 def _words(tensor: torch.Tensor) -> Any:
     """Return the bits of a tensor's elements as integers, a row each: (elements, words)."""
-    # As integers: as floats, NaN wouldn't equal itself, and 0.0 would equal -0.0.
+    # Bits are compared as integers: as floats, NaN wouldn't equal itself, and 0.0 would equal -0.0.
     word = _WORDS.get(tensor.dtype.itemsize, np.uint64)
     return row_major_bits(tensor).numpy().view(word).reshape(tensor.numel(), -1)
 
 
 def _numbers(words: Any, dtype: torch.dtype) -> Any:
-    """Return elements, given their bits, as the widest numbers of their kind; as texts if torch can't convert them."""
+    """Return elements as the widest numbers of their kind, from their bits; as texts if torch can't convert them."""
     raw = torch.from_numpy(words.view(np.uint8).reshape(-1).copy()).view(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else None
     try:

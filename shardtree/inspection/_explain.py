@@ -1,4 +1,4 @@
-"""explain: what a load would do, found out from metadata and the common state alone."""
+"""explain: the outcome of a load, predicted from metadata and the common state alone."""
 
 from __future__ import annotations
 
@@ -40,36 +40,37 @@ def explain(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Explanation:
-    """Return what `load` would do with a target, in a world of one: what is wrong, and how much would be read.
+    """Return the predicted outcome of a `load` with a target, in a world of one: its problems, and its reads.
 
-    Its `ok` is what becomes of that load. Only metadata and the common state are read, and no memory is made. For one
-    rank of several, pass ``validate_access_integrity=False``; `explain_ranks` takes the targets of all.
+    Its `ok` is the outcome of that load. Only metadata and the common state are read, and no memory is allocated. For
+    one rank of several, pass ``validate_access_integrity=False``; `explain_ranks` takes the targets of all.
 
     Args:
         sharded_state_dict: The target. The data of its shards may be None or on any device.
         checkpoint_dir: Directory or URL of the checkpoint.
-        sharded_strategy: The same as in `load`. What a function makes of the shards isn't known before it runs.
-        common_strategy: The same as in `load`. A function runs, since the target must fit what it returns.
+        sharded_strategy: Strategy for shards, as in `load`. The effect of a function on the shards is unknown before it
+            runs.
+        common_strategy: Strategy for the common state, as in `load`. A function is run, since the target must fit its
+            result.
         validate_access_integrity: Whether every element must be asked for by exactly one main replica.
         strict: Mode for keys that only the target or only the checkpoint has.
-        donate: Whether the target's tensors would be given away.
+        donate: Whether the target's tensors would be donated.
         device: Device of tensors that have no memory in the target.
         cast: Whether dtypes would be converted.
         plain: Patterns of keys of values that need no scales, as in `load`.
         layout: The tensor shards that all ranks ask for, as in `load`.
-        transform: A trace that makes the target's tensors of those that are stored, as in `load`.
-        strategies: The dispatch table; None for the process's.
+        transform: Trace that makes the target's tensors from the stored ones, as in `load`.
+        strategies: Dispatch table; None for the process's.
         options: Options of the read, as in `load`.
 
     Returns:
         The explanation; its text is a table.
 
     Raises:
-        NotACheckpoint: there is none.
-        CorruptCheckpoint: metadata or the common state isn't what was saved, or a file isn't there, or has another
-            length.
-        StrategyError: the format can't list what it holds; or an option has no such choice.
-        KeyMismatch: there is no such strict mode.
+        NotACheckpoint: There is no checkpoint.
+        CorruptCheckpoint: Metadata or the common state is damaged, or a file is missing or has another length.
+        StrategyError: The format can't list its contents, or an option has no such choice.
+        KeyMismatch: There is no such strict mode.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -121,24 +122,26 @@ def explain_ranks(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Explanation:
-    """Return what a `load` by several ranks would do, found out in this process, given the targets of all of them.
+    """Return the predicted outcome of a `load` by several ranks, found in one process from all their targets.
 
-    Its `ok` is True if that load would succeed on every rank, and False if it would raise, for stored bytes that verify
-    and factories that can merge what was loaded. It is None where only values can tell, which `undecided` lists.
+    Its `ok` is True if that load would succeed on every rank, and False if it would raise, provided that stored bytes
+    verify and factories can merge what was loaded. It is None if only values can decide it; `undecided` lists these.
 
     Args:
-        sharded_state_dicts: The targets of all ranks, by rank. They are asked for one at a time, repeatedly, and not
-            kept: a sequence that makes them when it is asked takes the memory of one.
+        sharded_state_dicts: Targets of all ranks, by rank. They are requested one at a time, repeatedly, and not kept:
+            a sequence that makes them on request takes the memory of one.
         checkpoint_dir: Directory or URL of the checkpoint.
-        sharded_strategy: This and all that follow are as in `explain`, and the same for all ranks.
+        sharded_strategy: Strategy for shards; this and all further arguments are as in `explain`, and the same for all
+            ranks.
         transform: One trace for all ranks, or each rank's.
 
     Returns:
         The explanation, with what each rank would read from storage.
 
     Raises:
-        NotACheckpoint, CorruptCheckpoint, StrategyError, KeyMismatch: as `explain`.
-        MetadataError: there aren't as many traces as targets.
+        NotACheckpoint, CorruptCheckpoint, StrategyError, KeyMismatch: The checkpoint or an argument is invalid, as in
+            `explain`.
+        MetadataError: The number of traces isn't that of targets.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -174,7 +177,7 @@ def explain_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Targets(Sequence[Any]):
-    """Ranks' targets, each seen through its transform when it is asked for: those of all may fill the memory."""
+    """Ranks' targets, each seen through its transform on request: all of them together might fill the memory."""
 
     trees: Sequence[Any]
     transforms: Sequence[Transform]

@@ -1,4 +1,4 @@
-"""What a load would do: what doesn't fit, and what each rank would read. As data, and as a table."""
+"""The predicted outcome of a load: misfits, and the reads of each rank. As data, and as a table."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pie
 
 @dataclass(frozen=True, slots=True)
 class RankReads:
-    """What one rank would read.
+    """The predicted reads of one rank.
 
     Attributes:
-        rank: which.
-        shards: how many tensor shards its target has.
-        objects: how many sharded objects.
-        cost: of those shards that can be loaded; None where the format doesn't know.
-        sent: bytes that it sends to other ranks, which want what it reads.
-        received: bytes that other ranks send to it.
+        rank: Number of the rank.
+        shards: Number of tensor shards in its target.
+        objects: Number of sharded objects in its target.
+        cost: Cost of reading the loadable shards; None if the format can't tell.
+        sent: Bytes that it sends to other ranks, which want what it reads.
+        received: Bytes that other ranks send to it.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class RankReads:
 
 @dataclass(frozen=True, slots=True)
 class FailedCheck:
-    """A check of a load that fails on some ranks: what `load` would raise there.
+    """A check of a load that fails on some ranks, with the error that `load` would raise there.
 
     Attributes:
-        ranks: on which.
-        error: the class of what is raised.
-        text: what that says.
+        ranks: Ranks on which the check fails.
+        error: Class of the error.
+        text: Message of the error.
     """
 
     fix: ClassVar[str] = ""
@@ -73,11 +73,11 @@ class FailedCheck:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """Something that may fail when values are read, and can't be decided from metadata.
+    """A failure that may occur when values are read, and can't be decided from metadata.
 
     Attributes:
-        key: the tensor's, or the object's; or the name of an argument of `load`.
-        why: what only values can decide.
+        key: Key of the tensor or object, or name of an argument of `load`.
+        why: Question that only values can decide.
     """
 
     where: ClassVar[str] = ""
@@ -96,21 +96,22 @@ class Undecided:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """What a load would do, found out from metadata and the common state alone. Its text is a table.
+    """The predicted outcome of a load, from metadata and the common state alone. Its text is a table.
 
     Attributes:
-        missing: keys that are stored and requested by no rank, sorted; only strict modes take that as a problem.
-        problems: why the target can't be loaded, each once: what isn't stored, what has another global shape or dtype,
-            what isn't stored whole, what can't be read, objects of another shape without a rule, checks that fail.
-        reads: what each rank would read, by rank.
-        undecided: what may fail when values are read.
-        omitted: requested and not stored, but left out by the strict mode, so that it is no problem.
-        left_out: the paths of plain values and containers that are stored, and that a load leaves out.
-        unfilled: the paths of the targets' plain tensors that aren't in the result, since nothing is stored for them.
-        uncompared: keys of an optimizer's states that would be loaded without the comparison of masters with weights
-            that their format allows, since the options say ``verify=None``.
-        exchange: why ranks would read for each other or wouldn't, where ``exchange="auto"`` leaves that to the load.
-        kept: the paths of the targets' own values in the result, where a list, tuple or class needs what isn't stored.
+        missing: Stored keys that no rank requests, sorted; a problem only in some strict modes.
+        problems: Reasons why the target can't be loaded, each once: keys that aren't stored, other global shapes or
+            dtypes, incomplete or unreadable tensors, objects of another shape without a rule, failing checks.
+        reads: Predicted reads of each rank, by rank.
+        undecided: Failures that may occur when values are read.
+        omitted: Requested keys that aren't stored, but are left out by the strict mode, so that they are no problem.
+        left_out: Paths of stored plain values and containers that a load leaves out.
+        unfilled: Paths of the targets' plain tensors that aren't in the result, since nothing is stored for them.
+        uncompared: Keys of an optimizer's states that would be loaded without the comparison of masters with weights
+            that their format allows, since the options have ``verify=None``.
+        exchange: Reason why ranks would read for each other or not, if ``exchange="auto"`` leaves that to the load.
+        kept: Paths of the targets' own values in the result, where a list, tuple or class needs a value that isn't
+            stored.
     """
 
     missing: tuple[str, ...]
@@ -126,19 +127,19 @@ class Explanation:
 
     @property
     def ok(self) -> bool | None:
-        """Whether the load would succeed; None where only values can decide it."""
+        """Whether the load would succeed; None if only values can decide it."""
         if self.problems:
             return False
         return None if self.undecided else True
 
     @property
     def unexpected(self) -> tuple[Unexpected, ...]:
-        """What is requested and not stored, whether the strict mode takes it as a problem or not."""
+        """Requested keys that aren't stored, whether the strict mode takes them as a problem or not."""
         return (*(problem for problem in self.problems if isinstance(problem, Unexpected)), *self.omitted)
 
     @property
     def failed(self) -> tuple[FailedCheck, ...]:
-        """The checks of a load that fail."""
+        """Checks of a load that fail."""
         return tuple(problem for problem in self.problems if isinstance(problem, FailedCheck))
 
     @property
@@ -148,7 +149,7 @@ class Explanation:
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """Shards of which not all elements are stored."""
+        """Shards whose elements aren't all stored."""
         return tuple(problem for problem in self.problems if isinstance(problem, Gap))
 
     @property
@@ -158,19 +159,19 @@ class Explanation:
 
     @property
     def reshaped(self) -> tuple[ShapeChange, ...]:
-        """Arrays of objects that are stored in another shape, and for which there is no rule."""
+        """Arrays of objects that are stored in another shape, and have no rule."""
         return tuple(problem for problem in self.problems if isinstance(problem, ShapeChange))
 
     @property
     def cost(self) -> ReadCost | None:
-        """What all ranks read together; None where the format doesn't know."""
+        """Cost of the reads of all ranks together; None if the format can't tell."""
         costs = [one.cost for one in self.reads if one.cost is not None]
         # A total without some ranks would look like a cheap load.
         return sum(costs, ReadCost()) if len(costs) == len(self.reads) else None
 
     @property
     def over_read(self) -> float | None:
-        """How many bytes all ranks read for each one that they ask for; None where the format doesn't know."""
+        """Bytes that all ranks read for each requested byte; None if the format can't tell."""
         return None if self.cost is None else self.cost.over_read
 
     def __repr__(self) -> str:
@@ -219,12 +220,12 @@ def _section(lines: Iterable[str], noun: str, count: int | None = None) -> list[
 
 def _table(explanation: Explanation) -> list[Sequence[str]]:
     reads = explanation.reads
-    rows = [_row(str(one.rank), one.shards, one.objects, one.cost) for one in reads]
-    traffic = [(one.sent, one.received) for one in reads]
+    rows = [_row(str(rank_reads.rank), rank_reads.shards, rank_reads.objects, rank_reads.cost) for rank_reads in reads]
+    traffic = [(rank_reads.sent, rank_reads.received) for rank_reads in reads]
     if len(rows) > 1:
-        shards, objects = (sum(getattr(one, name) for one in reads) for name in ("shards", "objects"))
+        shards, objects = (sum(getattr(rank_reads, name) for rank_reads in reads) for name in ("shards", "objects"))
         rows.append(_row("all", shards, objects, explanation.cost))
-        traffic.append((sum(one.sent for one in reads), sum(one.received for one in reads)))
+        traffic.append((sum(rank_reads.sent for rank_reads in reads), sum(rank_reads.received for rank_reads in reads)))
     if not any(map(any, traffic)):
         return [_HEADINGS, *rows]
     return [

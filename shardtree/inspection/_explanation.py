@@ -1,4 +1,4 @@
-"""The explanation of a load of several ranks: its checks run in one process, with errors recorded instead of raised."""
+"""The explanation of a load by several ranks: its checks run in one process, with errors recorded instead of raised."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ from ._undecided import find_undecided
 
 _ONE_OF_SEVERAL = "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`."
 _UNCHECKED = plans.Prospect()
-"""Stands for the fit of tensors whose check has failed."""
+"""Placeholder for the fit of tensors whose check has failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Load:
-    """A load that is explained: all that is the same for all ranks.
+    """A load to explain: everything that is the same for all ranks.
 
     Attributes:
-        stored: The checkpoint's contents.
-        request: The request, with no rank's target.
-        trees: The targets, by rank.
+        stored: Contents of the checkpoint.
+        request: Load request, without any rank's target.
+        trees: Targets, by rank.
         mode: The strict mode.
-        ranks: The ranks whose targets can be taken apart.
-        target_keys: The keys of all that they ask for.
-        kinds: The stored kinds of the tensors that they ask for.
+        ranks: Ranks whose targets can be flattened.
+        target_keys: All keys that these ranks request.
+        kinds: Stored kinds of the requested tensors.
         exchange: Whether ranks would read for each other.
     """
 
@@ -79,8 +79,8 @@ class _Load:
     exchange: ExchangeChoice
 
     def prospect(self, shards: Shards) -> plans.Prospect:
-        """Return the problems and the cost of loading shards; neither for a function of the caller's."""
-        # It may load what the format doesn't hold, so missing keys are no problems then.
+        """Return the problems and the cost of loading shards; neither for a strategy of the caller's."""
+        # Such a strategy may load what the format doesn't hold, so missing keys are no problems then.
         if callable(self.request.choices[0]):
             return plans.Prospect()
         return prospect(self.stored, shards, cast=self.request.cast, plain=self.request.plain)
@@ -91,7 +91,7 @@ class _Load:
         return sum((cost() for cost in costs if cost is not None), plans.ReadCost())
 
     def fitting(self, shards: Shards, problems: Iterable[plans.Misfit]) -> Shards:
-        """Return the shards of which something would be read: of a tensor with gaps, what is stored."""
+        """Return the shards that would be read, with only the stored part of a tensor with gaps."""
         wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
         return [shard for shard in shards if shard.key in self.kinds and shard.key not in wrong]
 
@@ -99,14 +99,14 @@ class _Load:
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
     """Return the outcome of a load of these targets: the checks of every rank run in this process, one after the other.
 
-    Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
+    Trees are flattened anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
     ranks, findings = range(len(trees)), Findings()
     load = _prepare(checkpoint, request, trees, findings)
     for rank in load.ranks:
         _check(load, findings, rank)
     omissions, raises = findings.omissions, load.mode in RAISING
-    # A rank whose target fails may ask for all that no other asks for.
+    # A rank whose target fails may request all keys that no other rank requests.
     unasked_paths = omissions.unasked_paths(omissions.unasked_bits) if len(omissions.unasked_bits) == len(trees) else ()
     with findings.record(ranks):
         refuse_omissions(load.mode, RANK_VALUES, unasked_paths)
@@ -114,7 +114,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     if load.exchange.together:
         with findings.record(ranks):
             findings.reads = _reads_together(load, findings)
-    reads = {one.rank: one for one in findings.reads}
+    reads = {rank_reads.rank: rank_reads for rank_reads in findings.reads}
     return Explanation(
         missing=tuple(sorted(load.stored.keys - load.target_keys)),
         problems=(
@@ -133,7 +133,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
 
 
 def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any], findings: Findings) -> _Load:
-    """Return the load, once it is known what ranks ask for, and whether that fits together."""
+    """Return the load, after collecting the ranks' requests and checking that they fit together."""
     mode, choices = parse_strict(request.strict), request.choices
     foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
     with findings.record(range(len(trees))):
@@ -167,12 +167,12 @@ def check_alike(
     *,
     tiling: bool = True,
 ) -> None:
-    """Raise the errors of `check_together`, without all ranks' shards at once: many ranks may hold the same.
+    """Raise the errors of `check_together`, without all ranks' shards at once: many ranks may hold the same shards.
 
     Args:
-        alike: All ranks' tensor shards.
-        descriptions: The ranks' descriptions, by rank, without tensor shards.
-        layout: The layout of all ranks that they were given.
+        alike: Tensor shards of all ranks.
+        descriptions: Ranks' descriptions, by rank, without tensor shards.
+        layout: Layout of all ranks, if they were given one.
         tiling: Whether each element and object must have one main replica.
 
     Raises:
@@ -182,7 +182,7 @@ def check_alike(
         check_together("load", descriptions, layout, tiling=tiling)
         return
     objects = [part.objects for part in descriptions]
-    # Main replicas alone decide whether all is well. What is wrong is said with the other replicas of its tensors.
+    # Main replicas alone decide whether there is a problem. Its text also needs the other replicas of its tensors.
     problems = sharding_problems(alike.select(lambda columns: np.flatnonzero(columns.main)), objects)
     if problems:
         wrong = {problem.key for problem in problems}
@@ -197,33 +197,33 @@ def check_alike(
 def _check(load: _Load, findings: Findings, rank: int) -> None:
     """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself.
 
-    The checks are those of the load's `check`, in its order; a check that fails leaves what the next ones look at as it
-    was.
+    The checks are those of the load's `check`, in its order; after a failed check, the next ones look at the same
+    target as it did.
     """
     stored, request, mode, tree = load.stored, load.request, load.mode, load.trees[rank]
-    target = rest = take_apart(tree, donate=request.donate)
+    target = remaining = take_apart(tree, donate=request.donate)
     missing, unexpected = _differing_keys(load, target)
     named = unexpected_keys(stored, target, unexpected)
     if mode in RAISING:
         with findings.record([rank]):
             refuse_keys(missing, named)
     with findings.record([rank]):
-        rest = leave_out(target, tree, unexpected, mode)
+        remaining = leave_out(target, tree, unexpected, mode)
     fit, objects, omissions = _UNCHECKED, ObjectsFit(), Omissions()
     with findings.record([rank]):
-        rest = asking_whole(rest, load.kinds)
+        remaining = asking_whole(remaining, load.kinds)
         with findings.record([rank]):
-            fit = load.prospect(rest.tensors)
+            fit = load.prospect(remaining.tensors)
         with findings.record([rank]):
-            objects = fit_objects(rest.objects, stored.objects, request.options.object_rules, unexpected)
+            objects = fit_objects(remaining.objects, stored.objects, request.options.object_rules, unexpected)
     with findings.record([rank]):
-        _, omissions = join_common(stored, target, rest, mode)
+        _, omissions = join_common(stored, target, remaining, mode)
     with findings.record([rank]):
-        check_tensors([(shard, given_tensor(shard)) for shard in rest.tensors], donate=request.donate)
-    findings.add_problems(in_common_state(stored, (*fit.problems, *objects.problems), rest))
-    findings.unexpected |= {one.key: one for one in named}
+        check_tensors([(shard, given_tensor(shard)) for shard in remaining.tensors], donate=request.donate)
+    findings.add_problems(in_common_state(stored, (*fit.problems, *objects.problems), remaining))
+    findings.unexpected |= {unexpected_key.key: unexpected_key for unexpected_key in named}
     findings.add_omissions(omissions)
-    _foretell_reads(load, findings, rank, rest, fit, objects)
+    _foretell_reads(load, findings, rank, remaining, fit, objects)
 
 
 def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
@@ -237,12 +237,12 @@ def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
 def _foretell_reads(
     load: _Load, findings: Findings, rank: int, target: Target, fit: plans.Prospect, objects: ObjectsFit
 ) -> None:
-    """Add to the findings what only reading decides of a rank's target, and what the rank reads by itself."""
+    """Add the failures that only values decide in a rank's target, and its separate reads, to the findings."""
     findings.uncompared |= set(fit.uncompared)
-    # Where the check has failed, that is said already.
+    # If the check has failed, that is recorded already.
     is_known = fit is _UNCHECKED or fit.cost is not None
     findings.undecided |= dict.fromkeys(find_undecided(load.request, target, objects, load.kinds, is_known=is_known))
-    # Where ranks read for each other, what a rank reads is known once all are checked.
+    # If ranks read for each other, a rank's reads are known only once all are checked.
     fitting = [] if load.exchange.together else load.fitting(target.tensors, fit.problems)
     groups = groups_of(fitting, load.kinds)
     cost = None if fit.cost is None else load.cost(groups) if len(groups) > 1 else fit.cost()
@@ -250,7 +250,7 @@ def _foretell_reads(
 
 
 def _reads_together(load: _Load, findings: Findings) -> list[RankReads]:
-    """Return the reads, sent and received bytes of each rank that has a target, where ranks read for each other."""
+    """Return the reads, sent and received bytes of each rank that has a target, if ranks read for each other."""
 
     def targets() -> Iterator[Shards]:
         for rank in load.ranks:
@@ -262,10 +262,10 @@ def _reads_together(load: _Load, findings: Findings) -> list[RankReads]:
     sent_bytes = np.sum([plan.bytes_sent for plan in read_plans], axis=0).tolist()
     received_bytes = np.sum([plan.bytes_received for plan in read_plans], axis=0).tolist()
     rows = zip(findings.reads, sent_bytes, received_bytes, strict=True)
-    reads = [replace(one, sent=sent, received=received) for one, sent, received in rows]
-    if any(one.cost is None for one in reads):
+    reads = [replace(rank_reads, sent=sent, received=received) for rank_reads, sent, received in rows]
+    if any(rank_reads.cost is None for rank_reads in reads):
         return reads
     return [
-        replace(one, cost=load.cost(groups(number, shards)))
-        for number, (one, shards) in enumerate(zip(reads, targets(), strict=True))
+        replace(rank_reads, cost=load.cost(groups(number, shards)))
+        for number, (rank_reads, shards) in enumerate(zip(reads, targets(), strict=True))
     ]

@@ -17,13 +17,13 @@ class Findings:
     """Findings about all ranks, each once: ranks mostly have the same problems.
 
     Attributes:
-        failures: The ranks on which checks fail, by class and text of the error.
-        problems: The reasons why their shards and objects can't be loaded.
-        unexpected: The keys that aren't stored, where a strict mode looks for them beforehand.
-        omissions: The stored values that aren't returned, and the tensors that aren't filled.
+        failures: Ranks on which checks fail, by class and text of the error.
+        problems: Reasons why their shards and objects can't be loaded.
+        unexpected: Keys that aren't stored, if a strict mode looks for them beforehand.
+        omissions: Stored values that aren't returned, and tensors that aren't filled.
         uncompared: Keys of states that aren't compared with weights.
-        undecided: The checks that take the values.
-        reads: The reads of each rank that has a target.
+        undecided: Failures that may occur when values are read.
+        reads: Reads of each rank that has a target.
     """
 
     failures: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class Findings:
         try:
             yield
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
-            raise  # what is stored is at fault, not the target: nothing can be explained
-        except Exception as error:  # any class: a factory's build function may raise what it likes, and fails the load
+            raise  # the stored data is at fault, not the target: nothing can be explained
+        except Exception as error:  # any class: a factory's build function may raise any error, which fails the load
             text = "\n".join([str(error), *getattr(error, "__notes__", ()), *([note] if note else [])])
             self.failures.setdefault((type(error), text), set()).update(ranks)
 

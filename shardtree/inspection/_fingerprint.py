@@ -37,25 +37,26 @@ Parts = Mapping[str, PartialFingerprint]
 def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strategies | None = None) -> dict[str, int]:
     """Return one number for each tensor of a tree, or of a checkpoint; every rank of the world calls it.
 
-    The number depends on the tensor's key, dtype, global shape and elements, bit for bit, and on nothing else: not on
-    how the tensor is cut, replicated or stored. A single changed element always changes it. Ranks exchange nothing but
-    these numbers and which shards there are. Objects and the common state have no fingerprint.
+    The number depends only on the tensor's key, dtype, global shape and elements, bit for bit: not on the way in which
+    the tensor is cut, replicated or stored. A single changed element always changes it. Ranks exchange only
+    these numbers and descriptions of their shards. Objects and the common state have no fingerprint.
 
     Args:
-        tree: dicts, lists and tuples of shards, factories and plain values, each rank's own. Tensors are looked at
-            where they are, on an accelerator too, and replicas must be equal. Or a path, URL or `Storage` of a
-            checkpoint of any format, which the ranks then read a part of each.
-        world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        strategies: the dispatch table, for a checkpoint.
+        tree: Dicts, lists and tuples of shards, factories and plain values, each rank's own. Tensors are read where
+            they are, on an accelerator too, and replicas must be equal. Or a path, URL or `Storage` of a checkpoint of
+            any format, of which each rank then reads a part.
+        world: World of the ranks that take part; by default torch.distributed's default group, or else this process
+            alone.
+        strategies: Dispatch table, for a checkpoint.
 
     Returns:
-        Key → a number below 2 to the 64, sorted by key, the same on all ranks.
+        Numbers below 2 to the 64 by key, sorted by key, the same on all ranks.
 
     Raises:
-        IntegrityError: not every element has exactly one main replica, or replicas that are cut alike differ.
-        TreeError: what is given is neither a tree nor a place, or its tensors aren't in shards.
-        NotACheckpoint: there is no checkpoint at the place.
-        CorruptCheckpoint: it isn't what was saved.
+        IntegrityError: Some element doesn't have exactly one main replica, or replicas that are cut alike differ.
+        TreeError: The argument is neither a tree nor a place, or its tensors aren't in shards.
+        NotACheckpoint: There is no checkpoint at the place.
+        CorruptCheckpoint: The checkpoint is damaged.
 
     Examples:
         >>> import torch, shardtree as st
@@ -77,7 +78,8 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
     shards = agree(ranks, "fingerprint: find the shards", partial(tree_shards, "fingerprint", tree))
     parts = gather(ranks, "fingerprint: describe shards", partial(shard_columns, shards, ranks.rank))
     columns = agree(ranks, "fingerprint: check integrity", partial(_checked_columns, parts, tree))
-    # A number for each shard travels, never elements: totals of disjoint shards add up to the tensor's fingerprint.
+    # Only a number for each shard travels, never elements: totals of disjoint shards add up to the tensor's
+    # fingerprint.
     totals = gather(ranks, "fingerprint: add up", partial(shard_totals, shards, in_usual_threads))
     return agree(ranks, "fingerprint: join", partial(_of_columns, columns, np.concatenate(totals)))
 
@@ -90,17 +92,19 @@ def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
 def _checked_columns(parts: Sequence[ShardColumns], tree: Any) -> ShardColumns:
     columns = join_columns(parts)
     if not len(columns):
-        # All trees without a shard would have the same fingerprints, none.
+        # Without this check, all trees without a shard would have the same fingerprints, none.
         plain = [render_path(path) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
         if plain:
-            fix = "Make shards of them, as the tree has that is saved: a tensor of its own has no key."
-            raise TreeError(error_text("fingerprint: tensors, and no rank has a shard", offenders=plain, fix=fix))
+            fix = "Make shards of them, as in the tree that is saved: a plain tensor has no key."
+            raise TreeError(
+                error_text("fingerprint: the tree has tensors, but no rank has a shard", offenders=plain, fix=fix)
+            )
     check_access(columns)
     return columns
 
 
 def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
-    # Checked before main replicas alone are counted: which of two unequal ones is the main one is arbitrary.
+    # Replicas are compared before main replicas alone are counted: the choice between two unequal ones is arbitrary.
     unlike = unlike_replicas(columns, totals)
     if unlike:
         pairs = [(groups[0], group) for groups in unlike for group in groups[1:]]
@@ -113,7 +117,7 @@ def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
 
 def _of_checkpoint(directory: Directory, world: World, strategies: Strategies | None) -> dict[str, int]:
     checkpoint = open_together(directory, world, LoadOptions(), strategies)
-    # Each rank reads its share of the checkpoint, in whatever layout it was saved: sums don't depend on who reads what.
+    # Each rank reads its share of the checkpoint, in the layout in which it was saved: sums don't depend on the reader.
     parts = gather(world, "fingerprint: read", partial(_own_parts, checkpoint, strategies))
     return agree(world, "fingerprint: join", partial(add_fingerprints, [part for own in parts for part in own]))
 

@@ -1,6 +1,6 @@
-"""What a place is that holds no finished checkpoint: a run, a folder of checkpoints, an unfinished one, a wrong name.
+"""The kind of a place without a finished checkpoint: a run, a folder of checkpoints, an unfinished one, a wrong name.
 
-Only an error is made of it: a guess from names on disk and a file's first bytes, never a choice of what is read.
+The result is only an error's text: a guess from names on disk and a file's first bytes, never a choice of what to read.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from ..shell.table import Fields, is_save_folder
 from ._clues import HEAD_BYTES, clue, clue_of_bytes, is_conversion, others_clue
 
 FieldsAt = Callable[[Storage], Fields | None]
-"""Returns the fields of the checkpoint in a place, None if there is none."""
+"""A function that returns the fields of the checkpoint in a place; None if there is none."""
 
 
 def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
-    """Return the error for a place that holds no finished checkpoint: what it is instead, and what to name.
+    """Return the error for a place without a finished checkpoint: its likely kind, and the name to use instead.
 
     Args:
-        storage: the place.
-        fields_at: finds the checkpoints in its folders.
+        storage: The place.
+        fields_at: Function that finds the checkpoints in its folders.
     """
-    what = f"open: {storage.where()!r} is not a checkpoint"
-    fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
+    heading = f"open: {storage.where()!r} is not a checkpoint"
+    fix = "Name the folder that was passed to a save; an unfinished save leaves no metadata.json."
     if is_folder(storage):
         names = storage.names()
-        # Listed once: whether a name is a folder's takes a request.
+        # The names are classified once: it takes a request to find out whether a name is a folder's.
         folders = [] if any(map(is_conversion, names)) else list(islice(_folders(storage, names), _MOST_FOLDERS))
         if inside := list(_checkpoints_in(storage, folders, fields_at)):
-            return _of_several(storage, what, inside)
+            return _of_several(storage, heading, inside)
         state, fix = _of_folder(storage, names, folders, fix)
     elif storage.length("") is not None:
         state, fix = _of_file(storage, fix)
     else:
         near = _similar_path(storage)
         state, fix = "no such folder", f"Did you mean {near!r}?" if near else fix
-    return NotACheckpoint(error_text(what, found=state, fix=fix))
+    return NotACheckpoint(error_text(heading, found=state, fix=fix))
 
 
 def _of_folder(storage: Storage, names: Iterable[str], folders: Iterable[str], fix: str) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def _of_file(storage: Storage, fix: str) -> tuple[str, str]:
     return ("a file in no format that is recognised", fix) if hint is None else (f"a file: {hint[0]}", hint[1])
 
 
-_MOST_LOOKS = 3  # into folders of one folder: a run's steps are alike, and a step of Orbax's has few items
+_MOST_LOOKS = 3  # per folder: a run's steps are alike, and a step of Orbax's has few items
 
 
 def _others_below(storage: Storage, folders: Iterable[str], depth: int = 2) -> tuple[str, tuple[str, str]] | None:
@@ -83,9 +83,9 @@ def _others_below(storage: Storage, folders: Iterable[str], depth: int = 2) -> t
 
 
 def _folders(storage: Storage, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of a folder's names that are folders, of steps the newest first; not those of saves, nor hidden."""
+    """Yield the folders among a folder's names, steps newest first, without hidden ones and those of saves."""
     names = [name for name in names if not name.startswith(".") and not is_save_folder(name)]
-    # Sorted before it is asked what is a folder: a dataset may lie there, of very many files.
+    # Names are sorted before they are classified: a dataset of very many files may lie there.
     return (name for name in sorted(names, key=_newest_first) if is_folder(storage, name))
 
 
@@ -95,11 +95,11 @@ _STEP = re.compile(r"([^0-9.][^0-9]*|)([0-9]{1,18})")
 _PART = re.compile(r"(pytorch_model_fsdp|pytorch_model|optimizer)_[0-9]+")
 """Parts of one checkpoint, as accelerate names them: the number is that of a model, not of a step."""
 
-_MOST_FOLDERS = 100  # that are looked into: each takes some reads
+_MOST_FOLDERS = 100  # to look into: each takes some reads
 
 
 def step_prefix(folder: str) -> str | None:
-    """Return what stands before the number in the name of a step's folder; None for another name.
+    """Return the prefix of the number in the name of a step's folder; None for another name.
 
     Examples:
         >>> step_prefix("iter_0000100"), step_prefix("100"), step_prefix("optimizer_0"), step_prefix("weights")
@@ -112,13 +112,13 @@ def step_prefix(folder: str) -> str | None:
 def _checkpoints_in(
     storage: Storage, folders: Iterable[str], fields_at: FieldsAt, depth: int = 2
 ) -> Iterator[tuple[str, Fields]]:
-    """Yield the names and fields of the checkpoints in a folder's folders; of steps, of the newest that has any.
+    """Yield the names and fields of the checkpoints in a folder's folders; for steps, those of the newest with any.
 
     Args:
-        storage: the folder.
+        storage: The folder.
         folders: Names of the folders in it.
-        fields_at: finds a checkpoint.
-        depth: how many folders deep they may lie: a step of verl's has one for each model.
+        fields_at: Function that finds a checkpoint.
+        depth: Number of levels of folders to look into: a step of verl's has one for each model.
     """
     prefixes: set[str] = set()
     for name in islice(folders, _MOST_FOLDERS):
@@ -126,7 +126,7 @@ def _checkpoints_in(
         if prefix is not None and prefix in prefixes:
             continue
         inside = list[tuple[str, Fields]]()
-        with suppress(CheckpointingException):  # a folder that can't be read, or a damaged checkpoint: not this error's
+        with suppress(CheckpointingException):  # an unreadable folder or damaged checkpoint is another error's business
             folder = folder_in(storage, name)
             fields = fields_at(folder)
             if fields is not None:
@@ -151,11 +151,11 @@ def _of_several(storage: Storage, what: str, inside: list[tuple[str, Fields]]) -
     if any(step_prefix(name.partition("/")[0]) is not None for name, _ in inside):
         what, fix = f"{what}, but a run; its newest finished step is, or holds", "Name that, or an older one."
         return NotACheckpoint(error_text(what, offenders=lines, fix=fix))
-    return NotACheckpoint(error_text(f"{what}, but holds", offenders=lines, fix="Name what you mean of these."))
+    return NotACheckpoint(error_text(f"{what}, but holds some", offenders=lines, fix="Name one of these."))
 
 
 def _similar_path(storage: Storage) -> str | None:
-    """Return the local path that a missing one was most likely meant as, None if nothing there has a similar name."""
+    """Return the existing local path that is most similar to a missing one; None if no name there is similar."""
     if not isinstance(storage, LocalStorage):
         return None
     above, missing = storage.root.rstrip("/"), list[str]()
@@ -164,7 +164,14 @@ def _similar_path(storage: Storage) -> str | None:
             above, _, name = above.rpartition("/")
             missing.insert(0, name)
         near = near_names(missing[:1], LocalStorage(above or "/").names())
-        candidates = [f"{above}/{one}" for one in near.values()]
-        whole = ["/".join((one, *missing[1:])) for one in candidates]
-        return next((one for one in (*whole, *candidates) if one in candidates or LocalStorage(one).is_folder()), None)
+        candidates = [f"{above}/{candidate}" for candidate in near.values()]
+        whole = ["/".join((candidate, *missing[1:])) for candidate in candidates]
+        return next(
+            (
+                candidate
+                for candidate in (*whole, *candidates)
+                if candidate in candidates or LocalStorage(candidate).is_folder()
+            ),
+            None,
+        )
     return None

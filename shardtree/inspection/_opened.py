@@ -1,4 +1,4 @@
-"""An open checkpoint as a read-only mapping of lazy shards, of which nothing is read until it is asked for."""
+"""An open checkpoint as a read-only mapping of lazy shards, which are read only on request."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ from ..transforms import nested
 _SHARD_FIELDS = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
 
 _BATCH = 64
-"""As few as metadata makes at a time, so that a caller who drops shards as he goes doesn't trigger the garbage
-collector."""
+"""Number of values that metadata makes at a time; it is small, so that a caller who drops shards while iterating
+doesn't trigger the garbage collector."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
     """A checkpoint as a mapping: shard key → whole tensor with lazy data, unique key → object.
 
-    Values are made when asked for; a tensor's elements are read by ``tree[key].data[...].read()``, and only those.
-    What is recorded on lazy data, by hand or by a factory or a tree map, costs no read.
+    Values are made on request; a tensor's elements are read by ``tree[key].data[...].read()``, and only those.
+    Operations recorded on lazy data, by hand or by a factory or a tree map, cost no read.
 
     Attributes:
-        checkpoint: where the bytes are.
-        metadata: the stored tensors and objects, without data.
-        strategies: the dispatch table; None for the process's.
+        checkpoint: The open checkpoint.
+        metadata: Stored tensors and objects, without data.
+        strategies: Dispatch table; None for the process's.
     """
 
     checkpoint: Checkpoint
@@ -80,14 +80,14 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         """Return the tensor of a key, with lazy data, or the object of a unique key, with its data.
 
         Raises:
-            KeyMismatch: nothing of that name is stored.
-            UnsupportedValue: it is stored in a way that can't be read, as in a dtype that torch lacks.
+            KeyMismatch: No tensor or object of that name is stored.
+            UnsupportedValue: It is stored in a way that can't be read, for example in a dtype that torch lacks.
         """
         shard = self.metadata.get(key)
         if shard is None:
             check_taken(untaken_of(self.metadata), [key], "open")
-            what, fix = "open: no such key in the checkpoint", "list(tree) has all keys."
-            raise KeyMismatch(error_text(what, found=repr(key), fix=fix))
+            heading, fix = "open: no such key in the checkpoint", "list(tree) has all keys."
+            raise KeyMismatch(error_text(heading, found=repr(key), fix=fix))
         if isinstance(shard, ShardedObject):
             return self._read(shard)
         return self._lazy(self._load_sharded(), [shard])[0]
@@ -101,11 +101,11 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         return self[key] if key in self.metadata else default
 
     def __iter__(self) -> Iterator[str]:
-        """Return the keys, tensors' first, each kind sorted."""
+        """Return an iterator over the keys, tensors' first, each kind sorted."""
         return iter(self.metadata)
 
     def __len__(self) -> int:
-        """Return how many tensors and objects are stored."""
+        """Return the number of stored tensors and objects."""
         return len(self.metadata)
 
     def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
@@ -118,20 +118,20 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
                 yield key, self._read(shard) if isinstance(shard, ShardedObject) else next(tensors)
 
     def _lazy(self, load_sharded: Strategy, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """Return stored tensors with what reads them as their data."""
+        """Return stored tensors with lazy data, which reads them."""
         keys, dtypes, shapes, local_shapes, flat = (list(map(attrgetter(name), shards)) for name in _SHARD_FIELDS)
         columns: dict[str, Iterable[Any]] = {"tree": repeat(self), "load_sharded": repeat(load_sharded)}
         columns |= {"key": keys, "dtype": dtypes, "global_shape": shapes}
         data = stored_each(frozen_values(StoredBoxes, len(keys), columns), shapes, dtypes, keys)
-        # Without the constructor: the index was checked as columns, and checking each shard again took nearly all of
+        # The constructor is skipped: the index was checked as columns, and checking each shard again took nearly all of
         # the time for 100,000 tensors.
         if local_shapes == shapes and not any(flat):
             return with_data(shards, data)
-        # Metadata from a caller's strategy that isn't of whole tensors: the slower constructor raises what is wrong.
+        # Metadata from a caller's strategy may not be of whole tensors: the slower constructor raises the error.
         return [replace(shard, data=lazy) for shard, lazy in zip(shards, data, strict=True)]
 
     def _load_sharded(self) -> Strategy:
-        # The row is looked up here, once for all reads of a tensor: it takes a tenth of a small one.
+        # The row is looked up once for all reads of a tensor: the lookup takes a tenth of a small read.
         backend = sharded_backend(self.checkpoint.fields)
         return strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.strategies)
 
@@ -145,39 +145,39 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         return replace(item, data=unreplaced(self.checkpoint, load_objects, [item])[0])
 
     def __repr__(self) -> str:
-        """Return where the checkpoint is and how much is in it."""
+        """Return the place and the size of the checkpoint."""
         return f"OpenCheckpoint({self.checkpoint.storage.where()!r}, {len(self)} keys)"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)
 
     def stored_layout(self, *keys: str) -> StoredLayout:
-        """Return which files hold which parts of tensors: of those named, or of all. No element is read.
+        """Return the files that hold the parts of the named tensors, or of all. No element is read.
 
         Raises:
-            KeyMismatch: one of them isn't stored.
-            UnsupportedValue: one is stored in a way that can't be read.
-            StrategyError: the format doesn't say where its chunks are.
+            KeyMismatch: One of the tensors isn't stored.
+            UnsupportedValue: One of them is stored in a way that can't be read.
+            StrategyError: The format doesn't record the place of its chunks.
         """
         tensors = (key for key, shard in self.metadata.items() if isinstance(shard, ShardedTensor))
         return layout_in(self.checkpoint, self.strategies, keys or tuple(tensors))
 
     def common(self) -> Any:
-        """Return what is stored outside the shards."""
+        """Return the common state, which is stored outside the shards."""
         return without_holes(load_common(self.checkpoint, None, self.strategies))
 
     def nested(self, separator: str = ".") -> dict[str, Any]:
-        """Return the shards as nested dicts, taken apart at the dots of their keys.
+        """Return the shards as nested dicts, split at the dots of their keys.
 
         Raises:
-            TreeError: a key is also the beginning of another one.
+            TreeError: A key is also the beginning of another one.
         """
-        # Keys are all there is: places in the saved tree differ between ranks and layouts, and aren't stored.
+        # Only keys are used: places in the saved tree differ between ranks and layouts, and aren't stored.
         return nested(dict(self.items()), separator=separator)
 
 
 class TransformedCheckpoint(OpenCheckpoint):
-    """A checkpoint seen through a trace: its metadata are the trace's outputs, lazily made of what is stored."""
+    """A checkpoint seen through a trace: its metadata are the trace's outputs, lazily computed from stored tensors."""
 
     __slots__ = ()
 
@@ -197,16 +197,16 @@ def open_checkpoint(
     """Return a checkpoint as a read-only mapping of lazy shards; not collective.
 
     Args:
-        checkpoint_dir: where the checkpoint is.
-        strategies: the dispatch table; None for the process's.
-        options: how elements, objects and the common state are read.
-        parameter_names: of `options`, which is passed so often that it has a keyword of its own.
-        transform: a trace of what is to be seen instead of the stored tensors: its outputs, lazily made of them.
+        checkpoint_dir: Path, URL or storage of the checkpoint.
+        strategies: Dispatch table; None for the process's.
+        options: Options for reading elements, objects and the common state.
+        parameter_names: The field of `options` of this name, which is passed so often that it has its own keyword.
+        transform: Trace whose outputs are in the mapping instead of the stored tensors, lazily computed from them.
 
     Raises:
-        NotACheckpoint: there is none.
-        KeyMismatch, ShapeError, TraceError: the transform isn't of what is stored, or leaves elements unwritten.
-        CheckpointReplaced: later, on a read, when a save has replaced the files meanwhile.
+        NotACheckpoint: There is no checkpoint.
+        KeyMismatch, ShapeError, TraceError: The transform doesn't fit the stored tensors, or leaves elements unwritten.
+        CheckpointReplaced: A save has replaced the files meanwhile; raised by a later read.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -230,20 +230,20 @@ def open_checkpoint(
 
 
 def tree_of(checkpoint: Checkpoint, strategies: Strategies | None) -> OpenCheckpoint:
-    """Return what is stored in a checkpoint as a mapping of lazy shards."""
+    """Return the contents of a checkpoint as a mapping of lazy shards."""
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
 
 
 def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Iterable[str] = ()) -> IndexMetadata | None:
-    """Return the metadata of a checkpoint's shards with its index; None where its format keeps none.
+    """Return the metadata of a checkpoint's shards with its index; None if its format keeps no index.
 
     Args:
-        checkpoint: what is meant.
-        strategies: the dispatch table; None for the process's.
-        names: that it must have. Some formats have names that only reading finds out, which is done for these alone;
-            otherwise it has the names in the files.
+        checkpoint: The checkpoint.
+        strategies: Dispatch table; None for the process's.
+        names: Names that the index must have. Some formats have names that only a read finds, which is made for these
+            alone; otherwise the index has the names in the files.
     """
-    # From the format: where two formats are joined, what they have together is a plain dict without the index.
+    # The format is asked: two joined formats have a plain dict together, without the index.
     backend = sharded_backend(checkpoint.fields)
     metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, None, backend, strategies))
     if isinstance(metadata, DeferredMetadata):
@@ -252,17 +252,17 @@ def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Itera
 
 
 def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Sequence[str]) -> StoredLayout:
-    """Return which files hold which parts of tensors.
+    """Return the files that hold the parts of tensors.
 
     Raises:
-        KeyMismatch: one of them isn't stored.
-        UnsupportedValue: one is stored in a way that can't be read.
-        StrategyError: the format doesn't say where its chunks are.
+        KeyMismatch: One of the tensors isn't stored.
+        UnsupportedValue: One of them is stored in a way that can't be read.
+        StrategyError: The format doesn't record the place of its chunks.
     """
     metadata = index_of(checkpoint, strategies, keys)
     if metadata is None:
         backend = ":".join(map(str, sharded_backend(checkpoint.fields)))
-        raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=backend))
+        raise StrategyError(error_text("stored layout: the format doesn't record the files of chunks", found=backend))
     index, sorted_keys = metadata.shown, sorted(keys)
     numbers = index.find_keys(sorted_keys)
     absent = [key for key, number in zip(sorted_keys, numbers, strict=True) if number < 0]
@@ -288,14 +288,14 @@ def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBoxes:
-    """Reads boxes of a stored tensor, as the source of its lazy data.
+    """A reader of a stored tensor's boxes, the source of its lazy data.
 
     Attributes:
-        tree: where it is stored.
-        load_sharded: reads it.
-        key: the tensor's.
-        dtype: the tensor's.
-        global_shape: the tensor's.
+        tree: The open checkpoint.
+        load_sharded: Strategy that reads the tensor.
+        key: Key of the tensor.
+        dtype: Dtype of the tensor.
+        global_shape: Global shape of the tensor.
     """
 
     tree: OpenCheckpoint
@@ -306,7 +306,7 @@ class StoredBoxes:
 
     def __call__(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements."""
-        # New memory for each read: the caller may keep the result, and change it.
+        # Each read gets new memory: the caller may keep the result, and change it.
         data = new_memory(self.key, shape, self.dtype)
         box = box_of(self.key, data, self.dtype, self.global_shape, offset, shape)
         unreplaced(self.tree.checkpoint, self.load_sharded, [box])

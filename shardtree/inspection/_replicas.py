@@ -1,4 +1,4 @@
-"""check_replicas: whether all that hold a part of a tensor hold the same elements, and how those that don't differ."""
+"""check_replicas: whether all holders of a part of a tensor hold the same elements, and how the others differ."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Holders = tuple[int, ...] | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDifference:
-    """Copies of a part of a tensor that are alike, and other than the main one.
+    """Equal copies of a part of a tensor that differ from the main one.
 
     Attributes:
-        key: the tensor's.
-        holders: the ranks that hold them, or the files.
-        than: those that hold what the main replica does, or the first file.
-        box: the part, as text.
-        values: how the elements differ, the main replica's on the left; `first` is an index in the tensor. None where
-            they aren't of one dtype and shape, or others have none.
+        key: Key of the tensor.
+        holders: Ranks or files that hold these copies.
+        than: Holders of copies equal to the main replica, or the first file.
+        box: Text of the part.
+        values: Difference of the elements, with the main replica's on the left; `first` is an index in the tensor. None
+            if dtypes or shapes differ, or one side has no elements.
     """
 
     where: ClassVar[str] = ""  # `what` names the box beside the number of elements in it
@@ -69,7 +69,7 @@ class ReplicaDifference:
 
 
 def unlike_text(columns: ShardColumns, rows: Sequence[int], main: Sequence[int]) -> str:
-    """Return which ranks hold other elements than which, given the rows of their shards."""
+    """Return the text of the ranks that hold other elements than the main ones, from the rows of their shards."""
     key = columns.keys[int(columns.key[rows[0]])]
     return f"{key!r}: {_unlike(_ranks(columns, rows), _ranks(columns, main))}"
 
@@ -94,12 +94,12 @@ def tree_shards(doing: str, tree: Any) -> list[ShardedTensor]:
     """Return a tree's shards.
 
     Raises:
-        TreeError: it is no tree.
+        TreeError: The argument isn't a tree.
     """
     if not isinstance(tree, (dict, list, tuple)):
         expected = "a dict, list or tuple of shards, or where a checkpoint is"
-        what = f"{doing}: neither a tree nor a place"
-        raise TreeError(error_text(what, found=type(tree).__name__, expected=expected))
+        heading = f"{doing}: neither a tree nor a place"
+        raise TreeError(error_text(heading, found=type(tree).__name__, expected=expected))
     return tensor_shards(tree)
 
 
@@ -111,27 +111,30 @@ def check_replicas(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> tuple[ReplicaDifference, ...]:
-    """Return which replicas of a tree's tensors differ, bit for bit, and how; every rank of the world calls it.
+    """Return the differing replicas of a tree's tensors, with their differences bit for bit; every rank calls it.
 
-    Ranks sum what they share, and send a number a shard. Only where numbers differ, one rank of each group that agrees
-    gets the main replica's elements, piece by piece. `SaveOptions(check_replicas=True)` is this, before a save.
+    Ranks sum their shared shards, and send a number for each. Only if numbers differ, one rank of each group that
+    agrees gets the main replica's elements, piece by piece. `SaveOptions(check_replicas=True)` calls this before a
+    save.
 
     Args:
-        tree: dicts, lists and tuples of shards, factories and plain values, each rank's own: shards of one box, as
+        tree: Dicts, lists and tuples of shards, factories and plain values, each rank's own: shards of one box, as
             data-parallel ranks have, or layer norms on tensor-parallel ones. Or a path, URL or `Storage` of a
-            checkpoint, of whose format ranks have files with copies of their own; rank 0 reads those.
-        world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        strategies: the dispatch table, for a checkpoint.
-        options: how a checkpoint is read: `parameter_names` and `types` count here.
+            checkpoint whose format gives each rank a file with copies of its own; rank 0 reads those.
+        world: World of the ranks that take part; by default torch.distributed's default group, or else this process
+            alone.
+        strategies: Dispatch table, for a checkpoint.
+        options: Options for reading a checkpoint: `parameter_names` and `types` count here.
 
     Returns:
-        A difference for each group of ranks that holds something else than the main replica, the same on all ranks;
-        nothing where all are equal. Its text says who, how many elements, by how much, and where first.
+        A difference for each group of ranks whose elements differ from the main replica's, the same on all ranks;
+        nothing if all are equal. Its text names the ranks, the number of elements, the difference, and the first
+        element.
 
     Raises:
-        TreeError: what is given is neither a tree nor a place.
-        IntegrityError: ranks disagree about a tensor's dtype or shape.
-        NotACheckpoint: there is no checkpoint at the place.
+        TreeError: The argument is neither a tree nor a place.
+        IntegrityError: Ranks disagree about a tensor's dtype or shape.
+        NotACheckpoint: There is no checkpoint at the place.
 
     Examples:
         >>> import torch, shardtree as st
@@ -156,20 +159,20 @@ Join = Callable[[], tuple[ShardColumns, Sequence[ShardedTensor]]]
 
 
 def differing_replicas(world: World, join: Join) -> tuple[ReplicaDifference, ...]:
-    """Return which replicas differ; one all-gather where none do.
+    """Return the differing replicas; this takes one all-gather if there are none.
 
     Args:
-        world: the ranks that take part.
-        join: returns all ranks' shards by rank, and this rank's own in that order.
+        world: World of the ranks that take part.
+        join: Function that returns all ranks' shards by rank, and this rank's own in that order.
     """
 
     def sum_shards() -> tuple[ShardColumns, Sequence[ShardedTensor], Any]:
         columns, shards = join()
-        own = np.flatnonzero(columns.rank == world.rank)
+        local = np.flatnonzero(columns.rank == world.rank)
         place, places = held_places(columns)
-        # A shard that no other rank holds has nothing to be compared with: no pass over its memory.
-        shared = np.flatnonzero(np.bincount(place, minlength=places)[place[own]] > 1)
-        sums = np.zeros(own.size, dtype=np.uint64)
+        # A shard that no other rank holds has no counterpart, so no pass over its memory is needed.
+        shared = np.flatnonzero(np.bincount(place, minlength=places)[place[local]] > 1)
+        sums = np.zeros(local.size, dtype=np.uint64)
         sums[shared] = shard_totals([shards[number] for number in shared.tolist()], partial(in_threads, piece_total))
         return columns, shards, sums
 
@@ -178,10 +181,10 @@ def differing_replicas(world: World, join: Join) -> tuple[ReplicaDifference, ...
     pairs = [(groups[0], group) for groups in unlike for group in groups[1:]]
     if not pairs:
         return ()
-    own = dict(zip(np.flatnonzero(columns.rank == world.rank).tolist(), shards, strict=True))
-    values, failures = _pair_differences(world, columns, own, pairs)
+    local = dict(zip(np.flatnonzero(columns.rank == world.rank).tolist(), shards, strict=True))
+    values, failures = _pair_differences(world, columns, local, pairs)
     by_rank = gather(world, "check_replicas: compare", partial(_unless, failures, values))
-    differences = {number: value for each in by_rank for number, value in each.items()}
+    differences = {number: value for differences_of_rank in by_rank for number, value in differences_of_rank.items()}
     return tuple(_replica_difference(columns, pair, differences[number]) for number, pair in enumerate(pairs))
 
 
@@ -197,7 +200,7 @@ def _unless(failures: Sequence[Exception], values: T) -> T:
 def _pair_differences(
     world: World, columns: ShardColumns, own: Mapping[int, ShardedTensor], pairs: Sequence[Pair]
 ) -> tuple[dict[int, ValueDifference], list[Exception]]:
-    """Return how those pairs differ of which this rank holds the second, and what failed here; collective."""
+    """Return the differences of the pairs whose second shard this rank holds, and the failures here; collective."""
     differences: dict[int, ValueDifference] = {}
     failures: list[Exception] = []
     for number, (main, others) in enumerate(pairs):
@@ -209,11 +212,11 @@ def _pair_differences(
             bits = {
                 row: _attempt(failures, partial(_bits, own[row], begin, size)) for row in (giver, taker) if row in own
             }
-            # A rank that failed sends something all the same: the other one waits for it.
+            # A rank that failed sends zeros all the same: the other one waits for them.
             bits_by_receiver = {receiver: bits.get(giver)} if giver in own and sender != receiver else {}
             outgoing = {
-                to: torch.zeros(size, dtype=torch.uint8, device="cpu") if one is None else one
-                for to, one in bits_by_receiver.items()
+                to: torch.zeros(size, dtype=torch.uint8, device="cpu") if message is None else message
+                for to, message in bits_by_receiver.items()
             }
             is_told = taker in own and sender != receiver
             incoming = {sender: torch.empty(size, dtype=torch.uint8, device="cpu")} if is_told else {}
@@ -267,10 +270,10 @@ def _replica_difference(columns: ShardColumns, pair: Pair, values: ValueDifferen
 def _differing_copies(
     directory: Directory, strategies: Strategies | None, options: LoadOptions | None
 ) -> tuple[ReplicaDifference, ...]:
-    """Return which copies differ that a checkpoint's files have of one part, a part at a time."""
+    """Return the differing copies of a part in a checkpoint's files, one part at a time."""
     checkpoint = open_at(directory, one_process(), given_options("open", options, LoadOptions), strategies)
     row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
-    # The metadata isn't listed: of states in buckets that would raise where copies differ.
+    # The metadata isn't listed: for states in buckets that would raise if copies differ.
     keys = sharded_metadata(checkpoint, None, None, strategies).keys() if row is not None else ()
     resolution: Resolution | None = None if row is None else row(checkpoint, keys, True)
     if resolution is None or resolution.copies is None:

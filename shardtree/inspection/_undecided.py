@@ -1,4 +1,4 @@
-"""Open questions of a load: failures that only values decide, though all is stored as it should be."""
+"""Open questions of a load: failures that only values decide, although everything is stored as it should be."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def find_undecided(
     """Yield the open questions of a rank's load, which only its values decide.
 
     Args:
-        request: The request.
-        target: The rank's target, without what isn't stored.
-        objects: The fit of its objects.
-        kinds: The stored kinds of its tensors, by key.
-        is_known: Whether the format says if tensors are stored whole.
+        request: Load request.
+        target: The rank's target, without keys that aren't stored.
+        objects: Fit of its objects.
+        kinds: Stored kinds of its tensors, by key.
+        is_known: Whether the format can tell if tensors are stored whole.
     """
-    # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
+    # All of these can fail only while bytes are read, so neither success nor failure can be promised.
     if callable(request.choices[0]):
         yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
     elif not is_known:

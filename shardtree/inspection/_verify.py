@@ -1,4 +1,4 @@
-"""verify: whether every byte of a checkpoint is what was saved, and where it isn't."""
+"""verify: whether every byte of a checkpoint is as it was saved, and which bytes aren't."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ def verify(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> tuple[Damage, ...]:
-    """Return what is damaged in a checkpoint, by file, bytes, key and region; nothing where all is as it was saved.
+    """Return the damage in a checkpoint, by file, bytes, key and region; nothing if all bytes are as they were saved.
 
-    Every file is read whole, headers and padding included. Not collective. Formats other than our own have checksums
-    for a part of their bytes, or none: bytes without a checksum go to `report`, and without that to the log.
+    Every file is read whole, including headers and padding. Not collective. Formats other than our own have checksums
+    for a part of their bytes, or none: bytes without a checksum go to `report`, or without one to the log.
 
     Args:
-        checkpoint_dir: where the checkpoint is.
-        report: called once, with the verdict: its `sound` is True where every byte was checked, and None where nothing
-            is damaged but some bytes have no checksum.
-        strategies: the dispatch table; None for the process's.
-        options: `threads`, `progress`, and what decides which values a load takes: `types` and `allow_pickle`. Values
-            that a load with these options refuses are in the report, by name; they aren't damage.
+        checkpoint_dir: Path, URL or storage of the checkpoint.
+        report: Callback, called once with the verdict: its `sound` is True if every byte was checked, and None if
+            nothing is damaged but some bytes have no checksum.
+        strategies: Dispatch table; None for the process's.
+        options: Options of the read: `threads`, `progress`, and those that decide which values a load takes, `types`
+            and `allow_pickle`. Values that a load with these options refuses are in the report, by name; they aren't
+            damage.
 
     Raises:
-        NotACheckpoint: there is none.
-        CheckpointReplaced: another save took its place meanwhile, and what was read looks damaged.
-        StrategyError: the format carries nothing to check.
+        NotACheckpoint: There is no checkpoint.
+        CheckpointReplaced: Another save replaced the checkpoint meanwhile, and the bytes read look damaged.
+        StrategyError: The format has no checksums.
         StorageError: `threads` isn't a number of threads.
 
     Examples:
@@ -74,24 +75,24 @@ def verify(
     options = given_options("verify", options, LoadOptions)
     threads = as_int(options.threads)
     if options.threads is not None and (threads is None or threads < 1):
-        what, expected = "verify: not a number of threads", "an int, 1 at least"
-        raise StorageError(error_text(what, found=repr(options.threads)[:200], expected=expected))
+        heading, expected = "verify: not a number of threads", "an int, 1 at least"
+        raise StorageError(error_text(heading, found=repr(options.threads)[:200], expected=expected))
     nbytes = [0]
 
     def count(size: int) -> None:
         nbytes[0] += size
         options.progress(size)
 
-    # No check in the reads themselves: a strategy returns all findings, where a load's check raises at the first one.
+    # The reads themselves don't check: a strategy returns all findings, where a load's check raises at the first one.
     counting = replace(options, verify=None, progress=in_turn(count), threads=threads)
     findings = _findings(checkpoint_dir, counting, strategies)
-    damage = tuple(one for one in findings if isinstance(one, Damage))
-    unchecked = tuple(one for one in findings if isinstance(one, Unchecked))
+    damage = tuple(finding for finding in findings if isinstance(finding, Damage))
+    unchecked = tuple(finding for finding in findings if isinstance(finding, Unchecked))
     if report is not None:
         report(VerifyReport(nbytes[0], unchecked, _bytes_checked(findings), damage))
     elif unchecked:
         for why, ones in by_reason(unchecked).items():
-            amount = f"{sum(one.nbytes for one in ones)} bytes in {plural(len(ones), 'file')}"
+            amount = f"{sum(finding.nbytes for finding in ones)} bytes in {plural(len(ones), 'file')}"
             logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, ones[0].file, why)
     return damage
 
@@ -108,7 +109,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     try:
         checkpoint = open_at(directory, one_process(), options, strategies)
     except CorruptCheckpoint as error:
-        # Damage, not an error of the call: finding it is what was asked for.
+        # Damage isn't an error of the call, which asked for it.
         return (Damage(METADATA_FILE, str(error)),)
     sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
     rows = [partial(strategy_of(StrategyAction.VERIFY, None, sharded, strategies), checkpoint)]
@@ -118,11 +119,11 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     elif common != sharded:
         beside = checkpoint
         if are_objects_beside(sharded, common, strategies):
-            # The objects are that format's shards: it checks them as those of a checkpoint that is all its own.
+            # The objects are that format's shards: it checks them like those of a checkpoint that is all its own.
             names = {"sharded_backend": common[0], "sharded_backend_version": common[1]}
             beside = replace(checkpoint, fields={**checkpoint.fields, **names})
         rows.append(partial(verify_common, beside))
-    # A file whose hash is in the manifest was checked whole, whatever its own format can't check of it.
+    # A file whose hash is in the manifest was checked whole, including parts that its own format can't check.
     with unless_replaced(checkpoint):
         by_manifest, whole = manifest_findings(checkpoint)
         findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row()))
@@ -137,7 +138,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
 def _passed_over(
     checkpoint: Checkpoint, findings: Sequence[Finding], strategies: Strategies | None
 ) -> tuple[Unchecked, ...]:
-    """Return the files of shards that no finding is about: a format's row that says nothing hasn't checked them."""
+    """Return the files of shards without any finding: a format that returns none for a file hasn't checked it."""
     backend = sharded_backend(checkpoint.fields)
     list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
     names = {*list_files(checkpoint)} if list_files and not is_damaged(findings) else set()
@@ -147,7 +148,7 @@ def _passed_over(
 
 
 def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator[Finding]:
-    """Yield what keeps the common state from being loaded, whose bytes are as they were saved."""
+    """Yield the reasons why the common state can't be loaded although its bytes are as they were saved."""
     backend, version = common_backend(checkpoint.fields)
     load = find_strategy(StrategyAction.LOAD_COMMON, backend, version, strategies=strategies)
     if load is None:
@@ -161,7 +162,7 @@ def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> I
 
 
 def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Unchecked, ...]:
-    """Return the files of a common state whose format has nothing to check them by; where it lists none, all files."""
+    """Return the files of a common state whose format has no checksums; if it lists none, all files."""
     backend = common_backend(checkpoint.fields)
     list_files, storage = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies), checkpoint.storage
     lengths = {name: storage.length(name) for name in (list_files(checkpoint) if list_files else storage.names())}
@@ -170,7 +171,7 @@ def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) ->
 
 
 def _metadata(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return metadata.json where it has no hash; one that has a hash was checked when it was opened."""
+    """Return metadata.json if it has no hash; one that has a hash was checked when it was opened."""
     length = checkpoint.storage.length(METADATA_FILE)
     if length is None or is_of_others(checkpoint.storage.read(METADATA_FILE)):
         return ()

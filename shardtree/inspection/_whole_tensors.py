@@ -43,8 +43,8 @@ def load_plain_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return every stored tensor whole, by key, on each rank of the world.
 
-    Ranks share out among them what takes more than the metadata, such as comparing copies that several files have of a
-    tensor. Tensors they read as in `load`: from remote storage once for all.
+    Ranks share the work that takes more than metadata, such as comparing copies of a tensor in several files. They read
+    tensors as in `load`: from remote storage once for all.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -64,7 +64,7 @@ def load_plain_tensors(
         return tensors
 
     target, places = share(ranks, "load: metadata", list_tensors, lambda _: place_of(checkpoint.storage, ranks.size))
-    twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
+    twice = (ranks.size - 1) * sum(prod(tensor.data_shape) * tensor.dtype.itemsize for tensor in target.values())
 
     def with_memory() -> tuple[Reading, Destination]:
         exchange = exchange_choice(how.exchange, places, twice)
@@ -105,13 +105,13 @@ def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None
 
 
 def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:
-    """Return the names of all that is stored, as far as the metadata has them."""
+    """Return the names of all stored tensors, as far as the metadata has them."""
     metadata = sharded_metadata(checkpoint, None, None, strategies)
     return {*getattr(metadata, "stored", metadata)}, True
 
 
 def _log_untaken(reasons: Mapping[str, str]) -> None:
-    """Log the stored tensors that can't be loaded, with the reason of each, if there are any."""
+    """Log the stored tensors that can't be loaded, each with its reason, if there are any."""
     if reasons:
         lines = [error_text(f"{name!r}: {why}") for name, why in sorted(reasons.items())]
         logger.warning("\n  ".join(["load: stored tensors are left out, as they can't be read", *lines]))

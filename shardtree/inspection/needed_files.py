@@ -1,4 +1,4 @@
-"""The files without which a checkpoint isn't whole, and which of them aren't there: by names and lengths alone."""
+"""The files that a whole checkpoint needs, and those of them that are missing, from names and lengths alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ._opened import OpenCheckpoint, index_of
 
 
 def missing_files(tree: OpenCheckpoint, lengths: Mapping[str, int], most: int) -> tuple[str, ...]:
-    """Return the names of a checkpoint's files that aren't there, or are shorter than what lies in them, sorted.
+    """Return the sorted names of a checkpoint's files that are missing, or too short for their contents.
 
     Args:
         tree: The checkpoint.
-        lengths: Lengths of files that are there, by name, as far as they are known; others are asked for.
-        most: The number of files to ask for at most.
+        lengths: Known lengths of existing files, by name; others are requested.
+        most: Upper bound of the number of files to request.
     """
     storage, needed = tree.checkpoint.storage, needed_files(tree)
     unknown = [name for name in needed if name not in lengths][:most]
@@ -28,7 +28,7 @@ def missing_files(tree: OpenCheckpoint, lengths: Mapping[str, int], most: int) -
 
 
 def needed_files(tree: OpenCheckpoint) -> dict[str, int]:
-    """Return the least length of each file that a checkpoint's metadata says must be there, by name.
+    """Return the least length of each file that must exist according to a checkpoint's metadata, by name.
 
     Examples:
         >>> import torch, shardtree as st
@@ -40,7 +40,7 @@ def needed_files(tree: OpenCheckpoint) -> dict[str, int]:
     checkpoint, strategies = tree.checkpoint, tree.strategies
     metadata = index_of(checkpoint, strategies)
     needed = {} if metadata is None else dict(metadata.needed_files())
-    with suppress(CorruptCheckpoint):  # of a manifest that isn't sound: loads and verify say so
+    with suppress(CorruptCheckpoint):  # the manifest is damaged: loads and verify report that
         needed = dict.fromkeys(read_manifest(checkpoint) or (), 0) | needed
     return needed | _described_files(checkpoint.fields) | _common_files(tree)
 
@@ -53,13 +53,13 @@ def _described_files(fields: Fields) -> dict[str, int]:
 
 
 def _common_files(tree: OpenCheckpoint) -> dict[str, int]:
-    """Return the files of a common state in a format of its own, such as torch's, where none of them is there."""
+    """Return the files of a common state in another format, such as torch's, if none of them exists."""
     checkpoint, common = tree.checkpoint, common_backend(tree.checkpoint.fields)
     list_files = find_strategy(StrategyAction.LIST_FILES, *common, strategies=tree.strategies)
     if list_files is None or common == sharded_backend(checkpoint.fields) or "common" in checkpoint.fields:
         return {}
     names = list_files(checkpoint)
-    # Not all that a format lists need be there.
+    # A format may list files that needn't exist.
     return {} if any(_length(checkpoint.storage, name) >= 0 for name in names) else dict.fromkeys(names, 0)
 
 

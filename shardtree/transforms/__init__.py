@@ -1,13 +1,13 @@
 """Pure functions on trees: stacking and keeping layers, splitting, merging and padding tensors, renaming keys.
 
 Any tree will do: flat ones, such as an open checkpoint, nested dicts, lists, tuples and registered classes, of shards
-or of plain tensors, whose keys are their paths; beside shards, plain tensors are values that only go with their layer.
-The result has new containers like the tree's. What is gone isn't in its dict; in a list, tuple or class a hole is in
-its place, but a list or tuple has none at its end, and is shorter. Layers that are new are in a dict with the keys
-"0", "1". Lazy tensors aren't read: operations on them are recorded.
+or of plain tensors, whose keys are their paths. Beside shards, plain tensors are values that only go with their layer.
+The result has new containers like the tree's. A removed leaf isn't in its dict; in a list, tuple or class a hole takes
+its place, except at the end of a list or tuple, which gets shorter. New layers are in a dict with the keys "0", "1".
+Lazy tensors aren't read: operations on them are recorded.
 
-Places that are changed, functions by key, and states beside their parameters are here too, and shown by
-`shardtree.trees`.
+The package also changes single places, maps functions by key, and relates states to their parameters;
+`shardtree.trees` exports these.
 """
 
 from ._at import data_at, tree_at

@@ -1,4 +1,4 @@
-"""Places of a tree changed, and nothing else: by a pattern, a path, or a function that goes down the tree."""
+"""Changes of single places of a tree, given by a pattern, a path, or a function that goes down the tree."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _BOXED: Final = (ShardedTensor, ShardedTensorFactory)
 
 @refusing_depth
 def tree_at(tree: Any, where: Where, replace: Any) -> Any:
-    """Return the tree with something else at some places; subtrees around them are shared.
+    """Return the tree with new values at some places; subtrees around them are shared.
 
     Args:
         tree: Any tree; it may be a leaf. Shards are leaves.
         where: The places. A text is a pattern of keys and a compiled regular expression is searched, as in `select`;
-            they name leaves. A tuple is one path, of a leaf or a subtree. A function gets the tree with other leaves,
-            and returns the node that it means, or a list or tuple of such nodes:
-            ``lambda tree: tree["model"].layers[0]``. A tree of booleans may be a prefix.
-        replace: What stands there, or a function of what the tree holds there: a shard, a plain value, a subtree. For a
-            list of nodes it is a list of as many values.
+            both name leaves. A tuple is one path, of a leaf or a subtree. A function gets the tree with other leaves,
+            and returns a node of it, or a list or tuple of nodes: ``lambda tree: tree["model"].layers[0]``. A tree of
+            booleans may be a prefix.
+        replace: The new value, or a function from the old one: a shard, a plain value, a subtree. For a list of nodes
+            it is a list of as many values.
 
     Raises:
         TreeError: There is no such place, places lie in each other, or there are more or fewer values than places.
@@ -88,14 +88,14 @@ def _constant(value: Any, _: Any) -> Any:
 
 @refusing_depth
 def data_at(tree: SameTree, where: Where, data: Any) -> SameTree:
-    """Return the tree with other tensors at some places: those of shards and factories, and plain ones.
+    """Return the tree with new tensors at some places: those of shards and factories, and plain ones.
 
-    What a place holds beside tensors stays. Metadata stays too, so that shards keep their dtypes and shapes.
+    Other values at these places stay. Metadata stays too, so that shards keep their dtypes and shapes.
 
     Args:
         tree: Any tree; its other leaves and subtrees are shared.
-        where: The places, as for `tree_at`. Of a subtree, every tensor is meant.
-        data: A tensor, or a function of the tensor there. The function isn't called for shards without data.
+        where: The places, as for `tree_at`. In a subtree, every tensor is changed.
+        data: A tensor, or a function of the old tensor. The function isn't called for shards without data.
 
     Raises:
         TreeError: There is no such place, or no tensor there.
@@ -141,7 +141,7 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def on_tensor(f: Callable[..., Any], leaf: Any, *others: Any) -> Any:
-    """Return a leaf with a function's value for its tensor, given the tensors that other trees have there.
+    """Return a leaf with a function's value in place of its tensor; the function also gets the other trees' tensors.
 
     Examples:
         >>> on_tensor(torch.add, torch.ones(2), ShardedTensor.from_rank_offsets("w", torch.ones(2)))
@@ -153,7 +153,7 @@ def on_tensor(f: Callable[..., Any], leaf: Any, *others: Any) -> Any:
 
 
 def _edited(tree: Any, edits: Mapping[TreePath, Callable[[Any], Any]]) -> Any:
-    """Return a tree with the values of functions at some paths; what lies beside the paths is shared."""
+    """Return a tree with the values of functions at some paths; everything beside the paths is shared."""
     around = {place[:depth] for place in edits for depth in range(len(place))}
 
     def at(path: TreePath, node: Any) -> Any:
@@ -198,8 +198,8 @@ def _checked_path(doing: str, tree: Any, path: TreePath) -> TreePath:
 
 def _missing(doing: str, offenders: Sequence[str], found: Sequence[str], inside: str = "") -> TreeError:
     fix = "Correct the path, pattern or function."
-    what, lines = f"{doing}: no such place", [f"not there: {text}" for text in offenders]
-    return TreeError(error_text(what, found=f"{', '.join(found) or 'nothing'}{inside}", offenders=lines, fix=fix))
+    heading, lines = f"{doing}: no such place", [f"not there: {text}" for text in offenders]
+    return TreeError(error_text(heading, found=f"{', '.join(found) or 'nothing'}{inside}", offenders=lines, fix=fix))
 
 
 class _Mark:
@@ -207,7 +207,7 @@ class _Mark:
 
 
 def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[list[TreePath], bool]:
-    """Return the paths of the nodes that a function returns of the tree with marks as leaves."""
+    """Return the paths of the nodes that a function returns from the tree with marks as leaves."""
     pairs, rebuild = flatten_with_paths(tree)
     marked = rebuild([_Mark() for _ in pairs])
     paths = {id(node): path for path, node in _nodes((), marked)}

@@ -1,4 +1,4 @@
-"""Leaves that differ by more than tolerances, the worst of them first, and the element of each that is worst."""
+"""Leaves that differ by more than tolerances, the worst first, each with its worst element."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def beyond_tolerances(
 def _worst(
     path: TreePath, left: Any, right: Any, rtol: float, atol: float, same: Callable[[Any, Any], bool]
 ) -> WorstElement | Literal[False] | None:
-    """Return the worst element of two leaves that differ; None if none is beyond, False if they can't be compared."""
+    """Return the worst element of two differing leaves; None if none is beyond, False if they can't be compared."""
     if isinstance(left, _BOXED) and isinstance(right, _BOXED):
         if not same(with_data(left, None), with_data(right, None)):
             return False
@@ -58,7 +58,7 @@ def _worst(
 
 
 def _as_tensor(value: Any) -> Any:
-    """Return an array or a number as a tensor of its dtype, where torch has that; anything else as it is."""
+    """Return an array or number as a tensor of its dtype, if torch has that dtype; any other value unchanged."""
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in ("float16", "float32", "float64"):
         return torch.as_tensor(np.asarray(value), device="cpu")
     return torch.tensor(value, device="cpu") if type(value) in (float, complex) else value
@@ -85,7 +85,7 @@ def worst_element(
         right: The reference.
         rtol: The tolerance relative to elements of the reference.
         atol: The absolute tolerance.
-        path: Path of the two in their trees.
+        path: Path of the two tensors in their trees.
 
     Examples:
         >>> worst_element(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 0, 0.25)

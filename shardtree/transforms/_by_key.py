@@ -13,7 +13,7 @@ from ._at import is_tensor, on_tensor
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return a tree of f's values, as `map_shards` does, where f gets the path of each leaf too.
+    """Return a tree of f's values, like `map_shards`, with the path of each leaf as f's first argument.
 
     Args:
         f: A function of a path and one leaf of each tree. Its value replaces the leaf.
@@ -23,7 +23,7 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     Raises:
         TreeError: A tree of `rest` doesn't have the first one's structure.
         UnsupportedValue: Shards lie in values that aren't nodes.
-        MetadataError: f isn't a function.
+        MetadataError: F isn't a function.
         Exception: An error of f, with a note of the leaf's path.
 
     Examples:
@@ -46,19 +46,20 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def map_by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function of trees that applies functions of tensors by key; other leaves stay.
 
-    In a tree with shards, functions get the shards' and factories' data, as in `map_data`, and plain tensors are values
-    that stay, such as step counters; in any other tree they get the plain tensors.
+    In a tree with shards, functions get the data of shards and factories, as in `map_data`, and plain tensors, such as
+    step counters, stay; in any other tree they get the plain tensors.
 
     Args:
-        functions: Functions by pattern of keys: the first pattern counts that fits a shard's key, or the leaf's path.
-            A function gets the tensors that further trees have there too. What no pattern fits stays.
+        functions: Functions by pattern of keys; the first pattern that matches a shard's key, or the leaf's path,
+            counts. A function also gets the tensors of further trees at that place. Tensors that no pattern matches
+            stay.
 
     Raises:
-        MetadataError: It isn't a mapping of functions.
+        MetadataError: The argument isn't a mapping of functions.
 
     Returns:
         A function of a tree, and of further ones with its structure. It raises a TreeError if a pattern is no tensor's
-        first one, and a ShapeError if a shard would get another dtype or shape.
+        first match, and a ShapeError if a shard would get another dtype or shape.
 
     Examples:
         >>> import torch
@@ -90,7 +91,7 @@ def map_by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[...,
 
 
 def _chosen(functions: Mapping[str, Callable[..., Any]], tree: Any) -> dict[TreePath, Callable[..., Any]]:
-    """Return the function of each tensor that a pattern fits, by path."""
+    """Return the function of each tensor that a pattern matches, by path."""
     leaves = leaves_with_paths(tree)
     has_shards = any(isinstance(leaf, ShardedBase) for _, leaf in leaves)
     names = {

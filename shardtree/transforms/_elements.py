@@ -18,20 +18,20 @@ from ._by_key import map_with_path
 def reduced_here(
     f: Callable[..., Any], combine: Callable[[Any, Any], Any], tree: Any, *rest: Any, rank: int
 ) -> list[Any]:
-    """Return a rank's part of a reduction: f's values for the tensors that it counts, combined; empty if it has none.
+    """Return a rank's part of a reduction: f's combined values for the tensors that it counts; empty if it counts none.
 
     Elements of shards are counted by their main replicas, after factories are applied; in a tree without shards, rank
     0 counts all plain tensors. Lazy tensors are read, one after the other.
 
     Args:
-        f: A function of a tensor, and of what further trees have there.
+        f: A function of a tensor, and of the further trees' values at its place.
         combine: An associative function of two values of f.
         tree: The rank's tree.
         rest: Trees with its structure.
         rank: The rank's number.
 
     Raises:
-        IntegrityError: A tensor that is counted has no elements, as on the meta device; names each of them.
+        IntegrityError: A counted tensor has no elements, for example on the meta device; the error names each.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1.0, 2.0]))
@@ -40,7 +40,7 @@ def reduced_here(
         >>> reduced_here(torch.sum, torch.add, {"step": torch.tensor(3)}, rank=1)
         []
     """
-    trees = [apply_factories(each) for each in (tree, *rest)]
+    trees = [apply_factories(part) for part in (tree, *rest)]
     leaves, _ = flatten_visible(trees[0])
     has_shards = any(isinstance(leaf, ShardedBase) for leaf in leaves)
     empty: list[str] = []
@@ -58,7 +58,7 @@ def reduced_here(
     map_with_path(on_leaf, *trees)
     if empty:
         raise IntegrityError(
-            error_text("a reduction of tensors without elements", offenders=empty, fix="Load them first.")
+            error_text("a reduction has tensors without elements", offenders=empty, fix="Load them first.")
         )
     return [reduce(combine, values)] if values else []
 

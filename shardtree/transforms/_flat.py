@@ -1,4 +1,4 @@
-"""Flat trees: their tensors, entries replaced by shards under other keys, and checks of shards."""
+"""Flat trees: their tensors, replacement of entries by shards under other keys, and checks of shards."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTe
     """Return a new dict in which entries are replaced by shards, named as `renamed` says.
 
     Args:
-        doing: for the error.
-        tree: what stays is shared.
-        new: entry -> the shards that replace it, possibly none.
+        doing: Name of the operation in error messages.
+        tree: A flat tree; its other entries are shared.
+        new: The shards that replace each entry, possibly none.
 
     Raises:
-        TreeError: two entries would have one name.
+        TreeError: Two entries would have one name.
 
     Examples:
         >>> import torch
@@ -51,12 +51,12 @@ def replace_named(doing: str, tree: Flat, new: Mapping[str, Sequence[tuple[str, 
     """Return a new dict in which entries are replaced by others, each with a name.
 
     Args:
-        doing: for the error.
-        tree: what stays is shared.
-        new: entry -> the names and leaves that replace it, possibly none.
+        doing: Name of the operation in error messages.
+        tree: A flat tree; its other entries are shared.
+        new: The names and leaves that replace each entry, possibly none.
 
     Raises:
-        TreeError: two entries would have one name.
+        TreeError: Two entries would have one name.
 
     Examples:
         >>> replace_named("keep", {"a": 1, "b": 2}, {"a": [("c", 3), ("d", 4)]})
@@ -75,10 +75,10 @@ def replace_named(doing: str, tree: Flat, new: Mapping[str, Sequence[tuple[str, 
 
 
 def check_plain(doing: str, shard: ShardedTensor) -> None:
-    """Raise unless a shard is a box with all its axes.
+    """Raise an error unless a shard is a box with all its axes.
 
     Raises:
-        TreeError: it is flat, or has prepended axes.
+        TreeError: The shard is flat or has prepended axes.
 
     Examples:
         >>> import torch
@@ -86,15 +86,19 @@ def check_plain(doing: str, shard: ShardedTensor) -> None:
     """
     if shard.flattened_range is not None or shard.prepend_axis_num:
         found = "a flat range of a box" if shard.flattened_range is not None else "a box that lacks prepended axes"
-        fix = "Do it to whole tensors, as `open_checkpoint` gives them, or to boxes."
-        raise TreeError(error_text(f"{doing}: {shard.key!r}", found=found, expected="a box with all its axes", fix=fix))
+        fix = "Transform whole tensors, as `open_checkpoint` gives them, or boxes."
+        raise TreeError(
+            error_text(
+                f"{doing}: {shard.key!r} isn't a plain box", found=found, expected="a box with all its axes", fix=fix
+            )
+        )
 
 
 def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str]) -> None:
-    """Raise unless shards agree in these fields, and either all or none have data.
+    """Raise an error unless shards agree in these fields, and either all or none have data.
 
     Raises:
-        TreeError: names each shard that differs from the first.
+        TreeError: Some shards differ from the first; the error names each.
 
     Examples:
         >>> import torch
@@ -107,7 +111,7 @@ def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str
         for name in fields
         if getattr(shard, name) != getattr(first, name)
     ]
-    # Data of some and not of others would give a tensor that is there in part.
+    # If only some had data, the combined tensor would have only a part of its own.
     wrong += [
         f"{shard.key!r}: {_has(shard)}, but {first.key!r}: {_has(first)}"
         for shard in shards
@@ -121,14 +125,14 @@ def _has(shard: ShardedTensor) -> str:
     return "no data" if shard.data is None else "data"
 
 
-# Functions on one axis, of which shards must be whole.
+# Functions along one axis, along which shards must be whole.
 
 
 def checked_names(doing: str, key: str, names: Sequence[str]) -> list[str]:
-    """Return names as a list, each with as many stars as the key.
+    """Return names as a list, after checking that each has as many stars as the key.
 
     Raises:
-        TreeError: they aren't different keys, or have other stars.
+        TreeError: The names aren't different keys, or have another number of stars.
 
     Examples:
         >>> checked_names("split", "h.*.qk", ["h.*.q", "h.*.k"])
@@ -140,11 +144,11 @@ def checked_names(doing: str, key: str, names: Sequence[str]) -> list[str]:
 
 
 def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
-    """Return an axis counted from the front, along which the shard is the whole tensor.
+    """Return an axis counted from the front, after checking that the shard is whole along it.
 
     Raises:
-        TreeError: the shard isn't a box with all its axes.
-        ShapeError: there is no such axis, or the shard is cut along it.
+        TreeError: The shard isn't a box with all its axes.
+        ShapeError: There is no such axis, or the shard is cut along it.
 
     Examples:
         >>> import torch
@@ -158,7 +162,7 @@ def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
     at = number % axes
     if shard.local_shape[at] != shard.global_shape[at]:
         found, expected = f"{shard.local_shape[at]} of {shard.global_shape[at]}", "all of it"
-        fix = "Do it to whole tensors, or describe it with a ShardedTensorFactory."
+        fix = "Transform whole tensors, or describe the transform with a ShardedTensorFactory."
         raise ShapeError(
             error_text(f"{doing}: {shard.key!r} is cut along axis {at}", found=found, expected=expected, fix=fix)
         )
@@ -166,7 +170,7 @@ def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
 
 
 def resized(shard: ShardedTensor, key: str, axis: int, size: int, data: Any) -> ShardedTensor:
-    """Return a shard with another length along an axis that it has whole, and other data.
+    """Return a shard with another length along an axis along which it is whole, and with other data.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Groups of an optimizer: their lists of parameters' names, which follow the parameters."""
+"""Groups of an optimizer: their lists of parameters' names, which change with the parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LISTS: Final = ("params", "param_names")
 
 
 def map_names(change: Callable[[str, list[str]], list[str]], value: Any, path: Sequence[Any] = ()) -> Any:
-    """Return a value in which a function changes the lists of names in ``param_groups``; what doesn't change is shared.
+    """Return a value with a function applied to the lists of names in ``param_groups``; other parts are shared.
 
     Args:
-        change: Takes a list's path as a text, and its names.
+        change: A function of a list's path, as a text, and of its names.
         value: Any value or tree.
-        path: Of the value, as its key says.
+        path: Path of the value, as its key gives it.
 
     Examples:
         >>> groups = [{"lr": 1, "params": ["a", "b"]}]
@@ -50,11 +50,11 @@ def _are_names(path: Sequence[Any], value: Any, children: Mapping[Any, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class NamedParameters:
-    """What names in groups stand for: a parameter's key, or what it ends with, as ``h.0.w`` of ``model.h.0.w``.
+    """The meaning of names in groups: a parameter's key, or the end of one, such as ``h.0.w`` for ``model.h.0.w``.
 
     Attributes:
         changed: Parameters that a transform renames or removes, by key.
-        ends: Keys of all parameters by what they end with.
+        ends: Keys of all parameters by their ends at dots.
         rename: The transform, of a flat tree of some parameters and other values.
     """
 
@@ -63,10 +63,10 @@ class NamedParameters:
     rename: Callable[[Flat], Mapping[str, Any]]
 
     def of(self, names: Iterable[str]) -> list[str]:
-        """Return the names after the transform; those of parameters that are gone are left out.
+        """Return the names after the transform; those of removed parameters are left out.
 
         Raises:
-            CheckpointingException: A name may be of several parameters, or the transform can't be made of these alone.
+            CheckpointingException: A name is ambiguous, or the transform can't be made of these parameters alone.
         """
         names, flat, roots = list(names), dict[str, Any](), dict[int, str]()
         for number, name in enumerate(names):
@@ -88,7 +88,7 @@ class NamedParameters:
 
 
 def key_ends(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return keys by the ends that they have at dots.
+    """Return keys by their ends at dots.
 
     Examples:
         >>> key_ends(["a.w", "w"])
@@ -109,7 +109,7 @@ def _without(root: str, key: str) -> str:
 
 
 def renamed_in_groups(known: NamedParameters, value: Any) -> tuple[Any, list[str]]:
-    """Return a value with other names in its groups, and what is wrong with lists of them."""
+    """Return a value with new names in its groups, and the problems of its lists of names."""
     wrong: list[str] = []
 
     def change(path: str, names: list[str]) -> list[str]:

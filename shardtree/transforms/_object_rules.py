@@ -16,18 +16,19 @@ from ..core.layouts import ObjectArray, ObjectRule, Shape, apply_rule, cell_coun
 from ..core.trees import HOLE, diff, join_data, value_at
 from ..errors import IntegrityError, KeyMismatch, TreeError, UnsupportedValue, error_text, render_path
 
-# Rules for whole values: replicate, drop, or fold them to one.
+# Rules for whole values: replicate, drop, or fold them into one.
 
 
 def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return the one value that all cells have, for every cell: a rule.
+    """Return the single value that all cells have, for every cell: a rule.
 
     Args:
-        array: all values of the source.
-        shape: of the target, in objects.
+        array: All values of the source.
+        shape: Shape of the target, in objects.
 
     Raises:
-        IntegrityError: the values aren't equal bit for bit; names the cells, and where they differ from the first.
+        IntegrityError: The values aren't equal bit for bit; the error names the cells and their differences from the
+            first.
 
     Examples:
         >>> replicate_objects(ObjectArray("seed", (2,), (7, 7)), (3,))
@@ -36,14 +37,14 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     first = array.values[0]
     differing = [line for position, value in enumerate(array.values) for line in _differing(array, position, value)]
     if differing:
-        fix = "Say which one counts with replicate_cell, or use another rule."
-        what = f"replicate_objects: values that should be equal differ from that of {array.cell_text(0)}"
-        raise IntegrityError(error_text(what, offenders=differing, fix=fix))
+        fix = "Choose one with replicate_cell, or use another rule."
+        heading = f"replicate_objects: values that should be equal differ from that of {array.cell_text(0)}"
+        raise IntegrityError(error_text(heading, offenders=differing, fix=fix))
     return [first] * cell_count(shape)
 
 
 def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
-    """Yield where a value differs from the first one."""
+    """Yield the differences of a value from the first one."""
     difference = diff(array.values[0], value)
     for path in (*difference.only_left, *difference.only_right, *difference.mismatch):
         own, other = value_at(value, path), value_at(array.values[0], path)
@@ -52,10 +53,10 @@ def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
 
 
 def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
-    """Return a rule by which every cell gets the value of one; the others are dropped.
+    """Return a rule by which every cell gets the value of one cell; the other values are dropped.
 
     Args:
-        cell: its index in the source.
+        cell: Index of the cell in the source.
 
     Examples:
         >>> replicate_cell((0, 1))(ObjectArray("rng", (1, 2), ("a", "b")), (3,))
@@ -74,11 +75,11 @@ def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
 
 
 def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return holes, so that targets keep what they hold: a rule.
+    """Return holes, so that targets keep their own values: a rule.
 
     Args:
-        array: ignored.
-        shape: of the target, in objects.
+        array: Ignored.
+        shape: Shape of the target, in objects.
 
     Examples:
         >>> drop_objects(ObjectArray("rng", (2,), ("a", "b")), (1,))
@@ -88,13 +89,13 @@ def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 
 
 def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
-    """Return a rule by which every cell gets all values folded into one: their sum, say, or the largest.
+    """Return a rule by which every cell gets all values folded into one, such as their sum or the largest.
 
     Args:
-        function: takes two values and returns one, without changing either. Values come in row-major order.
+        function: Function of two values that returns one and changes neither. Values come in row-major order.
 
     Raises:
-        TreeError: it isn't a function.
+        TreeError: The argument isn't a function.
 
     Examples:
         >>> import operator
@@ -106,10 +107,10 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
         raise TreeError(error_text("fold_objects: not a function", found=found, expected="a function", fix=fix))
 
     def fold(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-        # Copied, since functions like operator.iadd change their first argument.
+        # Values are copied, since functions like operator.iadd change their first argument.
         first = own_copy(array.values[0], array.cell_text(0))
-        # Every cell gets the whole fold, and not a share of it: for most state, as the largest step or the samples
-        # seen, that is what new ranks want. Dividing it again takes a rule of the user's.
+        # Every cell gets the whole fold, not a share of it: for most state, such as the largest step or the samples
+        # seen, that is right for new ranks. Dividing it again needs a rule of the user's.
         return [reduce(function, array.values[1:], first)] * cell_count(shape)
 
     return fold
@@ -122,12 +123,12 @@ def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     """Return all values joined along their first axis, in row-major order, for every cell: a rule.
 
     Args:
-        array: its values are lists, tuples, texts, bytes, tensors or numpy arrays, all of one kind. Dicts
-            aren't joined: see `rules_by_field`.
-        shape: of the target, in objects.
+        array: Source values: lists, tuples, texts, bytes, tensors or numpy arrays, all of one kind. Dicts aren't
+            joined: see `rules_by_field`.
+        shape: Shape of the target, in objects.
 
     Raises:
-        UnsupportedValue: values can't be joined.
+        UnsupportedValue: The values can't be joined.
 
     Examples:
         >>> concatenate_objects(ObjectArray("seen", (2,), ([1, 2], [3])), (1,))
@@ -139,14 +140,14 @@ def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     """Return all values joined along their first axis and redistributed in order: a rule.
 
-    Sizes are as even as possible: where they can't be equal, the first cells get one more.
+    Sizes are as even as possible: if they can't be equal, the first cells get one more.
 
     Args:
-        array: its values are as for `concatenate_objects`.
-        shape: of the target, in objects.
+        array: Source values, of the types that `concatenate_objects` takes.
+        shape: Shape of the target, in objects.
 
     Raises:
-        UnsupportedValue: values can't be joined.
+        UnsupportedValue: The values can't be joined.
 
     Examples:
         >>> redistribute_objects(ObjectArray("buffer", (2,), ([1, 2, 3], [4, 5])), (3,))
@@ -167,8 +168,10 @@ def _concatenate(doing: str, array: ObjectArray) -> Any:
         if _kind(value) != _kind(first)
     ]
     if wrong:
-        what = f"{doing}: values of different kinds can't be joined"
-        raise UnsupportedValue(error_text(what, expected=f"{_kind(first)}, as {array.cell_text(0)}", offenders=wrong))
+        heading = f"{doing}: values of different kinds can't be joined"
+        raise UnsupportedValue(
+            error_text(heading, expected=f"{_kind(first)}, as {array.cell_text(0)}", offenders=wrong)
+        )
     join = _JOINS.get(type(first))
     if join is None or (isinstance(first, (torch.Tensor, np.ndarray)) and not first.ndim):
         expected = ", ".join(kind.__name__ for kind in _JOINS) + ", with at least one axis"
@@ -180,7 +183,7 @@ def _concatenate(doing: str, array: ObjectArray) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Return what values must share to be concatenated."""
+    """Return a text of a value's kind, which all concatenated values must share."""
     name = type(value).__name__
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         return name
@@ -199,19 +202,19 @@ _JOINS: dict[type, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-# Rules for dicts, one for each field, as for a data loader's state.
+# Rules for dicts with a rule for each field, such as a data loader's state.
 
 
 def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
-    """Return a rule for dicts that applies a rule of its own to each field.
+    """Return a rule for dicts that applies a separate rule to each field.
 
-    A field of which a rule gives `HOLE`, as `drop_objects` does, is left out.
+    A field whose rule returns `HOLE`, as `drop_objects` does, is left out.
 
     Args:
-        rules: by field, one for each that the values have. Those of nested dicts are `rules_by_field` too.
+        rules: Rules by field, one for each field of the values. Rules of nested dicts are `rules_by_field` too.
 
     Raises:
-        TreeError: it isn't a dict of functions.
+        TreeError: The argument isn't a dict of functions.
 
     Examples:
         >>> import operator
@@ -243,19 +246,19 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
 def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> None:
     for position, value in enumerate(array.values):
         if not isinstance(value, dict):
-            what, found = f"rules_by_field: {array.cell_text(position)} isn't a dict", type(value).__name__
-            raise UnsupportedValue(error_text(what, found=found, fix="Give its key a rule for whole values."))
+            heading, found = f"rules_by_field: {array.cell_text(position)} isn't a dict", type(value).__name__
+            raise UnsupportedValue(error_text(heading, found=found, fix="Give its key a rule for whole values."))
     first = array.values[0]
     wrong = [
         f"{array.cell_text(position)} {'has' if field in value else 'lacks'} {field!r}"
         for position, value in enumerate(array.values)
-        # In the dicts' order: a set's differs from process to process, and so would the error.
+        # Fields are in the dicts' order: a set's differs from process to process, and so would the error.
         for field in dict.fromkeys((*value, *first))
         if (field in value) != (field in first)
     ]
     if wrong:
-        what, fix = f"rules_by_field: dicts have other fields than {array.cell_text(0)}", "Write a rule of your own."
-        raise TreeError(error_text(what, offenders=wrong, fix=fix))
+        heading, fix = f"rules_by_field: dicts have other fields than {array.cell_text(0)}", "Write a rule of your own."
+        raise TreeError(error_text(heading, offenders=wrong, fix=fix))
     wrong = [f"no rule for the field {field!r}" for field in first if field not in rules]
     wrong += [f"a rule for {field!r}, which no value has" for field in rules if field not in first]
     if wrong:
@@ -271,7 +274,7 @@ def _column(array: ObjectArray, field: Hashable, rule: ObjectRule, shape: Shape)
 
 def _dict_like(first: dict[Hashable, Any], values: Sequence[Any]) -> dict[Hashable, Any]:
     """Return a dict of the same kind, with other values."""
-    # By copying, so that subclasses of dict keep their attributes, as a defaultdict its factory.
+    # The dict is copied, so that subclasses keep their attributes, such as a defaultdict's factory.
     new = copy(first)
     new.clear()
     new.update((field, value) for field, value in zip(first, values, strict=True) if value is not HOLE)

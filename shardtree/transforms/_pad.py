@@ -17,23 +17,23 @@ from ..errors import MetadataError, ShapeError, error_text
 from ._flat import check_plain, resized, whole_axis
 from ._states import map_tensors
 
-# Padding at the end of an axis, as that of a vocabulary.
+# Padding at the end of an axis, such as that of a vocabulary.
 
 
 def unpad_tensors(tree: Any, keys: Sequence[str], length: int, *, axis: int = 0) -> Any:
     """Return the tree with tensors cut off at a length along an axis, as views.
 
-    What is cut off isn't read, and neither is that of an optimizer's moments. Undoes `pad_tensors`.
+    Elements that are cut off aren't read, and neither are those of an optimizer's moments. Undoes `pad_tensors`.
 
     Args:
-        tree: any tree; a plain tensor's key is its path.
-        keys: of the tensors; each ``*`` matches one part between dots.
-        length: what is kept, in elements.
-        axis: of the tensors; other axes may be sharded.
+        tree: Any tree; a plain tensor's key is its path.
+        keys: Patterns of the tensors' keys; each ``*`` matches one part between dots.
+        length: Remaining length, in elements.
+        axis: Axis of the tensors; other axes may be sharded.
 
     Raises:
-        TreeError: a pattern matches nothing.
-        ShapeError: a tensor is shorter, or the shard isn't whole along the axis.
+        TreeError: A pattern matches nothing.
+        ShapeError: A tensor is shorter, or the shard isn't whole along the axis.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -49,7 +49,7 @@ def _unpad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
     length = integer(f"unpad_tensors: {shard.key!r}", "length", length)
     if not 0 <= length <= shard.local_shape[at]:
         expected = f"0 to {shard.local_shape[at]}, its length along axis {at}"
-        raise ShapeError(error_text(f"unpad_tensors: {shard.key!r} has no such part", found=length, expected=expected))
+        raise ShapeError(error_text(f"unpad_tensors: {shard.key!r} is shorter", found=length, expected=expected))
     return resized(shard, shard.key, at, length, None if shard.data is None else shard.data.narrow(at, 0, length))
 
 
@@ -70,19 +70,19 @@ def pad_tensors(
     `keep_layers`; masters and averages, which are values of the tensor, get `fill` too.
 
     Args:
-        tree: any tree; a plain tensor's key is its path.
-        keys: of the tensors; each ``*`` matches one part between dots.
-        length: the new one, in elements.
-        axis: of the tensors; other axes may be sharded.
-        fill: what new places get: a number, or a function from the tensor to what stands at each of them, a tensor
-            without the axis. ``lambda table: table.double().mean(0)`` gives new words the mean of the old ones. The
-            result is converted to the tensor's dtype. Of a lazy tensor, the function is called with all elements
-            when the first new one is read. Where other axes are sharded it is passed a rank's own part, so it mustn't
-            depend on the rest.
+        tree: Any tree; a plain tensor's key is its path.
+        keys: Patterns of the tensors' keys; each ``*`` matches one part between dots.
+        length: New length, in elements.
+        axis: Axis of the tensors; other axes may be sharded.
+        fill: Value of the new elements: a number, or a function from the tensor to the value at each new index, a
+            tensor without the axis. ``lambda table: table.double().mean(0)`` gives new words the mean of the old ones.
+            The result is converted to the tensor's dtype. For a lazy tensor, the function is called with all elements
+            when the first new one is read. If other axes are sharded it gets only a rank's own part, so it mustn't
+            depend on the others.
 
     Raises:
-        TreeError: a pattern matches nothing.
-        ShapeError: a tensor is longer, the shard isn't whole along the axis, the number doesn't fit the dtype, or the
+        TreeError: A pattern matches nothing.
+        ShapeError: A tensor is longer, the shard isn't whole along the axis, the number doesn't fit the dtype, or the
             function returned another shape.
         MetadataError: `fill` is neither a number nor a function.
 
@@ -95,7 +95,7 @@ def pad_tensors(
         tensor([1.0000, 2.0000, 1.5000, 1.5000])
     """
     if not (callable(fill) or (isinstance(fill, int | float | complex) and not isinstance(fill, bool))):
-        fix = "Pass fill=0, say, or a function from the tensor to what each new place gets."
+        fix = "Pass a number, such as fill=0, or a function from the tensor to the value at each new index."
         found = type(fill).__name__
         refuse("pad_tensors", "fill", found, "a number or a function", fix, error=MetadataError)
     longer = partial(_pad, length=length, axis=axis)
@@ -121,7 +121,7 @@ def _pad_data(shard: ShardedTensor, at: int, length: int, fill: _Fill) -> Any:
 
 
 def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return what a function gives for a shard's tensor, with an axis of length 1 in place of the one that it lacks."""
+    """Return a function's value for a shard's tensor, with an axis of length 1 in place of the missing one."""
     data = shard.data
     shape = (*data.shape[:at], *data.shape[at + 1 :])
 
@@ -136,20 +136,20 @@ def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], t
     return computed(checked, data, shape, data.dtype).unsqueeze(at)
 
 
-# Axes in another order, as where a program stores matrices transposed.
+# Reordered axes, for programs that store matrices transposed.
 
 
 def transpose_tensors(tree: Any, keys: Sequence[str], axes: Sequence[int] | None = None) -> Any:
     """Return the tree with the axes of tensors in another order, as views; undone by the inverse order.
 
     Args:
-        tree: any tree; a plain tensor's key is its path. Boxes may be of any kind.
-        keys: of the tensors; each ``*`` matches one part between dots.
-        axes: the old axis for each new one, as in ``torch.permute``; the other way round by default.
+        tree: Any tree; a plain tensor's key is its path. Boxes may be of any kind.
+        keys: Patterns of the tensors' keys; each ``*`` matches one part between dots.
+        axes: Old axis for each new one, as in ``torch.permute``; reversed by default.
 
     Raises:
-        TreeError: a pattern matches nothing, or a shard isn't a box with all its axes.
-        ShapeError: that isn't an order of a tensor's axes.
+        TreeError: A pattern matches nothing, or a shard isn't a box with all its axes.
+        ShapeError: The axes aren't a permutation of a tensor's axes.
 
     Examples:
         >>> import torch
@@ -168,7 +168,9 @@ def _transpose(shard: ShardedTensor, axes: Sequence[int] | None) -> ShardedTenso
     order = [axis + count if axis < 0 else axis for axis in axes]
     if sorted(order) != list(range(count)):
         expected = f"each axis of {shard.local_shape} once"
-        raise ShapeError(error_text(f"transpose_tensors: {shard.key!r}", found=list(axes), expected=expected))
+        raise ShapeError(
+            error_text(f"transpose_tensors: wrong axes of {shard.key!r}", found=list(axes), expected=expected)
+        )
 
     def ordered(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(values[axis] for axis in order)

@@ -1,4 +1,4 @@
-"""A function over the states of an optimizer that belong to parameters, each beside its parameter."""
+"""A map over the states of an optimizer that belong to parameters, each with its parameter."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ._state_keys import state_keys
 from ._states import by_number
 
 _IN_OPTIMIZER = "optimizer.state."
-"""Beginning of a state's key in a tree with parameters, by which every other part of the key may be a state's name."""
+"""Prefix of a state's key in a tree with parameters; every other part of such a key may be a state's name."""
 
 
 def map_params(f: Callable[[Any, Any], Any], optimizer_state: Any, params: Any) -> Any:
-    """Return an optimizer's state with f's values for the states of parameters, moments included; other values stay.
+    """Return an optimizer's state with f's values for the states of parameters, including moments; other values stay.
 
     A state belongs to the parameter whose key is in its own: ``opt.0.mu.layers.2.w`` to ``layers.2.w``, or to
-    ``model.layers.2.w``, as for every transform (`keep_layers`). Keys are shards' own, and paths of plain values.
+    ``model.layers.2.w``, as for every transform (`keep_layers`). Keys are those of shards, and paths of plain values.
 
     Args:
-        f: A function of a state and its parameter, leaves as `map_shards` passes them. Numbers that a parameter has
-            for itself, such as its steps, are states too.
-        optimizer_state: Any tree, such as optax's or one by names. States by number get names by `LoadOptions`.
+        f: A function of a state and its parameter, leaves as `map_shards` passes them. Numbers of a single parameter,
+            such as its steps, are states too.
+        optimizer_state: Any tree, such as optax's or one by names. `LoadOptions` can give states by number their names.
         params: The tree with all parameters of the optimizer.
 
     Raises:
-        TreeError: A tensor's parameter can't be found, or a state may be of several; names the keys.
+        TreeError: A tensor's parameter can't be found, or a state is ambiguous; the error names the keys.
         Exception: An error of f, with a note of the leaf's path.
 
     Examples:
@@ -67,9 +67,9 @@ def _owners(leaves: list[tuple[TreePath, Any]], parameters: Mapping[str, Any]) -
         if owners or (key not in states and (by_number(name) or (is_tensor(leaf) and _axes(leaf)))):
             lines.append(f"{name!r}: of " + (" or ".join(map(repr, owners)) or "no parameter"))
     if lines:
-        fix = "Take them out by `partition`, or name them after their parameters."
-        what = "map_params: states that can't be related to a parameter"
-        raise TreeError(error_text(what, offenders=lines, fix=fix))
+        fix = "Remove them with `partition`, or name them after their parameters."
+        heading = "map_params: states that can't be related to a parameter"
+        raise TreeError(error_text(heading, offenders=lines, fix=fix))
     return {path: states[key].parameter for path, key in keys.items() if key in states}
 
 

@@ -1,4 +1,4 @@
-"""Transforms of any tree: it is taken apart to a flat one, transformed, and put together like the old one again."""
+"""Transforms of any tree: it is flattened, transformed, and rebuilt with containers like its own."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ._tree_places import Place, Places, kept_place, moved_place, named_paths, p
 _TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 
 Flat = Mapping[str, Any]
-"""A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
+"""A dict of shards; other values in it stay unchanged. The shards' own keys count, not those of the dict."""
 
 
 class PlacedName(str):
-    """A name in the flat form of a tree, which knows the place that its leaf is from.
+    """A name in the flat form of a tree, which knows the place of its leaf.
 
     Attributes:
-        place: Path of the leaf, or of that which a transform made it of.
+        place: Path of the leaf, or of the leaf from which a transform made it.
         is_plain: Whether the leaf at that place isn't sharded.
         is_moved: Whether the name is a new one.
         says_place: Whether the name, if it is a new one, follows from the old one.
@@ -43,13 +43,13 @@ class PlacedName(str):
         return entry
 
     def of_kind(self, other: PlacedName) -> PlacedName:
-        """Return the same name and place, of a leaf that is plain where another entry's is."""
+        """Return the same name and place, marked as plain if another entry's leaf is."""
         how = {"is_moved": self.is_moved, "says_place": self.says_place}
         return PlacedName(self, self.place, is_plain=other.is_plain, **how)
 
 
 def entry_of(name: str) -> PlacedName:
-    """Return a name as an entry: of a dict that is flat already, the path is the name.
+    """Return a name as an entry; in a dict that is flat already, the path is the name.
 
     Examples:
         >>> entry_of("h.0.w").place
@@ -69,12 +69,12 @@ def name_of(entry: str, leaf: ShardedBase) -> str:
 
 
 def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
-    """Return the entry of a leaf that is made of another one; what precedes the key in the name stays.
+    """Return the entry of a leaf that is made from another one; the prefix of the key in the name stays.
 
     Args:
-        entry: The old leaf's.
+        entry: Entry of the old leaf.
         leaf: The old leaf.
-        new: The leaf that takes its place.
+        new: The new leaf.
 
     Examples:
         >>> old, new = (ShardedTensor.from_rank_offsets(key, torch.ones(1)) for key in ("h.3.w", "h.1.w"))
@@ -107,16 +107,16 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
     """Return any tree after a change of its flat form, with containers like those that it had.
 
     In the flat form a plain tensor is a shard of itself, and another plain value an object; their keys are their paths.
-    In a tree with shards plain tensors are objects too, so that no change reaches what is in them.
+    In a tree with shards plain tensors are objects too, so that no change affects their content.
 
     Args:
-        doing: The transform, for errors.
+        doing: Name of the transform in error messages.
         tree: Any tree, or a mapping such as an open checkpoint.
         change: The transform of a flat tree.
 
     Raises:
-        TreeError: It isn't a tree, or the result doesn't fit into containers like the tree's.
-        UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        TreeError: The argument isn't a tree, or the result doesn't fit into containers like the tree's.
+        UnsupportedValue: Shards lie in values that aren't nodes, such as instances of unregistered classes.
 
     Examples:
         >>> on_tree("keep", {"h": [1, torch.ones(2)]}, lambda flat: {name: flat[name] for name in flat if "0" in name})
@@ -137,9 +137,9 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
 
 
 def _named(doing: str, old: Places) -> dict[str, TreePath]:
-    """Return paths of what a transform sees, by name: the leaves, but plain values in containers together.
+    """Return the paths of a transform's leaves, by name; plain values in one container are one leaf.
 
-    In a flat tree each value in it is one, and otherwise a container of plain values in which two would have one name.
+    In a flat tree each value is a leaf of its own; otherwise a container with plain values of equal names is one leaf.
     """
     tensors = [path for path, leaf in old.leaves.items() if isinstance(leaf, _TENSORS)]
     above = {path[:depth] for path in tensors for depth in range(len(path) + 1)}
@@ -148,7 +148,7 @@ def _named(doing: str, old: Places) -> dict[str, TreePath]:
     together = {whole[path] for path in old.leaves if old.is_flat or counts[_name(path)] > 1}
     paths = dict.fromkeys(whole[path] if whole[path] in together else path for path in old.leaves)
     counts = Counter(map(_name, paths))
-    # Plain values of the tree itself whose keys look alike, as 0 and "0", aren't seen at all.
+    # Plain values of the tree itself whose keys look alike, such as 0 and "0", are left out.
     unseen = {path for path in paths if counts[_name(path)] > 1 and len(path) == 1 and path not in above}
     seen = named_paths(doing, replace(old, leaves={path: None for path in paths if path not in unseen}))
     names = {path: name for name, path in seen.items()}
@@ -160,12 +160,12 @@ def _name(path: TreePath) -> str:
 
 
 def _outermost(path: TreePath, above: Collection[TreePath]) -> TreePath:
-    """Return the path of the outermost container around a leaf in which no tensor lies, or the leaf's own."""
+    """Return the path of the outermost container around a leaf that contains no tensor, or the leaf's own."""
     return next((path[:depth] for depth in range(1, len(path)) if path[:depth] not in above), path)
 
 
 def _boxed(key: str, leaf: Any, has_shards: bool) -> ShardedBase | None:
-    """Return a plain value in a box with a key; None where it can't have that one."""
+    """Return a plain value in a box with a key; None if it can't have that key."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -188,5 +188,5 @@ def _placed(old: Places, entry: PlacedName, leaf: Any) -> tuple[Place, Any]:
         return kept_place(old, entry.place), value
     if entry.says_place or old.is_flat:
         return moved_place(old, entry.place, str(entry)), value
-    # A key that has nothing to do with its place: what it becomes stays there.
+    # If a leaf's key has nothing to do with its place, the new leaf stays at that place.
     return replace(kept_place(old, entry.place), is_old=False), value

@@ -1,4 +1,4 @@
-"""Trees as other libraries hold them: without boxes by `unbox`, back by `rebox`; flat, or as nested dicts.
+"""Trees as other libraries hold them: without boxes by `unbox`, with them by `rebox`; as flat or nested dicts.
 
 A box, as Flax calls it, is a leaf with data and metadata: a shard, a factory, a sharded object, or a local object.
 """
@@ -35,10 +35,10 @@ _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
 
 
 def unbox(tree: Tree) -> Tree:
-    """Return the tree with each box replaced by what it holds: the form of what `load` returns.
+    """Return the tree with each box replaced by its content, the form of a result of `load`.
 
-    Shards, factories and sharded objects give their data, which may be None, and a `LocalNonpersistentObject` what it
-    was given, as a load does with each. Other values stay as they are, and subtrees without boxes are shared.
+    Shards, factories and sharded objects give their data, which may be None, and a `LocalNonpersistentObject` its
+    value, as in a load. Other values stay, and subtrees without boxes are shared.
 
     Examples:
         >>> from shardtree.mapping import LocalNonpersistentObject, ShardedTensor
@@ -62,20 +62,20 @@ def _unwrap(leaf: Any) -> Any:
 def rebox(tree: Tree, data: Tree) -> Tree:
     """Return the data in the boxes of a sharded tree: the inverse of `unbox`.
 
-    So what was loaded becomes a sharded tree again, ready to be saved: ``rebox(target, load(target, folder))``.
+    So a loaded tree becomes a sharded tree again, ready to be saved: ``rebox(target, load(target, folder))``.
 
     Args:
-        tree: its boxes are used. Its plain values and the data in its boxes are ignored.
-        data: has a place for each box. What is there goes into the box, even a container. The rest stays as it is: a
-            load's result has common values that the target lacks.
+        tree: A tree with boxes. Its plain values and the data in its boxes are ignored.
+        data: A tree with a value at the place of each box. The value goes into the box, even if it is a container.
+            Other values stay: a load's result has common values that the target lacks.
 
     Returns:
         A tree with the containers, the order and the plain values of `data`; subtrees without boxes are shared.
 
     Raises:
-        ShapeError: tensors aren't of their shards' shapes and dtypes; each is named by its path.
-        TreeError: there is no place for a box, or no tensor for a shard; each is named by its path.
-        UnsupportedValue: boxes lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        ShapeError: Tensors don't have their shards' shapes and dtypes; each is named by its path.
+        TreeError: A box has no place, or a shard no tensor; each is named by its path.
+        UnsupportedValue: Boxes lie in values that aren't nodes, such as instances of unregistered classes.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -92,21 +92,21 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     flatten_visible(tree)
     new = _rebox(tree, data, (), places, shapes)
     if places or shapes:
-        what, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
+        heading, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
         kind = TreeError if places else ShapeError
-        raise kind(error_text(what, offenders=[*places, *shapes], fix=fix))
+        raise kind(error_text(heading, offenders=[*places, *shapes], fix=fix))
     return new
 
 
 def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
-    """Return the data at one path, boxed; adds what doesn't fit to the two lists, so that one error names all."""
+    """Return the data at one path, boxed; add misfits to the two lists, so that one error names all."""
     if isinstance(tree, _BOXES):
         return _rebox_leaf(tree, data, path, places, shapes)
     children, values = entries(tree), entries(data)
     if children is None:
         return data
     if values is None or not same_kind(tree, data) or (is_sequence(tree) and len(tree) != len(data)):
-        boxes = [(*path, *rest) for rest, leaf in leaves_with_paths(tree) if isinstance(leaf, _BOXES)]
+        boxes = [(*path, *inner) for inner, leaf in leaves_with_paths(tree) if isinstance(leaf, _BOXES)]
         text = "missing" if data is HOLE else f"found {describe(data)} at {render_path(path)}"
         places += [f"{render_path(box)}: {text}, expected a place in a {describe(tree)}" for box in boxes]
         return data
@@ -114,7 +114,7 @@ def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: li
         entry: _rebox(child, values.get(entry, HOLE), (*path, entry), places, shapes)
         for entry, child in children.items()
     }
-    # Only what changed makes a new container; everything else is shared.
+    # Only changed subtrees get new containers; all others are shared.
     updates = {entry: child for entry, child in new.items() if entry in values and child is not values[entry]}
     return like(data, {**values, **updates}) if updates else data
 
@@ -148,19 +148,19 @@ def _text(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
 
 
 def flat(tree: Tree, *, separator: str = ".") -> dict[str, Any]:
-    """Return the leaves of a tree as one dict, in which the entries of their paths are joined by dots.
+    """Return the leaves of a tree as one dict, whose names are the paths' entries, joined by dots.
 
-    Lists, tuples and registered classes are entered where they hold tensors or shards, by positions and fields; one of
-    plain values alone is a value and stays as it is, and so does an empty container. `nested` undoes it where all that
-    is entered are dicts whose keys are texts without dots; of anything else it makes such dicts.
+    Lists, tuples and registered classes are taken apart by positions and fields if they hold tensors or shards;
+    otherwise they are values, and so are empty containers. `nested` undoes it if all containers are dicts whose keys
+    are texts without dots; otherwise it makes such dicts.
 
     Args:
-        tree: any tree; the keys of its dicts are texts or integers.
-        separator: between names.
+        tree: Any tree; the keys of its dicts are texts or integers.
+        separator: Separator between the entries of a name.
 
     Raises:
-        TreeError: it isn't a tree, a key is neither a text nor an integer, or two values would have one name.
-        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        TreeError: The argument isn't a tree, a key is neither a text nor an integer, or two values would have one name.
+        UnsupportedValue: Shards lie in values that aren't nodes, such as instances of unregistered classes.
 
     Examples:
         >>> flat({"model": {"layers": {"0": {"w": 1}, "1": {"w": 2}}}, "betas": [0.9, 0.95]})
@@ -177,8 +177,8 @@ def flat(tree: Tree, *, separator: str = ".") -> dict[str, Any]:
         raise TreeError(error_text("flat: not a tree", found=found, expected=expected))
     wrong = [render_path(path) for path in known.leaves if not all(map(_is_name, path))]
     if wrong:
-        what, fix = "flat: keys that are neither texts nor integers", "Use dicts with texts as keys."
-        raise TreeError(error_text(what, offenders=wrong, fix=fix))
+        heading, fix = "flat: keys that are neither texts nor integers", "Use dicts with texts as keys."
+        raise TreeError(error_text(heading, offenders=wrong, fix=fix))
     return {name: known.leaves[path] for name, path in named_paths("flat", known, separator).items()}
 
 
@@ -187,16 +187,16 @@ def _is_name(entry: Any) -> bool:
 
 
 def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
-    """Return a flat dict as nested ones, taken apart at the dots of its names; undone by `flat`.
+    """Return a flat dict as nested ones, split at the dots of its names; undone by `flat`.
 
     Numbers are names too: layers are dicts with keys "0", "1" ..., on every rank, whichever of them it holds.
 
     Args:
-        tree: values of any kind by name, such as an open checkpoint. The names count, not shards' own keys.
-        separator: where names are taken apart.
+        tree: Values of any kind by name, such as an open checkpoint. The names count, not the shards' own keys.
+        separator: Separator at which names are split.
 
     Raises:
-        TreeError: a name isn't a text, or is also the beginning of another one.
+        TreeError: A name isn't a text, or is also the beginning of another one.
 
     Examples:
         >>> nested({"model.layers.0.w": 1, "model.layers.1.w": 2, "step": 3})
@@ -206,8 +206,8 @@ def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
         `flax.traverse_util.unflatten_dict`.
     """
     if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
-        what = "nested: not a dict of values by name"
-        raise TreeError(error_text(what, found=describe(tree), expected="a dict with texts as keys"))
+        heading = "nested: not a dict with texts as keys"
+        raise TreeError(error_text(heading, found=describe(tree), expected="a dict of values by name"))
     result: dict[str, Any] = {}
     inner: dict[TreePath, dict[str, Any]] = {(): result}
     both: list[str] = []
@@ -215,7 +215,7 @@ def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
         *above, last = name.split(separator)
         node = result
         for depth, entry in enumerate(above, 1):
-            # Known by path: a dict that stands here may also be a value of the caller's, which isn't changed.
+            # New dicts are known by path: a dict here may also be a value of the caller's, which isn't changed.
             child = inner.setdefault(tuple(above[:depth]), {})
             if node.setdefault(entry, child) is not child:
                 both.append(separator.join(above[:depth]))
@@ -225,6 +225,6 @@ def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
     if both:
         offenders = [repr(name) for name in dict.fromkeys(both)]
         fix = "Use the flat mapping, or another separator."
-        what = "nested: both a key and the beginning of another one"
-        raise TreeError(error_text(what, offenders=offenders, fix=fix))
+        heading = "nested: a key is also the beginning of another one"
+        raise TreeError(error_text(heading, offenders=offenders, fix=fix))
     return result

@@ -20,11 +20,11 @@ from ._states import StateChange, carry_states
 
 
 def checked_groups(doing: str, groups: int) -> int:
-    """Return how many groups there are.
+    """Return the number of groups, after checking it.
 
     Raises:
-        MetadataError: it isn't an int.
-        ShapeError: it is less than 1.
+        MetadataError: The number isn't an int.
+        ShapeError: The number is less than 1.
 
     Examples:
         >>> checked_groups("split_tensor", 4)
@@ -32,12 +32,12 @@ def checked_groups(doing: str, groups: int) -> int:
     """
     count = integer(doing, "groups", groups)
     if count < 1:
-        raise ShapeError(error_text(f"{doing}: groups", found=count, expected="1 or more"))
+        raise ShapeError(error_text(f"{doing}: too few groups", found=count, expected="1 or more"))
     return count
 
 
 def group_starts(length: int, groups: int) -> list[int]:
-    """Return where each of some equal groups begins along an axis of this length.
+    """Return the start of each of some equal groups along an axis of this length.
 
     Examples:
         >>> group_starts(12, 3), group_starts(0, 2)
@@ -60,21 +60,21 @@ def split_tensor(
 ) -> Any:
     """Return the tree with a tensor cut along an axis into several; undone by `merge_tensors`.
 
-    The new tensors are views. With several groups, tensors in memory are copied; lazy ones aren't read. Moments of an
-    optimizer are cut likewise, as by `keep_layers`, and each part gets a copy of values such as the number of steps.
+    The new tensors are views; with several groups, tensors in memory are copied. Lazy tensors aren't read. Moments of
+    an optimizer are cut too, as by `keep_layers`, and each part gets a copy of values such as the number of steps.
 
     Args:
-        tree: any tree; a plain tensor's key is its path.
-        key: of the tensor; each ``*`` in it matches one part between dots, so that all layers are cut at once.
-        names: the new keys, in order, with as many ``*``.
-        sizes: how long each new tensor is along the axis; equal by default.
-        axis: of the tensor; other axes may be sharded.
-        groups: into how many equal groups the axis is divided, each with its part of every new tensor. Megatron-Core's
-            QKV has one for each query group: ``[q q k v, q q k v, ...]``.
+        tree: Any tree; a plain tensor's key is its path.
+        key: Pattern of the tensor's key; each ``*`` matches one part between dots, so that all layers are cut at once.
+        names: Patterns of the new keys, in order, with as many ``*``.
+        sizes: Length of each new tensor along the axis; equal by default.
+        axis: Axis of the tensor; other axes may be sharded.
+        groups: Number of equal groups along the axis, each with its part of every new tensor. Megatron-Core's QKV has
+            one for each query group: ``[q q k v, q q k v, ...]``.
 
     Raises:
-        TreeError: no key matches, patterns have different numbers of stars, or states can't follow their parameters.
-        ShapeError: the sizes don't add up or aren't divisible into groups, or the shard isn't whole along the axis.
+        TreeError: No key matches, patterns have different numbers of stars, or states can't follow their parameters.
+        ShapeError: The sizes don't add up or aren't divisible into groups, or the shard isn't whole along the axis.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -112,8 +112,7 @@ def _cut(
 ) -> list[ShardedTensor]:
     at = whole_axis("split_tensor", shard, axis)
     lengths = _lengths(shard, len(names), sizes, at, groups)
-    # Sizes are those of the whole new tensors, as a model's config has them; within a group each is divided by their
-    # number.
+    # Sizes are those of the whole new tensors, as a model's config has them; each is divided by the number of groups.
     starts = accumulate((size // groups for size in lengths), initial=0)
     return [
         resized(shard, name, at, size, None if shard.data is None else _gather(shard.data, at, start, size, groups))
@@ -129,14 +128,14 @@ def _lengths(shard: ShardedTensor, count: int, sizes: Sequence[int] | None, at: 
     if len(lengths) != count or sum(lengths) != length or any(size < 0 for size in lengths) or not in_groups:
         expected = f"{count} sizes that add up to {length}" + (f", each of {groups} equal groups" if groups > 1 else "")
         fix = "Pass sizes=[...], one for each name." if sizes is None else None
-        what = f"split_tensor: {shard.key!r}, {shard.local_shape}, can't be cut like that along axis {at}"
-        raise ShapeError(error_text(what, found=lengths, expected=expected, fix=fix))
+        heading = f"split_tensor: {shard.key!r}, {shard.local_shape}, can't be cut like that along axis {at}"
+        raise ShapeError(error_text(heading, found=lengths, expected=expected, fix=fix))
     return lengths
 
 
 def _gather(data: Any, at: int, start: int, size: int, groups: int) -> Any:
-    """Return the data of one new tensor: of each group, the elements from a start on."""
-    # A concatenation of intervals and not a reshape: lazy tensors record it, and read each element once.
+    """Return the data of one new tensor: elements from a start on, in each group."""
+    # Intervals are concatenated instead of reshaped: lazy tensors record it, and read each element once.
     pieces = [data.narrow(at, first + start, size // groups) for first in group_starts(data.shape[at], groups)]
     return pieces[0] if groups == 1 else join_data(torch.cat, pieces, at)
 
@@ -147,23 +146,23 @@ _ALIKE = ("dtype", "replica_id", "allow_shape_mismatch", "prepend_axis_num")
 
 
 def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, groups: int = 1) -> Any:
-    """Return the tree with several tensors joined along an axis to one; undone by `split_tensor`.
+    """Return the tree with several tensors joined along an axis into one; undone by `split_tensor`.
 
-    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined likewise, as by
-    `keep_layers`; states of which each tensor has one, as its number of steps, can't be.
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined too, as by `keep_layers`;
+    a state with one value for each tensor, such as its number of steps, can't be.
 
     Args:
-        tree: any tree; a plain tensor's key is its path.
-        names: the keys of the tensors, in the order in which they are joined; each ``*`` matches one part between
+        tree: Any tree; a plain tensor's key is its path.
+        names: Patterns of the tensors' keys, in the order in which they are joined; each ``*`` matches one part between
             dots, so that all layers are joined at once.
-        key: the new one, with as many ``*``.
-        axis: of the tensors; other axes may be sharded, all alike.
-        groups: into how many equal groups each tensor is divided along the axis; the first ones of all come first, then
+        key: Pattern of the new key, with as many ``*``.
+        axis: Axis of the tensors; other axes may be sharded, all alike.
+        groups: Number of equal groups of each tensor along the axis; the first groups of all tensors come first, then
             the second ones, as in Megatron-Core's QKV.
 
     Raises:
-        TreeError: no keys match, some are missing, tensors can't be combined, or states can't follow their parameters.
-        ShapeError: a shard isn't whole along the axis, or isn't divisible into groups.
+        TreeError: No keys match, some are missing, tensors can't be combined, or states can't follow their parameters.
+        ShapeError: A shard isn't whole along the axis, or isn't divisible into groups.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -179,10 +178,10 @@ def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, g
 
     def joined(tree: Flat) -> dict[str, list[ShardedTensor]]:
         new: dict[str, list[ShardedTensor]] = {}
-        for parts, own in _members(tree, names).items():
-            members = _complete(fill_key(key, parts), {name: fill_key(name, parts) for name in names}, own)
-            new |= {entry: [] for entry, _ in own.values()}
-            new[next(iter(own.values()))[0]] = [_merge(fill_key(key, parts), members, axis, count)]
+        for parts, tensors in _members(tree, names).items():
+            members = _complete(fill_key(key, parts), {name: fill_key(name, parts) for name in names}, tensors)
+            new |= {entry: [] for entry, _ in tensors.values()}
+            new[next(iter(tensors.values()))[0]] = [_merge(fill_key(key, parts), members, axis, count)]
         return new
 
     def merged(flat: Flat) -> dict[str, Any]:
@@ -196,7 +195,7 @@ def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, g
 
 
 def _members(tree: Flat, names: Sequence[str]) -> dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]]:
-    """Return the entries and tensors to join, by what stars match and by name."""
+    """Return the entries and tensors to join, by the matches of the stars and by name."""
     matches: dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]] = {}
     for entry, shard in flat_tensors(tree).items():
         for name in names:
@@ -229,13 +228,17 @@ def _merge(key: str, shards: Sequence[ShardedTensor], axis: int, groups: int) ->
     uneven = [f"{shard.key!r}: {shard.local_shape[at]}" for shard in shards if shard.local_shape[at] % groups]
     if uneven:
         expected = f"a multiple of {groups}, the number of groups"
-        raise ShapeError(error_text(f"merge_tensors: lengths along axis {at}", expected=expected, offenders=uneven))
+        raise ShapeError(
+            error_text(
+                f"merge_tensors: lengths along axis {at} don't divide into groups", expected=expected, offenders=uneven
+            )
+        )
     pieces = None if shards[0].data is None else _pieces([shard.data for shard in shards], at, groups)
     return resized(shards[0], key, at, size, None if pieces is None else join_data(torch.cat, pieces, at))
 
 
 def _pieces(datas: Sequence[Any], at: int, groups: int) -> list[Any]:
-    """Return the pieces to concatenate, in order: of each group, every tensor's part."""
+    """Return the pieces to concatenate, in order: every tensor's part of each group."""
     if groups == 1:
         return list(datas)
     lengths = [data.shape[at] // groups for data in datas]

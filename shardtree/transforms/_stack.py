@@ -1,4 +1,4 @@
-"""Stacking layers to one tensor with a leading axis, unstacking them, keeping some; and renaming by patterns."""
+"""Stacking layers into one tensor with a leading axis, unstacking them, keeping some; and renaming by patterns."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _Group = dict[int, tuple[str, ShardedTensor]]
 
 
 def stack_layers(tree: Any, prefix: str) -> Any:
-    """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked to one ``<prefix>.<name>`` for each name.
+    """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked into one ``<prefix>.<name>`` for each name.
 
-    The layers' number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Moments and numbers
-    of an optimizer are stacked likewise, as by `keep_layers`. Undone by `unstack_layers`, but for layers in a list or
-    tuple, or with integers as keys: they come back as a dict with the keys "0", "1".
+    The layer number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Moments and numbers of
+    an optimizer are stacked too, as by `keep_layers`. `unstack_layers` undoes it, except that layers of a list or
+    tuple, or with integers as keys, come back as a dict with the keys "0", "1".
 
     Args:
-        tree: any tree; a plain tensor's key is its path. Each layer has the same box, of one shape and dtype.
-        prefix: of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
+        tree: Any tree; a plain tensor's key is its path. Each layer has the same box, of one shape and dtype.
+        prefix: Prefix of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
 
     Raises:
-        TreeError: no key matches, a layer is missing, layers differ, or states can't follow their parameters.
+        TreeError: No key matches, a layer is missing, layers differ, or states can't follow their parameters.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -63,7 +63,7 @@ def stack_layers(tree: Any, prefix: str) -> Any:
                 [1, 1],
                 [2, 2]])
     """
-    # Without leading zeros: unstacking must give back the same keys.
+    # Numbers have no leading zeros: unstacking must give back the same keys.
     form = KeyForm((*key_form(prefix).pieces, text_piece("."), FormPiece("number"), text_piece("."), FormPiece("rest")))
 
     def stacked(flat: Flat) -> dict[str, Any]:
@@ -95,10 +95,10 @@ def _stacks(tree: Flat, form: KeyForm) -> dict[str, list[ShardedTensor]]:
 
 
 def _number(doing: str, text: str) -> int:
-    """Return the number of a layer; Python refuses to read one of very many digits, which a file may have."""
+    """Return the number of a layer; Python refuses to parse very many digits, which a file may have."""
     if len(text) > _MOST_DIGITS:
-        what = f"{doing}: a layer's number of {len(text)} digits"
-        raise TreeError(error_text(what, expected=f"at most {_MOST_DIGITS}", fix="Rename the key or leave it out."))
+        heading = f"{doing}: a layer number has {len(text)} digits"
+        raise TreeError(error_text(heading, expected=f"at most {_MOST_DIGITS}", fix="Rename the key or leave it out."))
     return int(text)
 
 
@@ -117,8 +117,8 @@ def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedT
     count = max(group) + 1
     if count != len(group):
         missing = (f"layer {number}" for number in missing_numbers(group, len(group), count))
-        what, lacking = f"stack_layers: {key!r} lacks layers", count - len(group)
-        raise TreeError(error_text(what, found=len(group), offenders=missing, count=lacking))
+        heading, lacking = f"stack_layers: {key!r} lacks layers", count - len(group)
+        raise TreeError(error_text(heading, found=len(group), offenders=missing, count=lacking))
     layers = [group[number][1] for number in range(count)]
     check_same("stack_layers", layers, _ALIKE)
     first = layers[0]
@@ -137,16 +137,16 @@ def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedT
 def unstack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with each ``<prefix>.<name>`` unstacked along its first axis: ``<prefix>.<number>.<name>``.
 
-    The new tensors are views. A box of some layers gives those, by their own numbers. Moments of an optimizer are
-    unstacked likewise, and each layer gets what there is once, as a number of steps. New layers are a dict with the
-    keys "0", "1". Undone by `stack_layers`.
+    The new tensors are views. A box of some layers gives those layers, with their own numbers. Moments of an optimizer
+    are unstacked too, and each layer gets a copy of single values, such as a number of steps. New layers are in a dict
+    with the keys "0", "1". Undone by `stack_layers`.
 
     Args:
-        tree: any tree; a plain tensor's key is its path. Keys that have a number after the prefix already stay.
-        prefix: of the keys; each ``*`` in it matches one part between dots.
+        tree: Any tree; a plain tensor's key is its path. Keys that have a number after the prefix already stay.
+        prefix: Prefix of the keys; each ``*`` in it matches one part between dots.
 
     Raises:
-        TreeError: no key matches, a tensor has no first axis, or states can't follow their parameters.
+        TreeError: No key matches, a tensor has no first axis, or states can't follow their parameters.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -199,29 +199,30 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
 
 _STATE, _GROUP = (text_piece("state."), FormPiece("part"), text_piece(".")), (text_piece("param_group."),)
 _STATES = one_of((FormPiece("parts before"), text_piece("optimizer."), one_of(_STATE, _GROUP)), ())
-"""What precedes a parameter's key where an optimizer's states, or its groups, are stored."""
+"""Prefix of a parameter's key in an optimizer's stored states or groups."""
 
 
 def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterable[int] = ()) -> Any:
-    """Return the tree with some layers alone, numbered anew: ``layers[0]`` becomes layer 0, ``layers[1]`` layer 1.
+    """Return the tree with only some layers, numbered anew: ``layers[0]`` becomes layer 0, ``layers[1]`` layer 1.
 
-    Of ``<prefix>.<number>`` and ``<prefix>.<number>.<name>``, tensors, objects and factories alike, sharded in any way.
-    An optimizer's states and groups go with their parameters, wherever they stand: their keys have the parameter's key
-    in them (``optimizer.state.exp_avg.<key>``, ``optim.state.<key>.exp_avg``), or all but its first parts, which name
-    the model in the tree (``opt.0.mu.layers.2.w`` of ``model.layers.2.w``). Names in the ``params`` of ``param_groups``
-    are renamed too. A plain value goes with its layer; directly in a flat dict only if the layer has tensors.
-    Layers may be listed in another order, or several times, to make a deeper model of them; data are shared.
+    Layers are ``<prefix>.<number>`` and ``<prefix>.<number>.<name>``: tensors, objects and factories, sharded in any
+    way.
+    An optimizer's states and groups go with their parameters, wherever they are: their keys contain the parameter's
+    key (``optimizer.state.exp_avg.<key>``, ``optim.state.<key>.exp_avg``), or all but its first parts, which name the
+    model in the tree (``opt.0.mu.layers.2.w`` for ``model.layers.2.w``). Names in the ``params`` of ``param_groups``
+    are renamed too. A plain value goes with its layer; directly in a flat dict only if the layer has tensors. Layers
+    may be listed in another order, or several times, to make a deeper model of them; their data are shared.
 
     Args:
-        tree: any tree; the key of a plain tensor or value is its path. A leaf's place changes where its key does.
-        prefix: of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
-        layers: the numbers of those that are kept.
-        absent: numbers that this rank may lack, as those of other pipeline stages.
+        tree: Any tree; the key of a plain tensor or value is its path. A leaf's place changes with its key.
+        prefix: Prefix of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
+        layers: Numbers of the layers to keep, in their new order.
+        absent: Numbers that this rank may lack, such as those of other pipeline stages.
 
     Raises:
-        TreeError: no key matches, no layer has a number that is listed, two entries would have one name, or states
-            can't be related to parameters.
-        MetadataError: the numbers aren't integers.
+        TreeError: No key matches, a listed number has no layer, two entries would have one name, or states can't be
+            related to parameters.
+        MetadataError: The numbers aren't integers.
 
     Examples:
         >>> keys = [*(f"h.{number}.w" for number in range(4)), "optimizer.state.exp_avg.h.3.w"]
@@ -232,7 +233,7 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
     layers, absent = integers("keep_layers", "layers", layers), integers("keep_layers", "absent", absent)
     end = one_of((text_piece("."), FormPiece("rest")), ())
     form = KeyForm((_STATES, *key_form(prefix).pieces, text_piece("."), FormPiece("number"), end))
-    # Behind an optimizer's name, a number of these layers that no parameter in the tree explains.
+    # A number of these layers behind an optimizer's name that no parameter in the tree explains is lost.
     numbered = re.compile(rf"(?:.+\.)?{re.escape(prefix.rpartition('.')[2])}\.[0-9]+(?:\..+)?", re.DOTALL)
 
     def kept(flat: Flat) -> dict[str, Any]:
@@ -253,10 +254,10 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
 def _layers_in(
     flat: Flat, form: KeyForm, prefix: str, layers: Sequence[int], absent: Collection[int]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the matches of a tree's entries that belong to layers, after a check that those that are wanted exist."""
+    """Return the matches of a tree's entries that belong to layers, after checking that the wanted layers exist."""
     doing, shards = "keep_layers", {entry: leaf for entry, leaf in flat.items() if isinstance(leaf, ShardedBase)}
     matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
-    # A plain value in a flat dict is of a layer if a tensor of that layer is there.
+    # A plain value in a flat dict belongs to a layer if a tensor of that layer is present.
     loose = {entry for entry in matches if is_plain_value(entry, shards[entry]) and len(entry_of(entry).place) == 1}
     numbers = {_number(doing, match[-2]) for entry, match in matches.items() if entry not in loose}
     matches = {entry: match for entry, match in matches.items() if entry not in loose or _is_one(match[-2], numbers)}
@@ -275,7 +276,7 @@ def _is_one(text: str, numbers: Collection[int]) -> bool:
 
 
 def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
-    """Return each entry of a layer under each number that it gets, which may be none."""
+    """Return each entry of a layer under each of its new numbers, of which there may be none."""
     new: dict[str, list[tuple[str, Any]]] = {}
     places = defaultdict[int, list[int]](list)
     for place, layer in enumerate(layers):
@@ -283,11 +284,11 @@ def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, l
     for entry, leaf in tree.items():
         match = form.match(leaf.key) if isinstance(leaf, ShardedBase) else None
         if match is not None:
-            *_, number, rest = match
-            head, own = leaf.key.removesuffix(f".{number}{rest}"), _number("keep_layers", number)
-            keys = [f"{head}.{place}{rest}" for place in places.get(own, ())]
+            *_, number, suffix = match
+            head, old_number = leaf.key.removesuffix(f".{number}{suffix}"), _number("keep_layers", number)
+            keys = [f"{head}.{place}{suffix}" for place in places.get(old_number, ())]
             leaves = [leaf if key == leaf.key else replace(leaf, key=key) for key in keys]
-            new[entry] = [(renamed(entry, leaf, each), each) for each in leaves]
+            new[entry] = [(renamed(entry, leaf, new_leaf), new_leaf) for new_leaf in leaves]
     return new
 
 
@@ -303,19 +304,19 @@ SameTree = TypeVar("SameTree")
 
 
 def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
-    """Return the tree with other shard keys, by patterns; other keys stay, and so does the tree's structure.
+    """Return the tree with shard keys renamed by patterns; other keys stay, and so does the tree's structure.
 
-    States and groups whose parameters get other keys get them too, as by `keep_layers`, unless a pattern fits a
-    state's own.
+    States and groups of renamed parameters are renamed too, as by `keep_layers`, unless a pattern matches a state's own
+    key.
 
     Args:
-        tree: any tree.
-        names: old key -> new key. Each ``*`` matches one part between dots, and is filled in again in order. The
-            first pattern that fits a key counts.
+        tree: Any tree.
+        names: New key for each old one. Each ``*`` matches one part between dots, and is filled in again in order. The
+            first pattern that matches a key counts.
 
     Raises:
         MetadataError: `names` isn't a mapping.
-        TreeError: a pattern matches no key, patterns have different numbers of stars, two keys would become one, or a
+        TreeError: A pattern matches no key, patterns have different numbers of stars, two keys would become one, or a
             state can't follow its parameter.
 
     Examples:
@@ -340,8 +341,10 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
             entry: replace(leaf, key=new_keys[leaf.key]) if entry in changed else leaf for entry, leaf in flat.items()
         }
 
-    found, wrong = renamed_in_groups(NamedParameters(changed, key_ends(keys - of_states.keys()), change), renamed_tree)
+    new_tree, wrong = renamed_in_groups(
+        NamedParameters(changed, key_ends(keys - of_states.keys()), change), renamed_tree
+    )
     if wrong:
         raise stuck("partial_rename", wrong)
-    result: SameTree = found
+    result: SameTree = new_tree
     return result

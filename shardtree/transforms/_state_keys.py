@@ -1,4 +1,4 @@
-"""Which parameter a state belongs to, by their keys alone: moments, masters, averages, wherever they stand."""
+"""Relation of states to parameters by their keys alone: moments, masters and averages, wherever they are in a tree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 _OPTIMIZER = re.compile(r"opt(?:im(?:izer)?s?)?(?:_?states?)?(?:_?[0-9]+)?")
-"""A part of a key, as trees call an optimizer."""
+"""Pattern of a key's part that names an optimizer."""
 _STATES = frozenset(
     """
     exp_avg exp_avg_sq max_exp_avg_sq exp_inf mu_product momentum_buffer square_avg grad_avg acc_delta sum step
@@ -15,29 +15,29 @@ _STATES = frozenset(
     mu nu trace v_row v_col acc_grads ema ema_params
     """.split()
 )
-"""States' names in optimizers of torch, Megatron-Core and optax."""
+"""Names of states in optimizers of torch, Megatron-Core and optax."""
 
 _COPIES = frozenset("fp32_param master_param master_weight ax ema ema_params".split())
 """States that are the parameter's own values, in another dtype or averaged."""
 _WORDS = frozenset("mu nu sum step prev ax eta trace variance".split())
-"""States' names that parts of models have too, as a VAE's `mu`."""
+"""Names of states that parts of models have too, such as a VAE's `mu`."""
 _GROUPS = frozenset("state states param_group param_groups".split())
 
 _INNER = re.compile(rf"states?|param_groups?|[0-9]+|{_OPTIMIZER.pattern}")
-"""A part before a parameter's key that isn't one of the model."""
+"""Pattern of a part before a parameter's key that doesn't belong to the model."""
 
 Parts = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """A state's key, as what it adds to its parameter's.
+    """A state's key, as its parameter's key with a prefix and a suffix.
 
     Attributes:
         parameter: The parameter's key.
-        root: Beginning of the parameter's key that the state's lacks, its dot included.
-        before: Beginning of the state's key, its dot included.
-        after: End of the state's key, its dot included.
+        root: Prefix of the parameter's key that the state's lacks, including its dot.
+        before: Prefix of the state's key, including its dot.
+        after: Suffix of the state's key, including its dot.
     """
 
     parameter: str
@@ -64,19 +64,20 @@ class StateKey:
 
 
 def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dict[str, StateKey], dict[str, Parts]]:
-    """Return the states among a tree's keys, by key, and what seems to be a state of no or of several parameters.
+    """Return the states among a tree's keys, by key, and the keys of states that can't be related to one parameter.
 
-    A state's key has its parameter's key in it, or all but the first parts of that, such as the tree's own name for the
-    model. The rest names a state; where first parts are left out, one that no model's part is called, or an optimizer
-    too: ``optim.state.layers.2.w.exp_avg`` and ``opt.0.mu.layers.2.w`` belong to ``model.layers.2.w``, but
-    ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
+    A state's key contains its parameter's key, or all but the first parts of it, such as the tree's own name for the
+    model.
+    The other parts must name a state; if first parts are left out, they must be a name that no part of a model has, or
+    name an optimizer too: ``optim.state.layers.2.w.exp_avg`` and ``opt.0.mu.layers.2.w`` belong to
+    ``model.layers.2.w``, but ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
 
     Args:
         keys: All keys of a tree, parameters' and states'.
-        others: Keys of values that may be states, and are no parameters.
+        others: Keys of values that may be states, but aren't parameters.
 
     Returns:
-        What each state's key says, and the possible parameters of each key that can't be related, maybe none.
+        The state of each key, and the possible parameters of each key that can't be related, perhaps none.
 
     Examples:
         >>> states, unclear = state_keys(["model.h.2.w", "model.norm.w", "opt.0.mu.h.2.w", "opt.state.norm.w.exp_avg"])
@@ -95,24 +96,24 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
     states: dict[str, StateKey] = {}
     unclear: dict[str, Parts] = {}
     for key, parts in likely.items():
-        found = _state_key(key, parts, ends)
-        if isinstance(found, StateKey):
-            states[key] = found
-        elif found or (key in under and _is_surely_state(parts)):
-            unclear[key] = found
+        state = _state_key(key, parts, ends)
+        if isinstance(state, StateKey):
+            states[key] = state
+        elif state or (key in under and _is_surely_state(parts)):
+            unclear[key] = state
     return states, unclear
 
 
 def _state_key(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> StateKey | Parts:
-    """Return whose state a key is of, or the keys of several parameters, or of none."""
+    """Return the state of a key, or the keys of its several possible parameters, or None."""
     start, stop = _parameter_in(key, parts, ends)
     before, run, after = parts[:start], parts[start:stop], parts[stop:]
-    name, rest = ".".join(run), (*before, *after)
+    name, around = ".".join(run), (*before, *after)
     others = ends.get(run, ())
     is_whole = name in others
-    # With a part left out in front, only what ends the optimizer's own names may precede: in ``opt.mu.a.w``, a ``w``
+    # If a part is left out in front, only the end of the optimizer's own names may precede: in ``opt.mu.a.w``, a ``w``
     # isn't that of ``b.w``. And ``opt.layers.2.w`` may be a layer of an OPT model beside another one.
-    if not (_names_state(rest) if is_whole else _is_surely_state(rest) and _ends_names(before)):
+    if not (_names_state(around) if is_whole else _is_surely_state(around) and _ends_names(before)):
         return ()
     owners = [name] if is_whole else sorted({*others} - {key})
     if len(owners) != 1:
@@ -140,7 +141,7 @@ def _is_under_states(parts: Parts) -> bool:
 
 
 def _parameter_in(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> tuple[int, int]:
-    """Return where the longest run of parts is that another key ends with; none unless a state's name stands around."""
+    """Return the longest run of parts that ends another key; an empty one unless a state's name is around it."""
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
             if any(other != key for other in ends.get(parts[start : start + length], ())):

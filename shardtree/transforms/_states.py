@@ -1,4 +1,4 @@
-"""States of the parameters that a transform changes: moments get the same change, wherever they stand in a tree."""
+"""States of the parameters that a transform changes: moments are changed too, wherever they are in a tree."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ._places import Flat, entry_of, name_of, on_tree, renamed
 from ._state_keys import StateKey, state_keys
 
 _BY_NUMBER = re.compile(r"(?:.+\.)?state\.[0-9]+\.[^.]+", re.DOTALL)
-"""A state that stands under its parameter's number, as in what ``optimizer.state_dict()`` gives."""
+"""Pattern of a state under its parameter's number, as in the result of ``optimizer.state_dict()``."""
 
 
 def by_number(key: str) -> bool:
-    """Return whether a state's key says its parameter's number and not its name.
+    """Return whether a state's key contains its parameter's number instead of its name.
 
     Examples:
         >>> by_number("optimizer.state.3.exp_avg"), by_number("optimizer.state.exp_avg.w")
@@ -67,17 +67,17 @@ class StateChange:
 
 
 def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change: StateChange) -> dict[str, Any]:
-    """Return a transformed tree in which the states of the changed parameters are changed with them.
+    """Return a transformed tree with the states of the changed parameters changed too.
 
     Args:
-        doing: The transform, for errors.
-        tree: The flat tree as it was.
-        new: The tree after the transform of the parameters, in which other entries are as they were.
+        doing: Name of the transform in error messages.
+        tree: The flat tree before the transform.
+        new: The tree after the transform of the parameters, with its other entries unchanged.
         own: Entries of the tree whose shards the transform has changed itself.
-        change: What is done to states.
+        change: Effect of the transform on states.
 
     Raises:
-        TreeError: a state can't be related to one parameter, or the change can't be made in it; names the keys.
+        TreeError: A state can't be related to one parameter, or can't be changed; the error names the keys.
 
     Examples:
         >>> import torch
@@ -152,17 +152,17 @@ def map_tensors(
     change: Callable[[ShardedTensor], ShardedTensor],
     in_states: Callable[[ShardedTensor], ShardedTensor] | None = None,
 ) -> Any:
-    """Return the tree with the tensors whose keys match patterns changed, each in its place, and so their moments.
+    """Return the tree with the tensors whose keys match patterns changed in place, and their moments too.
 
     Args:
-        doing: The transform, for errors.
+        doing: Name of the transform in error messages.
         tree: Any tree.
-        keys: The patterns.
+        keys: Patterns of keys.
         change: The change of a tensor, which keeps its key.
-        in_states: The change of a moment; None for the same. Masters and averages get that of their tensor.
+        in_states: The change of a moment; None for the same. Masters and averages are changed like their tensor.
 
     Raises:
-        TreeError: a pattern matches nothing, or states can't follow their parameters.
+        TreeError: A pattern matches nothing, or states can't follow their parameters.
 
     Examples:
         >>> import torch
@@ -189,20 +189,20 @@ def map_tensors(
 
 def stuck(doing: str, lines: Sequence[str]) -> TreeError:
     """Return the error for states that can't follow their parameters."""
-    fix = "Take them out before, by `select`, say; states by number get names by LoadOptions(parameter_names=[...])."
+    fix = "Remove them first, with `select`; LoadOptions(parameter_names=[...]) names states that have numbers."
     return TreeError(error_text(f"{doing}: states that can't follow their parameters", offenders=lines, fix=fix))
 
 
 def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Return the new keys of states whose parameters get other keys, by their old ones.
+    """Return the new keys of states whose parameters are renamed, by their old ones.
 
     Args:
-        doing: The transform, for errors.
+        doing: Name of the transform in error messages.
         keys: All keys of the tree.
-        names: New keys by old ones, of parameters and whatever else is renamed.
+        names: New keys by old ones, of parameters and all other renamed leaves.
 
     Raises:
-        TreeError: a state can't be related to one parameter, or its parameter's new key isn't under the same root.
+        TreeError: A state can't be related to one parameter, or its parameter's new key isn't under the same root.
 
     Examples:
         >>> renamed_states("rename", ["model.a", "opt.mu.a", "opt.nu.a"], {"model.a": "model.b", "opt.nu.a": "x"})
@@ -236,7 +236,7 @@ def _has_axes(leaf: ShardedBase) -> bool:
 
 
 def is_plain_value(entry: str, leaf: ShardedBase) -> bool:
-    """Return whether a leaf was no tensor before it was put into a box: it may be a state, but is no parameter."""
+    """Return whether a leaf wasn't a tensor before it was boxed: it may be a state, but isn't a parameter."""
     return isinstance(leaf, ShardedObject) and entry_of(entry).is_plain
 
 
@@ -245,7 +245,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _misfits(group: _Group, parameters: Mapping[str, ShardedBase], change: StateChange) -> list[str]:
-    """Return the states that are neither changed nor left as they are."""
+    """Return the states that can neither be changed nor stay as they are."""
     others = [(leaf, state) for leaf, state in group.values() if not change.fits(leaf, parameters[state.parameter])]
     return [
         f"{leaf.key!r} of {state.parameter!r}: " + ("one value for each" if _is_number(leaf) else "of another shape")

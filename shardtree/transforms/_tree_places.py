@@ -1,4 +1,4 @@
-"""Places of a tree's leaves: any tree taken apart into leaves with paths, and trees made of leaves at other places."""
+"""Places of a tree's leaves: trees taken apart into leaves with paths, and trees rebuilt from leaves at new places."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Places:
     """A tree, taken apart.
 
     Attributes:
-        leaves: The leaves by path, in the tree's own order.
-        containers: The containers above them by path, among them the tree itself.
+        leaves: Leaves by path, in the tree's own order.
+        containers: Containers above them by path, including the tree itself.
         is_flat: Whether the tree is a dict with all of its tensors as direct values.
     """
 
@@ -46,11 +46,11 @@ class Places:
 def places(tree: Tree) -> Places:
     """Return the leaves of a tree by path, and the containers above them.
 
-    Dicts are always taken apart, other containers where a tensor lies in them: a list of plain values is one leaf, and
-    so is each empty container. The tree itself is always taken apart.
+    Dicts are always taken apart, other containers only if a tensor lies in them: a list of plain values is one leaf,
+    and so is each empty container. The tree itself is always taken apart.
 
     Raises:
-        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+        UnsupportedValue: Shards lie in values that aren't nodes, such as instances of unregistered classes.
 
     Examples:
         >>> list(places({"layers": [{"w": torch.ones(2)}], "betas": [0.9, 0.95]}).leaves)
@@ -65,7 +65,7 @@ def places(tree: Tree) -> Places:
 
 
 def _leaves(path: TreePath, node: Tree, containers: dict[TreePath, Tree]) -> list[tuple[TreePath, Any]]:
-    """Return the leaves of a node; adds the containers that were taken apart to the dict."""
+    """Return the leaves of a node; add the containers that were taken apart to the dict."""
     children = entries(node)
     if not children:
         return [(path, node)] if path or children is None else []
@@ -81,7 +81,7 @@ def named_paths(doing: str, tree: Places, separator: str = ".") -> dict[str, Tre
     """Return the paths of a tree's leaves by their names, which are the paths' entries, joined.
 
     Raises:
-        TreeError: two leaves have one name.
+        TreeError: Two leaves have one name.
 
     Examples:
         >>> named_paths("flat", places({"h": {"0": 1}}), "/")
@@ -97,7 +97,7 @@ def named_paths(doing: str, tree: Places, separator: str = ".") -> dict[str, Tre
     return {name: path for name, (path,) in paths.items()}
 
 
-# The way back: each leaf says which containers it wants around it.
+# The way back: each leaf determines the containers around it.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +106,8 @@ class Place:
 
     Attributes:
         path: Entries that lead to it.
-        kinds: For each entry, a container like the one that has it; None for a dict.
-        is_old: Whether the leaf is where it was: then its containers count before those of other leaves.
+        kinds: Container like the one that has each entry; None for a dict.
+        is_old: Whether the leaf is at its old place: then its containers take precedence over those of other leaves.
     """
 
     path: TreePath
@@ -116,7 +116,7 @@ class Place:
 
 
 def kept_place(tree: Places, path: TreePath) -> Place:
-    """Return the place of a leaf that stays where it was.
+    """Return the place of a leaf that stays where it is.
 
     Examples:
         >>> kept_place(places({"h": [torch.ones(2)]}), ("h", 0)).path
@@ -147,8 +147,8 @@ def moved_place(tree: Places, path: TreePath, name: str) -> Place:
     if len(old) == len(between):
         inner: list[Tree | None] = [*old]
     else:
-        # New entries are in the container that had the old ones. Where nothing was, as with a layer's number that is
-        # put in front of its entries, only a dict can take them; around a class's fields there is a new dict.
+        # New entries are in the container that had the old ones. Where there was none, as for a layer number in front
+        # of its entries, only a dict can take them; around a class's fields there is a new dict.
         host = tree.containers.get(path[:front])
         inner = [host if old or is_dict(host) else None, *[None] * (len(between) - 1)][: len(between)]
     return Place((*path[:front], *between, *path[len(path) - behind :]), (*at, *inner, *after), is_old=False)
@@ -156,21 +156,21 @@ def moved_place(tree: Places, path: TreePath, name: str) -> Place:
 
 def _differing(path: TreePath, name: str) -> tuple[int, int, TreePath]:
     """Return the numbers of leading and trailing entries of a path that stay, and the new entries between them."""
-    rest, front, behind = f".{name}", 0, 0
-    # From the end first: behind a layer's number there may be another one, which stays.
-    while behind < len(path) and rest.endswith(end := f".{path[-1 - behind]}"):
-        rest, behind = rest.removesuffix(end), behind + 1
-    while front < len(path) - behind and f"{rest}.".startswith(start := f".{path[front]}."):
-        rest, front = rest.removeprefix(start[:-1]), front + 1
+    between, front, behind = f".{name}", 0, 0
+    # The end is matched first: behind a layer number there may be another number, which stays.
+    while behind < len(path) and between.endswith(end := f".{path[-1 - behind]}"):
+        between, behind = between.removesuffix(end), behind + 1
+    while front < len(path) - behind and f"{between}.".startswith(start := f".{path[front]}."):
+        between, front = between.removeprefix(start[:-1]), front + 1
     old = path[front : len(path) - behind]
-    if not rest:
+    if not between:
         return front, behind, ()
     if len(old) == 1 and "." in str(old[0]):
-        return front, behind, (rest[1:],)
-    parts = rest[1:].split(".")
+        return front, behind, (between[1:],)
+    parts = between[1:].split(".")
     if len(parts) != len(old):
         return front, behind, tuple(parts)
-    # What was a position or a number stays one.
+    # A position or number stays one.
     pairs = zip(parts, old, strict=True)
     return (
         front,
@@ -188,18 +188,18 @@ class _Node:
 
 @refusing_depth
 def planted(doing: str, tree: Tree, leaves: Iterable[tuple[Place, Any]]) -> Tree:
-    """Return the tree that leaves at places make; containers whose leaves are all gone aren't in it.
+    """Return the tree of leaves at places; containers whose leaves are all removed are left out.
 
-    A list or tuple is as long as its last entry says. Its gaps are holes, and so are the fields of a class or named
-    tuple for which nothing is left, as in `select`. Every container is new, as those of `map_shards` are.
+    The last entry of a list or tuple determines its length. Its gaps are holes, and so are the fields of a class or
+    named tuple without a leaf, as in `select`. Every container is new, as with `map_shards`.
 
     Args:
-        doing: The transform, for errors.
-        tree: The tree that the leaves are from; where none is left, an empty one of its kind is returned.
-        leaves: The leaves with their places.
+        doing: Name of the transform in error messages.
+        tree: The tree of the old leaves; if no leaf is left, an empty one of its kind is returned.
+        leaves: Leaves with their places.
 
     Raises:
-        TreeError: two leaves have one place, one lies under another, or a container can't have such an entry.
+        TreeError: Two leaves have one place, one lies under another, or a container can't have such an entry.
 
     Examples:
         >>> tree = {"layers": [1, 2], "step": 3}
@@ -220,9 +220,9 @@ def _plant(doing: str, root: _Node, place: Place, leaf: Any) -> None:
         child = node.children.get(entry)
         is_taken = entry in node.children and (depth == last or not isinstance(child, _Node))
         if is_taken:
-            what = f"{doing}: two values at one place, or one under another"
+            heading = f"{doing}: two values at one place, or one under another"
             fix = "Give the shards the keys of their places, or pass a flat dict by key."
-            raise TreeError(error_text(what, found=render_path(place.path[: depth + 1]), fix=fix))
+            raise TreeError(error_text(heading, found=render_path(place.path[: depth + 1]), fix=fix))
         if depth == last:
             node.children[entry] = leaf
         else:
@@ -247,7 +247,7 @@ def _built(doing: str, node: _Node, path: TreePath) -> Tree:
     if is_sequence(kind) and not fields_of(type(kind)):
         wanted = range(1 + max((entry for entry in children if isinstance(entry, int)), default=-1))
     if others := [entry for entry in children if entry not in wanted]:
-        what = f"{doing}: a {type(kind).__name__} has no such entries"
+        heading = f"{doing}: a {type(kind).__name__} has no such entries"
         fix = "Make dicts of it first: `st.trees.nested(st.trees.flat(tree))`."
-        raise TreeError(error_text(what, offenders=[render_path((*path, entry)) for entry in others], fix=fix))
+        raise TreeError(error_text(heading, offenders=[render_path((*path, entry)) for entry in others], fix=fix))
     return like(kind, {entry: children.get(entry, HOLE) for entry in wanted})
