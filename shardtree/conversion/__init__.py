@@ -1,6 +1,6 @@
 """Conversion: a checkpoint of any format, streamed through a pure function to a checkpoint of another.
 
-Plan (which shards, accounted for, in which batches), write (batch by batch, remembered in a journal), commit, check.
+Plan (shards, their accounting and batches), write (batch by batch, recorded in a journal), commit, check.
 """
 
 from ._convert import ConversionReport, convert

@@ -11,9 +11,9 @@ from ..core.lazy import Concatenated, LazyTensor, Stored
 
 
 def cast_sources(lazy: Any) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield name and dtype of stored tensors whose elements a lazy tensor has as another dtype's, moved at most.
+    """Yield the name and dtype of stored tensors whose elements a lazy tensor only moves, or has in another dtype.
 
-    What arithmetic or a function makes of elements is left out.
+    Results of arithmetic or functions are left out.
 
     Examples:
         >>> from shardtree.core.lazy import stored

@@ -1,4 +1,4 @@
-"""The last step of a conversion: check that the destination reads back as what should be there, bit for bit."""
+"""The last step of a conversion: check that the destination reads back as it should, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CheckResult:
     """The results of checking a destination.
 
     Attributes:
-        nbytes: bytes of tensors that were compared with what was to be written, and found equal.
-        fingerprints: of the destination's tensors, by key.
+        nbytes: Bytes of the tensors verified at the destination.
+        fingerprints: Fingerprints of the destination's tensors, by key.
     """
 
     nbytes: int
@@ -55,22 +55,22 @@ def check_destination(
     progress: Callable[[int], None],
     world: World,
 ) -> CheckResult:
-    """Return what was compared with what was to be written, and found equal; every rank calls it.
+    """Return the results of comparing the destination with the plan; every rank calls it.
 
-    Of a tensor whose elements were fingerprinted while they were written, only the destination is read. Of others, and
-    where fingerprints differ, the source is read once more and compared bit for bit. A tensor that the transform
+    If a tensor's elements were fingerprinted while they were written, only the destination is read. For other tensors,
+    and if fingerprints differ, the source is read once more and compared bit for bit. A tensor that the transform
     returned unchanged must have the fingerprint that the source stores, if it stores any.
 
     Args:
-        reopen: returns the destination, opened again.
-        plan: what should be in it, lazily read once more where that is needed.
-        passage: has the fingerprints of what this call has written.
-        most_bytes: about how much memory the comparison may take.
-        progress: called with the bytes that were compared since the last call.
-        world: the ranks that share out the bytes.
+        reopen: Function that opens the destination again.
+        plan: Plan of the destination; its tensors are read once more if needed.
+        passage: Passage with the fingerprints of the elements that this call has written.
+        most_bytes: Approximate bound of the comparison's memory.
+        progress: Callback with the bytes compared since its last call.
+        world: World of the ranks that share the bytes.
 
     Raises:
-        IntegrityError: something differs; names every key.
+        IntegrityError: The destination differs; the error names every key.
     """
 
     def begin() -> BoxReader:
@@ -78,7 +78,7 @@ def check_destination(
         _refuse(_key_problems(destination, plan.tensors, plan.objects))
         return BoxReader(destination)
 
-    # Kinds first, values next: elements of another dtype or shape couldn't be compared.
+    # Kinds come first, values next: elements of another dtype or shape couldn't be compared.
     reader = agree(world, "convert: look at what was written", begin)
     fingerprints = passed_fingerprints(gather(world, "convert: add up fingerprints", passage.sums))
 
@@ -95,7 +95,7 @@ def check_destination(
             shards = [shard for shard in tensors if shard.key in wrong]
             return _value_differences(plan.reader, reader, shards, readback, most_bytes, lambda _: None)
 
-        # The source decides: it says which elements differ, and by how much.
+        # The source decides: it shows which elements differ, and by how much.
         numbers |= _read_shares(plan, world, read_again, wrong)
     _refuse(_fingerprint_problems(plan, numbers))
     _refuse(on_rank_zero(world, "convert: compare the rest", partial(_other_problems, reader.tree, plan)))
@@ -111,10 +111,11 @@ def _read_shares(
     """Return the destination's fingerprints, once all ranks have read their shares and found no difference.
 
     Args:
-        plan: what should be there.
-        world: the ranks.
-        read: reads tensors, through what adds up their fingerprints, and returns where they differ.
-        only: the keys that it reads; None for all.
+        plan: Plan of the destination.
+        world: World of the ranks.
+        read: Function that reads tensors, through a passage that adds up their fingerprints, and returns their
+            differences.
+        only: Keys to read; None for all.
     """
     differences, readback = list[ValueDifference](), Passage(0, has_sums=True)
     for tensors in _shares(plan, world):
@@ -129,7 +130,7 @@ def _read_shares(
 
 
 def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
-    """Yield what this rank compares, round by round: pieces as they were written, or tensors where it is alone."""
+    """Yield this rank's shares, round by round: pieces as they were written, or tensors if it is alone."""
     if world.size == 1:
         yield plan.tensors
         return
@@ -138,7 +139,7 @@ def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
 
 
 def _by_key(differences: Sequence[ValueDifference]) -> list[ValueDifference]:
-    """Return one difference for each tensor, of which pieces were compared."""
+    """Return one difference for each tensor from those of its pieces."""
     by_key: dict[str, ValueDifference] = {}
     for each in sorted(differences, key=lambda each: each.first):
         by_key[each.key] = joint_difference(by_key[each.key], each) if each.key in by_key else each
@@ -146,11 +147,11 @@ def _by_key(differences: Sequence[ValueDifference]) -> list[ValueDifference]:
 
 
 def _other_problems(destination: OpenCheckpoint, plan: Plan) -> list[str]:
-    """Return how objects and the common state differ."""
+    """Return the differences of objects and the common state."""
     pairs = [(item.unique_key, _differs(item, destination)) for item in plan.objects]
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:
-        # Formats keep values: what shards leave of containers may be there in another form, or not at all.
+        # Formats keep values: empty containers of shards may be there in another form, or not at all.
         there, expected = destination.common(), huggingface.without_framework(plan.common)
         differs = plain_difference(values_only(expected), values_only(huggingface.without_framework(there)))
         problems += [f"the common state differs{_where(differs)}"] if differs else []
@@ -193,7 +194,7 @@ def _in_whole(difference: ValueDifference, shard: ShardedTensor) -> ValueDiffere
 
 def _fingerprint_problems(plan: Plan, numbers: Mapping[str, int]) -> list[str]:
     """Return the unchanged tensors whose fingerprint isn't the one that the source stores."""
-    # An independent check: comparing reads the source twice in the same way, and would repeat a mistake of that.
+    # This check is independent: a comparison reads the source twice in the same way, and would repeat its own mistake.
     source_numbers = stored_fingerprints(plan.reader.tree.metadata)
     return [
         f"{key!r} has the fingerprint {numbers[key]:016x}, not {source_numbers[key]:016x} as the source says"
@@ -203,7 +204,7 @@ def _fingerprint_problems(plan: Plan, numbers: Mapping[str, int]) -> list[str]:
 
 
 def _box(reader: BoxReader, shard: ShardedTensor, readback: Passage) -> LazyTensor:
-    """Return what a shard's box has at the destination, which is fingerprinted as it is read."""
+    """Return a lazy tensor of a shard's box at the destination, which is fingerprinted when it is read."""
     whole = reader.whole(shard.key)
     box = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
     data: LazyTensor = readback.watch(replace(shard, data=box)).data
@@ -213,11 +214,9 @@ def _box(reader: BoxReader, shard: ShardedTensor, readback: Passage) -> LazyTens
 def _refuse(problems: Iterable[str]) -> None:
     lines = list(problems)
     if lines:
-        fix = (
-            "Don't use the destination: remove it. The medium, or the format's strategy, doesn't keep what it is given."
-        )
-        what = "convert: the destination isn't what was to be written"
-        raise IntegrityError(error_text(what, offenders=lines, fix=fix))
+        fix = "Remove the destination. The medium, or the format's strategy, doesn't keep the written bytes."
+        heading = "convert: the destination differs from what was to be written"
+        raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
 
 
 def _key_problems(

@@ -58,7 +58,7 @@ from ._single import in_one_file, single_file
 from ._source import open_alike
 from ._write import Batches, ConversionTarget, Turn, rehearse_common, rehearse_tensors, write_batches
 
-_LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
+_LEAST_BYTES = 1024 * 1024  # of memory for reading back: with less, each read would return only a few elements
 
 
 @shielded
@@ -81,52 +81,52 @@ def convert(
     save_options: SaveOptions | None = None,
     world: World | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint of any format as one of another, and return what was done.
+    """Write a checkpoint of any format in another, and return a report.
 
-    Tensors stream in batches of bounded size. After a call that was killed, the same call resumes: finished batches
-    aren't written again. The destination becomes a checkpoint only when all of it is written; then it is read back, and
-    each tensor's fingerprint compared with that of the elements that were written.
+    Tensors stream in batches of bounded size. If a call is killed, the same call resumes: finished batches aren't
+    written again. The destination becomes a checkpoint only when all of it is written; then it is read back, and each
+    tensor's fingerprint is compared with that of the written elements.
 
     Args:
-        source: where the checkpoint is.
-        destination: a folder without a checkpoint, made if it isn't there; with the format huggingface also the name
-            of a ``.safetensors`` file that isn't.
-        backend: the format, as (backend, version) or a name, which means its latest version.
-        transform: a pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards
-            that is written. The keys of the dict don't matter, those of the shards do. It records what it does to lazy
-            data; elements that it reads itself stay in memory. Or a trace of torch code, from `shardtree.trace`, which
-            passes on what isn't a tensor.
-        transform_common: a pure function from the common state, with holes where shards were, to the one that is
-            written.
-        common_backend: the format of the common state; the one that a save would choose by default.
-        layout: how whole tensors are cut: a function from a shard to counts of pieces along its axes, or patterns of
-            keys to such counts. What it leaves open is cut only where it is larger than a batch.
-        leave_out: patterns of keys that aren't converted; ``"common"`` is the common state, whose tensors, such as a
-            module's buffers, are then in the source by the keys of their paths. Whatever else isn't in the output is an
-            error.
-        plain: patterns of keys of FP8 numbers that need no scales: they may be cast by a transform though tensors that
-            lie beside them in the source, and are named like scales, are left out.
-        prune: whether what the transform doesn't pass on is left out too, as by a transform that keeps some layers.
-        max_bytes_in_flight: the most bytes that a batch holds. A format that can't stream has one batch in memory.
-        verify: whether the destination is read back and compared.
-        strategies: the dispatch table; None for the process's.
-        load_options: how the source is read, and the destination when it is compared.
-        save_options: how the destination is written; `progress` is called with the bytes that were written, and later
-            compared, since the last call.
-        world: the ranks that convert together, each with the same arguments: they share out the batches by bytes, and
-            what is compared. None for this process alone, in which the call isn't collective.
+        source: Path, URL or storage of the checkpoint.
+        destination: Folder without a checkpoint, created if missing; with the format huggingface also the name of a
+            ``.safetensors`` file that doesn't exist.
+        backend: Format of the destination, as (backend, version) or a name, which means its latest version.
+        transform: Pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards to
+            write. The keys of the result don't matter, only those of its shards. The function records operations on
+            lazy data; elements that it reads itself stay in memory. Or a trace of torch code, from `shardtree.trace`,
+            which passes on all values that aren't tensors.
+        transform_common: Pure function from the common state, with holes in place of shards, to the one to write.
+        common_backend: Format of the common state; by default the one that a save would choose.
+        layout: Number of pieces of whole tensors: a function from a shard to counts of pieces along its axes, or such
+            counts by patterns of keys. Other tensors are cut only if they are larger than a batch.
+        leave_out: Patterns of keys that aren't converted; ``"common"`` is the common state, whose tensors, such as a
+            module's buffers, are then in the source by the keys of their paths. Any other key that isn't in the output
+            is an error.
+        plain: Patterns of keys of FP8 numbers that need no scales: a transform may cast them without the tensors beside
+            them in the source that are named like scales.
+        prune: Whether keys that the transform doesn't pass on are left out too, for example by one that keeps some
+            layers.
+        max_bytes_in_flight: Upper bound of a batch's bytes. A format that can't stream has one batch in memory.
+        verify: Whether the destination is read back and compared.
+        strategies: Dispatch table; None for the process's.
+        load_options: Options for reading the source, and the destination when it is compared.
+        save_options: Options for writing the destination; `progress` is called with the bytes written, and later
+            compared, since its last call.
+        world: World of the ranks that convert together, each with the same arguments: they share the batches by bytes,
+            and the comparison. None for this process alone; the call then isn't collective.
 
     Raises:
-        NotACheckpoint: there is no source.
-        AlreadyACheckpoint: the destination has a checkpoint, or is a file.
-        StorageError: it names a file that isn't written, such as ``pytorch_model.bin``.
-        KeyMismatch: a key of the source is neither used nor left out nor pruned, or a pattern names nothing.
-        IntegrityError: the output's shards don't tile their tensors, or the destination isn't what was written.
-        ShapeError: quantised values would be cast without their scales.
-        UnsupportedValue: the format can't hold something.
-        StrategyError: the format can't be written.
-        RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
-            share.
+        NotACheckpoint: There is no source.
+        AlreadyACheckpoint: The destination has a checkpoint, or is a file.
+        StorageError: The destination names a file that isn't written, such as ``pytorch_model.bin``.
+        KeyMismatch: A key of the source is neither used nor left out nor pruned, or a pattern matches nothing.
+        IntegrityError: The output's shards don't tile their tensors, or the destination differs from what was to be
+            written.
+        ShapeError: Quantised values would be cast without their scales.
+        UnsupportedValue: The format can't hold some value.
+        StrategyError: The format can't be written.
+        RemoteError: One of several ranks failed; raised on every rank. It is also of the class that the failures share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -145,7 +145,7 @@ def convert(
     def look() -> tuple[LoadOptions, ConversionTarget]:
         reading = given_options("convert", load_options, LoadOptions)
         writing = given_options("convert", save_options, SaveOptions)
-        writing = replace(writing, progress=in_turn(writing.progress))  # of batches side by side
+        writing = replace(writing, progress=in_turn(writing.progress))  # batches are written side by side
         return reading, _destination(destination, backend, common_backend, strategies, writing)
 
     (reading, target), nonces = share(world, "convert: meet", look, lambda _: secrets.token_hex(), given=arguments)
@@ -162,7 +162,7 @@ def convert(
             prune=prune,
             layout=layout,
             most_bytes=max_bytes_in_flight,
-            # Of one batch: no other may add to a file there. It streams, whatever its size.
+            # One batch only: no other may add to a file there. It streams, whatever its size.
             cuts=can(target.storage).write_parts is not None or not traits.shares_files,
         )
         where = (target.storage, checkpoint, target.formats.backends, plan.batches, strategies)
@@ -171,7 +171,7 @@ def convert(
 
     (plan, journal), outcomes = share(world, "convert: plan", prepare, lambda own: (own[1].folder, own[1].common))
     _check_same_plan(outcomes)
-    # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
+    # Formats ask for a few MiB at a time; if each read is a request, many of these are fetched at once.
     passage = Passage(group_bytes(plan.reader), has_sums=verify)
     earlier, may_be_others = _write(target, journal, plan, passage, world)
     check = None
@@ -197,7 +197,7 @@ def _destination(
 
 
 def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
-    """Raise unless all ranks have planned the same conversion, by journals' names and hashes of common states."""
+    """Raise an error unless ranks agree about the conversion, by journals' names and hashes of common states."""
     for what, values in zip(("other bytes", "another common state"), zip(*outcomes, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
@@ -214,7 +214,7 @@ def _check(
     options: LoadOptions,
     world: World,
 ) -> CheckResult:
-    """Read back what was written, and return what was found equal; what isn't is never gone on with."""
+    """Read the destination back, and return the results of the check; raise an error if it differs."""
     try:
         where = target.storage if target.single is None else target.single.place()
         strategies, progress = target.formats.strategies, target.options.progress
@@ -222,7 +222,7 @@ def _check(
         return check_destination(tree, plan, passage, most_bytes, progress, world)
     except (IntegrityError, CorruptCheckpoint) as error:
         if target.single is not None and target.single.is_there:
-            raise target.single.refusal() from error  # of another program
+            raise target.single.refusal() from error  # another program has made the file
         if world.rank == 0 and isinstance(error, IntegrityError):
             forget(journal)
         raise
@@ -243,10 +243,10 @@ def _finish(target: ConversionTarget, journal: Journal, *, is_old: bool) -> None
 
 
 def _write(target: ConversionTarget, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
-    """Write what isn't written yet, and return how many batches were, and whether an existing checkpoint isn't ours.
+    """Write the missing batches; return the number of batches already written, and whether the destination is foreign.
 
     Raises:
-        AlreadyACheckpoint: there is one that this conversion hasn't begun.
+        AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
     """
     common = {} if plan.common is HOLE else plan.common
     with ExitStack() as claims:
@@ -266,24 +266,24 @@ def _write(target: ConversionTarget, journal: Journal, plan: Plan, passage: Pass
             raise
 
 
-_UNFINISHED, _OURS, _OF_OTHERS = range(3)  # what is at the destination
+_UNFINISHED, _OURS, _OF_OTHERS = range(3)  # kinds of checkpoints at the destination
 
 
 def _begin_or_resume(
     target: ConversionTarget, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, claims: ExitStack
 ) -> tuple[str, int]:
-    """Return the name of the save, begun now or earlier, and what is at the destination; on rank 0.
+    """Return the name of the save, begun now or earlier, and the kind of checkpoint at the destination; on rank 0.
 
     Args:
-        target: where to.
-        journal: of the conversion.
-        tensors: what will be written.
-        common: likewise.
-        claims: until it is closed, the save is known to be alive.
+        target: Place and format of the destination.
+        journal: Journal of the conversion.
+        tensors: Tensors to write.
+        common: Common state to write.
+        claims: Stack that marks the save as alive until it is closed.
 
     Raises:
-        AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
-        UnsupportedValue: the format can't hold something.
+        AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
+        UnsupportedValue: The format can't hold some value.
     """
     storage = target.storage
     if target.single is not None and target.single.is_there:
@@ -291,12 +291,12 @@ def _begin_or_resume(
     save_id, start, is_there = _look(target, journal)
     if is_there:
         return save_id, _state_of_committed(target, save_id)
-    # What the format can't hold should fail now, not after hours of writing.
+    # Values that the format can't hold should fail now, not after hours of writing.
     rehearse_tensors(target, tensors, common)
     rehearse_common(target, common)
     if start is None and save_is_alive(storage, save_id):
-        what = f"convert: the same conversion to {storage.where()!r} is in progress"
-        raise StorageError(error_text(what, fix="Wait for it; a call after it was killed goes on with it."))
+        heading = f"convert: the same conversion to {storage.where()!r} is in progress"
+        raise StorageError(error_text(heading, fix="Wait for it; a call after it was killed resumes it."))
     begun = None if start is None else _begin(target, journal, start)
     alone, durable = not target.formats.in_save_folder, target.options.durable
     claims.enter_context(owned(storage, save_id, durable=durable, has_note=begun is not None, alone=alone))
@@ -311,17 +311,17 @@ def _begin_or_resume(
         disown(storage, save_id)
         raise _conflict(target)
     if start is None:
-        abort_uploads(journal)  # of the call that is gone on with
-    if not can(storage).late_requests:  # else after the commit, which turns away what they may have sent
+        abort_uploads(journal)  # of the call that is resumed
+    if not can(storage).late_requests:  # otherwise after the commit, which turns away late requests of killed calls
         remove_others(journal)
     return save_id, _UNFINISHED
 
 
 def _look(target: ConversionTarget, journal: Journal) -> tuple[str, Start | None, bool]:
-    """Return the name of the save, how it starts unless an earlier call has begun it, and if it may be committed.
+    """Return the name of the save, its start unless an earlier call has begun it, and whether it may be committed.
 
     Raises:
-        AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
+        AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
     """
     with listed(target.storage, deep=False) as listing:  # one look for all questions
         save_id = begun_save(journal) if journal.folder in listing.names() else None
@@ -345,17 +345,17 @@ def _state_of_committed(target: ConversionTarget, save_id: str) -> int:
 
 
 def _conflict(target: ConversionTarget) -> AlreadyACheckpoint:
-    """Return the error of a destination that holds a checkpoint which this conversion hasn't made."""
+    """Return the error for a destination with a checkpoint that this conversion hasn't made."""
     if target.single is not None:
         return target.single.conflict()
-    what = f"convert: {target.storage.where()!r} already holds a checkpoint"
-    return AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))
+    heading = f"convert: {target.storage.where()!r} already holds a checkpoint"
+    return AlreadyACheckpoint(error_text(heading, fix="Convert to another folder."))
 
 
 def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
     if rank and begun_save(journal) != save_id:
-        what = f"convert: {journal.storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it"
-        raise StorageError(error_text(what, fix="Convert to a folder on storage that all ranks share."))
+        heading = f"convert: {journal.storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it"
+        raise StorageError(error_text(heading, fix="Convert to a folder on storage that all ranks share."))
 
 
 def _begin(target: ConversionTarget, journal: Journal, start: Start) -> Claim:
@@ -363,7 +363,7 @@ def _begin(target: ConversionTarget, journal: Journal, start: Start) -> Claim:
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     with ExitStack() as undo:
         claim, folder = make_folder(pending, target.formats, undo)
-        undo.pop_all()  # a failure after this is resumed from
+        undo.pop_all()  # a later call resumes after a failure from here on
     if folder is not None:
         folder.wait()  # here, since each batch has a pending save of its own
     begin_journal(journal, pending.save_id, durable=target.options.durable)

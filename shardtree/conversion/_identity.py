@@ -1,4 +1,4 @@
-"""The identity of a conversion: the source's bytes, the format, and how each piece is made of the source."""
+"""The identity of a conversion: the source's bytes, the format, and the derivation of each piece from the source."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def contents_of(batches: Sequence[Batch], *, nonce: str, allow_pickle: bool) -> 
     """Return the identity of each batch's tensors and objects, as values of JSON.
 
     Args:
-        batches: What is written.
-        nonce: Stand-in for what can't be hashed, which makes it equal to nothing.
+        batches: Batches to write.
+        nonce: Stand-in for a value that can't be hashed, which makes it equal to nothing.
         allow_pickle: Whether values are pickled.
     """
     hashes: dict[int, str] = {}
@@ -33,7 +33,7 @@ def contents_of(batches: Sequence[Batch], *, nonce: str, allow_pickle: bool) -> 
 
 
 def common_hash(common: Any) -> str:
-    """Return the hash of a common state; an empty text where it has values that only its format can write, or pickles.
+    """Return the hash of a common state; an empty text if only its format can write some value, or it has pickles.
 
     Pickles of equal sets differ from process to process.
     """
@@ -44,7 +44,7 @@ def common_hash(common: Any) -> str:
 
 
 def source_of(source: Checkpoint) -> Any:
-    """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
+    """Return a checkpoint's own digest, or else the names, lengths and modification times of its files."""
     own_digest = source.fields.get("digest")
     if isinstance(own_digest, str):
         return own_digest
@@ -66,7 +66,7 @@ def _data(data: Any, hashes: dict[int, str], nonce: str) -> Any:
 
 
 def _source(source: Any, hashes: dict[int, str], nonce: str) -> str:
-    """Return the hash of what a lazy tensor is a view of, computed once for all views."""
+    """Return the hash of a lazy tensor's source, computed once for all its views."""
     if id(source) not in hashes:
         # A caller's function can't be hashed: such a conversion begins anew each time.
         parts = [nonce] if source.made_of is None else source.made_of

@@ -1,8 +1,8 @@
-"""The journal that a conversion keeps in its destination to go on after it was killed.
+"""The journal that a conversion keeps in its destination, to be resumed after it was killed.
 
-The journal is a hidden folder with the conversion's hash in its name: another conversion's half is never gone on with.
-For each batch it holds the names of its files, written before they are, and then what writing the batch returned, with
-the files' lengths.
+The journal is a hidden folder with the conversion's hash in its name, so that no other conversion resumes it.
+For each batch it holds the names of its files, recorded before they are written, and then the result of writing the
+batch, with the files' lengths.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from ._plan import Batch
 _PREFIX = ".convert-"
 _BEGUN = "begun.json"
 _SAVE = re.compile(r"save-[0-9A-Za-z-]+")
-_NAMES_IN_A_LIST = 64  # since the list is written again for each name
+_NAMES_IN_A_LIST = 64  # few, since the list is written again for each name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Journal:
-    """The folder in which a conversion records what is done.
+    """The folder in which a conversion records its finished batches.
 
     Attributes:
-        storage: the destination.
-        folder: the journal's own, in there.
-        packages: whose classes may be in it.
-        common: the hash of the common state that is written.
+        storage: Storage of the destination.
+        folder: Name of the journal's folder in it.
+        packages: Packages whose classes may be in it.
+        common: Hash of the common state to write.
     """
 
     storage: Storage
@@ -63,7 +63,7 @@ class Journal:
     common: str = ""
 
 
-_VERSION = 1  # of the journal and of what is hashed
+_VERSION = 1  # of the journal and of the hashed values
 
 
 def journal_of(
@@ -77,27 +77,27 @@ def journal_of(
     nonce: str,
     allow_pickle: bool,
 ) -> Journal:
-    """Return the journal of a conversion: two with the same one write the same files.
+    """Return the journal of a conversion; conversions with the same journal write the same files.
 
     Tensors and objects that a transform has made itself are hashed by value.
 
     Args:
-        storage: the destination.
-        source: what is converted.
-        backends: of the destination.
-        batches: what is written.
-        strategies: the dispatch table; None for the process's.
-        common: the common state, which ranks compare. Journals are told apart by it only where the files of tensors
-            have some of it.
-        nonce: another one in each call, and the same on all its ranks: the hash of what can't be hashed.
-        allow_pickle: whether values are pickled.
+        storage: Storage of the destination.
+        source: Checkpoint to convert.
+        backends: Backends of the destination.
+        batches: Batches to write.
+        strategies: Dispatch table; None for the process's.
+        common: Common state, which ranks compare. It distinguishes journals only if the files of tensors contain some
+            of it.
+        nonce: A new value in each call, the same on all its ranks: the hash of values that can't be hashed.
+        allow_pickle: Whether values are pickled.
     """
     contents = contents_of(batches, nonce=nonce, allow_pickle=allow_pickle)
     own_hash = common_hash(common)
     in_files = [own_hash] if traits_of(*backends[0], strategies).writes_common else []
     name = digest(canonical_json([_VERSION, source_of(source), backends, allow_pickle, contents, *in_files]))
     table = table_of(strategies)
-    # Only those rows: looking up another format's would import it.
+    # Only these rows are looked up: another format's row would import it.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
     return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}), own_hash)
 
@@ -106,7 +106,7 @@ def journal_of(
 
 
 def begun_save(journal: Journal) -> str | None:
-    """Return the name of the save that this conversion has begun already, None if it hasn't.
+    """Return the name of the save that this conversion has begun already; None if it hasn't.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -128,7 +128,7 @@ def begin_journal(journal: Journal, save_id: str, *, durable: bool) -> None:
 
 def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
     """Return a callback that records each file's name before a batch writes it, so that the file can be removed."""
-    # Not durable: a lost name leaves at most a file that no index names.
+    # It isn't durable: a lost name leaves at most a file that no index names.
     numbers, names, lock = count(), list[str](), Lock()
 
     def announce(name: str) -> None:
@@ -143,14 +143,14 @@ def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
 
 
 def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, durable: bool) -> None:
-    """Record that a batch is written; one whose result can't be stored will be written again.
+    """Record that a batch is written; a batch whose result can't be stored will be written again.
 
     Args:
-        journal: the conversion's.
-        batch: its number.
-        result: what writing returned, which the commit needs.
-        names: of the files that it has written; those that are gone by now were of use to it alone.
-        durable: whether the record is on the medium before this returns.
+        journal: Journal of the conversion.
+        batch: Number of the batch.
+        result: Result of writing, which the commit needs.
+        names: Names of the files that the batch has written; removed ones were temporary files of its own.
+        durable: Whether the record is on the medium before this returns.
     """
     files = [*names]
     sizes = in_threads(journal.storage.length, files, threads_of(journal.storage, None) or 1)
@@ -163,11 +163,11 @@ def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, d
 
 
 def results_of(journal: Journal, batches: int) -> dict[int, Any]:
-    """Return the results of the batches that are written, by number, whose files are as long as they were then.
+    """Return the results of the written batches, by number, if their files still have their recorded lengths.
 
     Args:
-        journal: the conversion's.
-        batches: how many there are.
+        journal: Journal of the conversion.
+        batches: Number of batches.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -176,7 +176,7 @@ def results_of(journal: Journal, batches: int) -> dict[int, Any]:
         >>> results_of(journal, 8)
         {3: ('written', 4)}
     """
-    # One listing: a new conversion of many batches doesn't look for each of them.
+    # They are listed once: a new conversion of many batches doesn't look for each of them.
     there = {*journal.storage.names(journal.folder)}
     results = {number: _result(journal, name) for number in range(batches) if (name := _done_file(number)) in there}
     return {number: result for number, result in results.items() if result is not HOLE}
@@ -187,13 +187,13 @@ def _done_file(batch: int) -> str:
 
 
 def _result(journal: Journal, name: str) -> Any:
-    """Return a batch's result, `HOLE` if it can't be read, or a file was removed or cut since."""
+    """Return a batch's result; `HOLE` if it can't be read, or a file was removed or cut since."""
     data = journal.storage.read(f"{journal.folder}/{name}")
     try:
-        # Decoded twice: the first time to find which classes occur, of which only those that are loaded are used.
+        # The result is decoded twice: first to find the classes in it, of which only loaded ones are used then.
         fields = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
         lengths, result = fields["lengths"], fields["result"]
-        # As by a power failure without `durable`.
+        # A power failure without `durable` may have such an effect.
         is_there = all(journal.storage.length(file) == length for file, length in lengths.items())
     except (CheckpointingException, KeyError, TypeError, AttributeError):
         return HOLE
@@ -201,7 +201,7 @@ def _result(journal: Journal, name: str) -> Any:
 
 
 def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
-    """Return the classes of the records in a tree, as far as they are loaded; a file must not make us import any."""
+    """Return the classes of the records in a tree that are loaded already; a file must not trigger an import."""
     names = {name for name in _type_names(tree) if name.partition(".")[0] in packages}
     found = {name: [kind for address in addresses_of(name) if (kind := _loaded(address))] for name in names}
     return tuple(kinds[0] for kinds in found.values() if kinds)
@@ -209,7 +209,7 @@ def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
 
 def _loaded(address: str) -> type | None:
     module, _, name = address.rpartition(".")
-    # Not getattr: a package's own __getattr__ may import what it is asked for.
+    # getattr isn't used: a package's own __getattr__ may import a module.
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     return kind if isinstance(kind, type) else None
 
@@ -244,7 +244,7 @@ def remove_others(journal: Journal) -> None:
     for other in (Journal(storage, folder) for folder in others):
         save_id, names = begun_save(other), [name for name in files_of(other) if name not in keep]
         if save_id is not None and save_is_alive(storage, save_id):
-            continue  # in a folder of its own; the first of the two to finish wins
+            continue  # it has a folder of its own; the first of the two to finish wins
         abort_uploads(other)
         remove_files(storage, names)
         folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
@@ -254,7 +254,7 @@ def remove_others(journal: Journal) -> None:
 
 
 def abort_uploads(journal: Journal) -> None:
-    """Give up the uploads that a killed call of this conversion has left open."""
+    """Abort the uploads that a killed call of this conversion has left open."""
     names, save_id = {*files_of(journal)}, begun_save(journal)
     abort_open_uploads(journal.storage, lambda name, _: name in names or name.partition("/")[0] == save_id)
 
@@ -279,11 +279,11 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
     """Return a storage that records the files written through it, so that they can be checked or removed.
 
     Args:
-        storage: where the files are.
-        announce: called with a file's name before it is written for the first time.
+        storage: Storage of the files.
+        announce: Callback with a file's name before it is written for the first time.
 
     Returns:
-        The storage, and the names of the files that were written, some of which may be gone; filled as they are.
+        The storage, and the names of the files written so far, some of which may be gone; the set is filled by writes.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -296,7 +296,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
 
     def wrap(kind: str, call: Function) -> Function | None:
         if kind in ("sibling", "siblings"):
-            return None  # a conversion replaces nothing, and what other saves have left beside it isn't its own
+            return None  # a conversion replaces nothing, and files that other saves have left beside it aren't its own
         if kind == "write":
             return lambda name, buffers, **options: _behind(partial(noting(call, name), name), buffers, options)
         if kind == "write_parts":
@@ -321,11 +321,12 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
 
 
 _KEPT = range(256 * 1024, 16 * 1024 * 1024)
-"""Bytes of buffers that are copied: smaller ones cost less than that, and larger ones are mostly whole tensors."""
+"""Size below which buffers are copied: copying a small one costs less than a wait, and larger ones are mostly whole
+tensors."""
 
 
 def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) -> Any:
-    """Write buffers, or parts, while those that follow are read; what is in memory already is written at once."""
+    """Write buffers, or parts, while the next ones are read; pieces in memory are written at once."""
     if isinstance(pieces, Sequence):
         return write(pieces, **options)
     memory = HostMemory()

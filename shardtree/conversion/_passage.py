@@ -1,4 +1,4 @@
-"""What passes from a conversion's source to its destination: read once, in large windows, and fingerprinted then."""
+"""The elements that a conversion moves: read once, in large windows, and fingerprinted then."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..inspection import in_usual_threads
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """What the elements that are written pass through when the format's own functions read them.
+    """A window through which the format's own functions read the elements to write.
 
     Attributes:
-        window_bytes: how much of a large tensor is read at a time; 0 for as much as is asked for.
-        has_sums: whether elements are fingerprinted at all.
+        window_bytes: Size of the part of a large tensor that is read at a time; 0 for as much as is requested.
+        has_sums: Whether elements are fingerprinted at all.
     """
 
     window_bytes: int
     has_sums: bool
-    # By box: what a format reads twice counts once.
+    # Sums are kept by box: an element that a format reads twice counts once.
     _parts: dict[str, dict[Box, PartialFingerprint]] = field(default_factory=lambda: defaultdict(dict))
 
     def watch(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
@@ -39,11 +39,11 @@ class Passage:
         return replace(shard, data=of_source(_WatchedSource(self, shard, turn)))
 
     def sums(self) -> dict[str, PartialFingerprint]:
-        """Return the fingerprints of what has passed here, by key."""
+        """Return the fingerprints of the elements that were read here, by key."""
         return {key: _sum(list(parts.values())) for key, parts in self._parts.items() if parts}
 
     def add(self, shard: ShardedTensor, offset: tuple[int, ...], data: torch.Tensor) -> None:
-        """Note the elements of a box of a shard."""
+        """Add the elements of a box of a shard to the sums."""
         if not self.has_sums:
             return
         axes = shard.prepend_axis_num
@@ -55,7 +55,7 @@ class Passage:
 
 
 def passed_fingerprints(sums_by_rank: Sequence[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
-    """Return the fingerprints of those tensors all of whose elements have passed, given the sums of all ranks."""
+    """Return the fingerprints of the tensors whose elements were all read, from the sums of all ranks."""
     counts = Counter[str]()
     for sums in sums_by_rank:
         counts.update({key: part.elements for key, part in sums.items()})
@@ -70,12 +70,12 @@ def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
 
 @dataclass(slots=True, eq=False)
 class ReadTurn:
-    """A batch's turn to be read: no two batches are in memory, though those before may still be on their way.
+    """A batch's turn to be read: no two batches are in memory, though earlier ones may still be on their way.
 
     Attributes:
-        gate: of the conversion; closed while a batch is read.
-        begin: called when the turn comes.
-        rest: how many elements are still to be read.
+        gate: Gate of the conversion; closed while a batch is read.
+        begin: Callback at the beginning of the turn.
+        rest: Number of elements still to be read.
     """
 
     gate: Lock
@@ -85,7 +85,7 @@ class ReadTurn:
     _has_begun: bool = False
 
     def wait(self) -> None:
-        """Wait for the turn, before a read; once it is over, nothing waits for it any more."""
+        """Wait for the turn, before a read; nothing waits for it once it is over."""
         with self._lock:
             if not self._has_begun:
                 self.gate.acquire()
@@ -93,20 +93,20 @@ class ReadTurn:
                 self.begin()
 
     def count(self, elements: int) -> None:
-        """Note a read, of which the last one ends the turn."""
+        """Count the elements of a read; the last one ends the turn."""
         with self._lock:
             if self._has_begun and self.rest > 0 and self.rest <= elements:
                 self.gate.release()
             self.rest -= elements
 
     def end(self) -> None:
-        """End the turn, whatever was read."""
+        """End the turn, even if elements are left."""
         self.count(self.rest)
 
 
 @dataclass(slots=True, eq=False)
 class _WatchedSource:
-    """The source of a shard's lazy data, of which a part is in memory: what is asked for next mostly lies there."""
+    """The source of a shard's lazy data, with a window of it in memory: the next request mostly lies in it."""
 
     passage: Passage
     shard: ShardedTensor
@@ -144,7 +144,7 @@ class _WatchedSource:
         if most_bytes < 2 * prod(shape) * data.itemsize or shape == sizes:
             return data.read_box(offset, shape)
         steps = zip(box_shape(sizes, most_bytes // data.itemsize), shape, strict=True)
-        # A multiple of what is asked for, so that the next box lies in the same window or in the next one.
+        # The window is a multiple of the request, so that the next box lies in the same window or in the next one.
         cell = [max(step // length * length, length) for step, length in steps]
         low = tuple(start // step * step for start, step in zip(offset, cell, strict=True))
         room = tuple(min(step, size - start) for step, size, start in zip(cell, sizes, low, strict=True))
@@ -153,8 +153,8 @@ class _WatchedSource:
             return data.read_box(offset, shape)
         window = self.window
         if window is None or low != self.low or window.shape != room:
-            self.window = None  # before more is read: two windows would take twice the memory
+            self.window = None  # before the next window is read: two would take twice the memory
             self.low, self.window = low, (window := data.read_box(low, room))
         if all(start + length == size for start, length, size in zip(offset, shape, sizes, strict=True)):
-            self.window = None  # boxes come in order: nothing else is asked for, and the batch has more tensors
+            self.window = None  # boxes come in order: this was the last request, and the batch has more tensors
         return window[slices(within, shape)]

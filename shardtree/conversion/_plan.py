@@ -1,4 +1,4 @@
-"""The plan of a conversion: which shards are written, in which batches, and what of the source stays unused."""
+"""The plan of a conversion: the shards to write, their batches, and the unused parts of the source."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def unused_elements(
     objects: Sequence[ShardedObject],
     reads: Iterable[Fetch],
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return which keys of the source don't reach the output, and how many elements of tensors that do so in part.
+    """Return the source's keys that aren't in the output, and the number of unused elements of partly used tensors.
 
     Args:
-        source: the transform's input.
-        tensors: its output.
-        objects: likewise.
-        reads: the boxes that it has read itself.
+        source: Input of the transform.
+        tensors: Tensors of its output.
+        objects: Objects of its output.
+        reads: Boxes that it has read itself.
     """
     boxes = _used_boxes(tensors, reads)
     used = {item.data.unique_key for item in objects if isinstance(item.data, StoredObject)} | boxes.keys()
@@ -64,27 +64,27 @@ def unused_elements(
 
 def _refuse_unused_keys(keys: Sequence[str]) -> None:
     if keys:
-        what = "convert: the output lacks what the source holds"
+        heading = "convert: the output lacks keys of the source"
         fix = "Let the transform pass them on, name them by patterns with leave_out=[...], or pass prune=True."
-        raise KeyMismatch(error_text(what, offenders=map(repr, keys), fix=fix))
+        raise KeyMismatch(error_text(heading, offenders=map(repr, keys), fix=fix))
 
 
 def _refuse_untaken(untaken: Mapping[str, str], leave_out: Sequence[str]) -> None:
     named = key_matcher([pattern for pattern in leave_out if pattern != COMMON])
     lost = [reasoned(untaken, name) for name in sorted(untaken) if not named(name)]
     if lost:
-        what = "convert: the source holds what can't be carried over"
+        heading = "convert: the source has values that can't be converted"
         fix = "Name it by patterns with leave_out=[...], or pass prune=True."
-        raise KeyMismatch(error_text(what, offenders=lost, fix=fix))
+        raise KeyMismatch(error_text(heading, offenders=lost, fix=fix))
 
 
 def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]) -> None:
-    """Raise unless shards make whole tensors of different keys, and objects have different unique keys.
+    """Raise an error unless shards make whole tensors of different keys, and objects have different unique keys.
 
     Raises:
-        IntegrityError: names every key, and what is missing or there twice; flat shards are refused too.
+        IntegrityError: Some don't, or are flat; the error names every key, with missing and repeated elements.
     """
-    # Flat shards: batches are cut as boxes, and a flat range of a box isn't one.
+    # Flat shards are refused: batches are cut as boxes, and a flat range of a box isn't one.
     problems = [f"{problem.key!r}: {problem.what}" for problem in access_problems(shard_columns(tensors))]
     names = Counter(item.unique_key for item in objects)
     keys = {shard.key for shard in tensors}
@@ -101,14 +101,14 @@ def _has_elements(shard: Shard) -> bool:
 
 
 def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Boxes:
-    """Return the boxes of each source tensor that are used, each with how many of its elements at most."""
+    """Return the used boxes of each source tensor, each with an upper bound of its used elements."""
     boxes: _Boxes = defaultdict(set)
     for fetch in reads:
         _add(boxes, fetch, prod(fetch.shape))
     for shard in tensors:
         if isinstance(shard.data, LazyTensor):
             fetches = shard.data.fetches
-            # The box around a view can hold more elements than the view: that of every second row does.
+            # The box around a view can hold more elements than the view, for example that of every second row.
             most = shard.data.numel() if len(fetches) == 1 else None
             for fetch in fetches:
                 _add(boxes, fetch, prod(fetch.shape) if most is None else min(most, prod(fetch.shape)))
@@ -121,8 +121,8 @@ def _add(boxes: _Boxes, fetch: Fetch, count: int) -> None:
 
 
 def _coverage(boxes: set[tuple[tuple[int, ...], tuple[int, ...], int]]) -> int:
-    """Return how many elements lie in some box, as far as their counts allow."""
-    # The smaller of two upper bounds: boxes may overlap, and a view may use fewer elements than its box has.
+    """Return the number of elements in any box, as far as their counts allow."""
+    # It is the smaller of two upper bounds: boxes may overlap, and a view may use fewer elements than its box has.
     places = sorted({(offset, shape) for offset, shape, _ in boxes})
     begin, shape = (np.array(column, dtype=np.int64).reshape(len(places), -1) for column in zip(*places, strict=True))
     return min(_union(begin, begin + shape), sum(count for *_, count in boxes))
@@ -136,7 +136,7 @@ def _union(begin: Column, end: Column) -> int:
     total, before, volume = 0, b"", 0
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         inside = (begin[:, 0] <= low) & (end[:, 0] > low)
-        if inside.tobytes() != before:  # neighbouring slabs mostly meet the same boxes: one recursion for all
+        if inside.tobytes() != before:  # neighbouring slabs mostly meet the same boxes: one recursion serves them all
             before = inside.tobytes()
             volume = _union(begin[inside, 1:], end[inside, 1:]) if inside.any() else 0
         total += (high - low) * volume
@@ -147,19 +147,19 @@ def _union(begin: Column, end: Column) -> int:
 
 Counts = Sequence[int]
 Cutting = Callable[[ShardedTensor], Counts | None] | Mapping[str, Counts] | None
-"""Into how many pieces each axis is cut: a function from a whole tensor, or patterns of keys; None to leave it open."""
+"""Number of pieces along each axis: a function from a whole tensor, or counts by key pattern; None for no demand."""
 
-_MOST_PIECES = 2**16  # of a tensor, which planning takes seconds for: 16 TiB, where nothing else is said
-_OBJECTS = 64  # in a batch: their size isn't known before they are read
+_MOST_PIECES = 2**16  # per tensor, which planning takes seconds for: 16 TiB by default
+_OBJECTS = 64  # per batch: their size isn't known before they are read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What is written at a time, as one rank of a save would.
+    """The tensors and objects that are written together, as one rank of a save would write them.
 
     Attributes:
-        tensors: pieces of tensors.
-        objects: sharded objects.
+        tensors: Pieces of tensors.
+        objects: Sharded objects.
     """
 
     tensors: tuple[ShardedTensor, ...] = ()
@@ -167,7 +167,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """The length in bytes of the pieces."""
+        """The size of the pieces in bytes."""
         return sum(_nbytes(shard) for shard in self.tensors)
 
 
@@ -179,17 +179,17 @@ def batches_of(
     *,
     cuts: bool = True,
 ) -> list[Batch]:
-    """Return the batches, in the order in which they are written; at least one.
+    """Return the batches in the order of writing; at least one.
 
     Args:
-        tensors: boxes of tensors, in the order in which they are written.
-        objects: come first, so that a format that can't hold them fails before anything is written.
-        layout: how whole tensors are cut; those that it doesn't name are cut if they are larger than a batch.
-        most_bytes: in a batch, unless a piece that `layout` asks for is larger.
-        cuts: whether a tensor that is larger than a batch is cut; else it is a batch of its own.
+        tensors: Boxes of tensors, in the order of writing.
+        objects: Objects, which come first, so that a format that can't hold them fails before anything is written.
+        layout: Number of pieces of whole tensors; others are cut if they are larger than a batch.
+        most_bytes: Upper bound of a batch's bytes, unless a piece that `layout` asks for is larger.
+        cuts: Whether a tensor that is larger than a batch is cut; else it is a batch of its own.
 
     Raises:
-        KeyMismatch: `layout` has a pattern that fits no key.
+        KeyMismatch: `layout` has a pattern that matches no key.
         ShapeError: `layout` gives something else than a count for each axis.
     """
     counts_of = _counts_function(layout, tensors)
@@ -211,12 +211,15 @@ def _counts_function(layout: Cutting, tensors: Sequence[ShardedTensor]) -> Calla
         return layout
     if not isinstance(layout, Mapping) or not all(isinstance(pattern, str) for pattern in layout):
         expected = "a function from a shard, or a dict from patterns of keys, to counts of pieces"
-        raise ShapeError(error_text("convert: layout", found=repr(layout)[:200], expected=expected))
-    rows, keys = [(key_matcher([pattern]), counts) for pattern, counts in layout.items()], {one.key for one in tensors}
+        raise ShapeError(error_text("convert: wrong layout", found=repr(layout)[:200], expected=expected))
+    rows, keys = (
+        [(key_matcher([pattern]), counts) for pattern, counts in layout.items()],
+        {shard.key for shard in tensors},
+    )
     nothing = [pattern for pattern, (fits, _) in zip(layout, rows, strict=True) if not any(map(fits, keys))]
     if nothing:
-        what = "convert: layout has patterns that fit no key of the output"
-        raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, keys)))
+        heading = "convert: layout has patterns that match no key of the output"
+        raise KeyMismatch(error_text(heading, offenders=near_patterns(nothing, keys)))
     note_shell_patterns("convert: layout", layout, keys)
     return lambda shard: next((counts for fits, counts in rows if fits(shard.key)), None)
 
@@ -242,7 +245,9 @@ def _cell(shard: ShardedTensor, counts: Any) -> tuple[int, ...]:
     pieces = [as_int(count) or 0 for count in counts] if isinstance(counts, (tuple, list)) else []
     if len(pieces) != len(shape) or any(count < 1 for count in pieces):
         expected = f"{len(shape)} counts of pieces, one for each axis of {shape}"
-        raise ShapeError(error_text(f"convert: layout of {shard.key!r}", found=repr(counts)[:200], expected=expected))
+        raise ShapeError(
+            error_text(f"convert: wrong layout of {shard.key!r}", found=repr(counts)[:200], expected=expected)
+        )
     return tuple(max(1, -(-size // count)) for size, count in zip(shape, pieces, strict=True))
 
 
@@ -273,15 +278,15 @@ class Plan:
     """The plan of a conversion.
 
     Attributes:
-        reader: reads the source.
-        tensors: what is written, uncut.
-        objects: what is written.
-        common: the common tree that is written, with holes where shards were; `HOLE` where it is left out.
-        batches: pieces of the tensors, and the objects, in the order in which they are written.
-        left_out: keys and unique keys that the transform didn't get, what of the source can't be read, and the paths of
-            tensors in a common state that is left out which couldn't be written by the keys of their paths.
-        unused: (key, elements) of tensors of which the output has only a part.
-        unchanged_keys: those of tensors that the transform returned as they were.
+        reader: Reader of the source.
+        tensors: Tensors to write, uncut.
+        objects: Objects to write.
+        common: Common tree to write, with holes in place of shards; `HOLE` if it is left out.
+        batches: Pieces of the tensors, and the objects, in the order of writing.
+        left_out: Keys and unique keys that the transform didn't get; unreadable values of the source; and paths of
+            tensors in a common state that is left out, if they couldn't be written by the keys of their paths.
+        unused: (key, elements) of tensors of which only a part is in the output.
+        unchanged_keys: Keys of tensors that the transform returned unchanged.
     """
 
     reader: BoxReader
@@ -297,8 +302,8 @@ class Plan:
 def _checked_bytes(most_bytes: object) -> int:
     number = as_int(most_bytes)
     if number is None or number < 1:
-        what = "convert: max_bytes_in_flight"
-        raise StorageError(error_text(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
+        heading = "convert: max_bytes_in_flight is too small or no number"
+        raise StorageError(error_text(heading, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
     return number
 
 
@@ -314,13 +319,13 @@ def plan_conversion(
     most_bytes: int,
     cuts: bool = True,
 ) -> Plan:
-    """Return the plan of a conversion; of the source only metadata and the common state are read.
+    """Return the plan of a conversion; only metadata and the common state of the source are read.
 
     Raises:
-        KeyMismatch: a key is neither used nor left out nor pruned, or a pattern names nothing.
-        IntegrityError: the output's shards don't tile their tensors.
-        TreeError: the transform returned something that isn't a shard.
-        ShapeError: quantised values are cast whose scales aren't used.
+        KeyMismatch: A key is neither used nor left out nor pruned, or a pattern matches nothing.
+        IntegrityError: The output's shards don't tile their tensors.
+        TreeError: The transform returned a value that isn't a shard.
+        ShapeError: Quantised values are cast, and their scales aren't used.
     """
     most = _checked_bytes(most_bytes)
     reads: list[Fetch] = []
@@ -351,9 +356,9 @@ def plan_conversion(
 def _refuse_without_scales(
     tensors: Sequence[ShardedTensor], metadata: Metadata, unused: Set[str], plain: Sequence[str]
 ) -> None:
-    """Raise where quantised values are cast, and scales that lie beside them in the source don't reach the output.
+    """Raise an error if quantised values are cast, and scales beside them in the source aren't in the output.
 
-    Scales that a transform gets are its own affair: `cast` refuses such values, `recode` uses the scales.
+    Scales that a transform receives are its own affair: `cast` refuses such values, `recode` uses the scales.
     """
     is_plain = plain_matcher("convert", plain, lambda: metadata)
     pairs = (pair for shard in tensors if isinstance(shard.data, LazyTensor) for pair in cast_sources(shard.data))
@@ -380,5 +385,7 @@ def _refuse_plain_values(rest: Any) -> None:
         f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves_with_paths(rest) if leaf is not HOLE
     ]
     if plain:
-        fix = "Return shards alone; what isn't sharded is the common state, which transform_common= changes."
-        raise TreeError(error_text("convert: the transform returned what isn't a shard", offenders=plain, fix=fix))
+        fix = "Return only shards; values that aren't sharded are the common state, which transform_common= changes."
+        raise TreeError(
+            error_text("convert: the transform returned values that aren't shards", offenders=plain, fix=fix)
+        )

@@ -16,16 +16,16 @@ class ConversionReport:
     """Result of a conversion.
 
     Attributes:
-        tensors: number of tensors written.
-        objects: number of objects written.
-        nbytes: the tensors' length in bytes.
-        left_out: keys and unique keys of the source that were left out, what of it can't be read, such as arrays of
-            texts, and ``"common"`` if that was left out, with the path of each tensor in it that has no key of its own.
+        tensors: Number of tensors written.
+        objects: Number of objects written.
+        nbytes: Size of the tensors in bytes.
+        left_out: Keys and unique keys of the source that were left out; unreadable values, such as arrays of texts; and
+            ``"common"`` if that was left out, with the path of each tensor in it that has no key of its own.
         unused: (key, elements) of tensors of which only a part was used.
-        batches: number of batches.
-        resumed: number of batches that an earlier call had written.
-        verified_nbytes: bytes of tensors that were read back and compared; None if that was skipped.
-        fingerprints: fingerprints of the tensors that were read back, by key.
+        batches: Number of batches.
+        resumed: Number of batches that an earlier call had written.
+        verified_nbytes: Bytes of tensors that were read back and compared; None without a check.
+        fingerprints: Fingerprints of the tensors that were read back, by key.
     """
 
     tensors: int
@@ -69,7 +69,7 @@ def report_of(plan: Plan, earlier: int, check: CheckResult | None) -> Conversion
     """Return the report of a conversion.
 
     Args:
-        plan: What was written.
+        plan: Plan that was carried out.
         earlier: Number of batches that an earlier call had written.
         check: Result of reading back; None if that was skipped.
     """

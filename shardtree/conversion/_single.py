@@ -1,4 +1,4 @@
-"""A single .safetensors file as a destination: a model's folder, hidden until it is whole, gives up its only file."""
+"""A single .safetensors file as a destination: the only file of a model's folder, which is hidden until it is whole."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _DRAFT = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class SingleFile:
-    """A file that a conversion writes in the place of a folder.
+    """A file that a conversion writes instead of a folder.
 
     Attributes:
-        above: the folder that it will be in.
-        name: its own.
-        is_there: whether an earlier call has moved it there, and was killed before its hidden folder was removed.
+        above: Storage of the folder that will contain it.
+        name: Name of the file.
+        is_there: Whether an earlier call has moved it there, and was killed before it removed its hidden folder.
     """
 
     above: Storage
@@ -42,7 +42,7 @@ class SingleFile:
 
     @property
     def folder(self) -> str:
-        """The name of the hidden folder, the same in each call: a conversion is resumed there."""
+        """Name of the hidden folder, the same in each call: a conversion is resumed there."""
         return f".{self.name}.convert"
 
     def draft(self) -> Storage:
@@ -50,26 +50,26 @@ class SingleFile:
         return folder_in(self.above, self.folder)
 
     def place(self) -> Storage:
-        """Return where the model is: the file if it has its name, else the hidden folder."""
+        """Return the place of the model: the file if it has its name, else the hidden folder."""
         return folder_in(self.above, self.name) if self.is_there else self.draft()
 
     def refusal(self) -> AlreadyACheckpoint:
-        """Return the error for a file that is there already."""
-        what = f"convert: the file {self.above.where(self.name)!r} is there already"
-        return AlreadyACheckpoint(error_text(what, fix="Convert to another one."))
+        """Return the error for a file that exists already."""
+        heading = f"convert: the file {self.above.where(self.name)!r} exists already"
+        return AlreadyACheckpoint(error_text(heading, fix="Convert to another one."))
 
     def conflict(self) -> AlreadyACheckpoint:
         """Return the error for a hidden folder in which another conversion has finished all but the file's name."""
-        what = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
+        heading = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
         state = f"its model in {self.above.where(self.folder)!r}"
         fix = "Call that conversion again, which finishes it, or convert to another file."
-        return AlreadyACheckpoint(error_text(what, found=state, fix=fix))
+        return AlreadyACheckpoint(error_text(heading, found=state, fix=fix))
 
     def put(self, *, durable: bool) -> None:
-        """Give the file its name, once its folder was compared.
+        """Give the file its name, after its folder was compared.
 
         Raises:
-            AlreadyACheckpoint: another program has made a file of that name meanwhile.
+            AlreadyACheckpoint: Another program has made a file of that name meanwhile.
         """
         if self.is_there:
             return
@@ -85,15 +85,15 @@ class SingleFile:
 
 
 def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> SingleFile | None:
-    """Return the file that a destination names, None if it is a folder.
+    """Return the file that a destination names; None if it is a folder.
 
     Args:
-        where: a path, a URL or a storage, which is always a folder.
-        backends: of the shards and of the common state.
+        where: A path, a URL or a storage, which is always a folder.
+        backends: Backends of the shards and of the common state.
 
     Raises:
-        AlreadyACheckpoint: the file is there, and no conversion can have written it.
-        StorageError: it would be a pickle, or the format is a folder.
+        AlreadyACheckpoint: The file exists, and no conversion can have written it.
+        StorageError: The file would be a pickle, or the format is a folder.
 
     Examples:
         >>> single_file("/runs/step_10", [("dcp", 1), ("dcp", 1)]) is None
@@ -104,13 +104,13 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
     path = os.fspath(where)
     fix = "Name a folder; or, in the format huggingface, a .safetensors file."
     if not name.endswith(".safetensors"):
-        raise StorageError(error_text(f"convert: {path!r} names a pickle, and none is written", fix=fix))
+        raise StorageError(error_text(f"convert: {path!r} names a pickle, which is never written", fix=fix))
     if others := [backend for backend, _ in dict.fromkeys(backends) if backend != "huggingface"]:
-        what = f"convert: {path!r} names a file, and {' and '.join(others)} is written as a folder"
-        raise StorageError(error_text(what, fix=fix))
+        heading = f"convert: {path!r} names a file, and {' and '.join(others)} is written as a folder"
+        raise StorageError(error_text(heading, fix=fix))
     above = in_larger_requests(with_own_refusals(storage_at(path[: -len(name)] or ".")))
     file = SingleFile(above, name, is_there=above.length(name) is not None)
-    # The hidden folder gives its file up last: with one still in it, the other is of another program.
+    # The hidden folder gives its file up last: if it still has one, the other belongs to another program.
     if file.is_there and (not is_folder(above, file.folder) or file.draft().length(_DRAFT) is not None):
         raise file.refusal()
     return file
@@ -120,12 +120,10 @@ def in_one_file(strategies: Strategies | None) -> Strategies:
     """Return the table in which a Hugging Face model has one file, of whatever length.
 
     Raises:
-        StrategyError: the given table has a function of its own that writes such models.
+        StrategyError: The given table has a function of its own that writes such models.
     """
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     if table_of(strategies)[row] is not default_strategies[row]:
         fix = "Name a folder; or pass no limit of files (--max-file-size, save_sharded_up_to)."
-        raise StrategyError(
-            error_text("convert: a single file is written whole, by the format's own function", fix=fix)
-        )
+        raise StrategyError(error_text("convert: a single file needs the format's own function", fix=fix))
     return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

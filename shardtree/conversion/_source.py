@@ -34,14 +34,14 @@ from ..shell.world import World, one_process, share
 from ..stores import in_larger_requests
 
 COMMON = "common"
-"""What `leave_out` calls the common state."""
+"""Name of the common state in `leave_out`."""
 
 Shard = ShardedTensor | ShardedObject
 Note = Callable[[Fetch], None]
 
 
 class SourceKey(str):
-    """The key of a source tensor: another class than str, so that a lazy tensor from elsewhere isn't taken for one."""
+    """The key of a source tensor: a class of its own distinguishes it from lazy tensors of other checkpoints."""
 
     __slots__ = ()
 
@@ -51,8 +51,8 @@ class StoredObject:
     """A sharded object that isn't read yet, as its shard's data.
 
     Attributes:
-        unique_key: the object's.
-        read: returns the object.
+        unique_key: Unique key of the object.
+        read: Function that returns the object.
     """
 
     unique_key: str
@@ -60,43 +60,43 @@ class StoredObject:
 
 
 def open_alike(where: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
-    """Return a checkpoint that each rank reads by itself, once rank 0 has parsed its metadata for all; collective.
+    """Return a checkpoint that each rank reads by itself, after rank 0 has parsed its metadata for all; collective.
 
     Raises:
-        NotACheckpoint, CorruptCheckpoint, StrategyError: as `open_checkpoint`.
-        WorldError: the ranks see different checkpoints there.
+        NotACheckpoint, CorruptCheckpoint, StrategyError: The checkpoint can't be opened, as in `open_checkpoint`.
+        WorldError: The ranks see different checkpoints there.
     """
 
     def alone() -> Checkpoint:
         return open_at(in_larger_requests(storage_at(where)), one_process(), options, strategies)
 
-    # Each opens it, rather than take rank 0's word: so each notices when another save takes its place.
-    own, fields = share(world, "convert: open", alone, lambda checkpoint: checkpoint.fields)
-    other = next((rank for rank, each in enumerate(fields) if each != fields[0]), None)
+    # Each rank opens it itself, so that each notices when another save replaces it.
+    opened, fields = share(world, "convert: open", alone, lambda checkpoint: checkpoint.fields)
+    other = next((rank for rank, fields_of_rank in enumerate(fields) if fields_of_rank != fields[0]), None)
     if other is not None:
-        what = f"convert: rank {other} sees another checkpoint than rank 0 in {own.storage.where()!r}"
-        raise WorldError(error_text(what, fix="Wait until it is saved, on storage that all ranks share."))
-    checkpoint = parse_together(replace(own, world=world), None, strategies)
-    return replace(checkpoint, world=own.world)
+        heading = f"convert: rank {other} sees another checkpoint than rank 0 in {opened.storage.where()!r}"
+        raise WorldError(error_text(heading, fix="Wait until it is saved, on storage that all ranks share."))
+    checkpoint = parse_together(replace(opened, world=world), None, strategies)
+    return replace(checkpoint, world=opened.world)
 
 
 def source_tree(
     reader: BoxReader, leave_out: Sequence[str], note: Note
 ) -> tuple[dict[str, Shard], tuple[str, ...], tuple[str, ...]]:
-    """Return a checkpoint as a dict of whole lazy shards, by key and unique key, and what isn't in it.
+    """Return a checkpoint as a dict of whole lazy shards, by key and unique key, and the keys and paths that it lacks.
 
     Args:
-        reader: of the checkpoint.
-        leave_out: patterns of keys that don't belong to the dict. Where the common state is left out, the tensors in it
-            belong to the dict, by the keys of their paths.
-        note: called with every box that is read, and for every object with a box of no axes.
+        reader: Reader of the checkpoint.
+        leave_out: Patterns of keys that are left out of the dict. If the common state is left out, its tensors are in
+            the dict, by the keys of their paths.
+        note: Callback with every box that is read, and for every object with a box of no axes.
 
     Returns:
-        The dict; the keys and unique keys that patterns leave out of it; and the paths of tensors in a common state
-        that is left out which lie in a value, such as a set, whose key another tensor has, or which are sparse.
+        The dict; the keys and unique keys that patterns leave out of it; and the paths of tensors in a left-out common
+        state that are sparse, lie in a value such as a set, or whose key belongs to another tensor.
 
     Raises:
-        KeyMismatch: a pattern names nothing.
+        KeyMismatch: A pattern matches nothing.
     """
     metadata = reader.tree.metadata
     common, others = _tensors_of_common(reader.tree, note) if COMMON in leave_out else ({}, ())
@@ -108,7 +108,7 @@ def source_tree(
 
 def _tensors_of_common(tree: OpenCheckpoint, note: Note) -> tuple[dict[str, Shard], tuple[str, ...]]:
     shards, others, common = dict[str, Shard](), [], HOLE
-    # What takes pickled code to read stays unread: it may be why it is left out.
+    # Values that need pickled code stay unread: that may be why they are left out.
     with suppress(UnsafeFile, UnsupportedValue):
         common = load_common(tree.checkpoint, None, tree.strategies)
     for path, leaf in leaves_with_paths(common):
@@ -153,17 +153,17 @@ def _read_box(
 def left_out_keys(
     doing: str, metadata: Mapping[str, Shard], patterns: Sequence[str], others: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the keys and unique keys that patterns name; ``"common"`` names the common state alone.
+    """Return the keys and unique keys that patterns match; ``"common"`` names only the common state.
 
     Args:
-        doing: for errors.
-        metadata: what is stored.
-        patterns: of keys; an object is named by its key or its unique key. A shell's reading that would leave out
-            other keys is a FutureWarning.
-        others: keys that patterns may name too, of what isn't in the source anyway.
+        doing: Name of the operation in error messages.
+        metadata: Stored tensors and objects.
+        patterns: Patterns of keys; an object has its key and its unique key. A pattern that would match other keys in a
+            shell gives a FutureWarning.
+        others: Further keys that patterns may match, of values that aren't in the source anyway.
 
     Raises:
-        KeyMismatch: a pattern names nothing.
+        KeyMismatch: A pattern matches nothing.
 
     Examples:
         >>> rng = ShardedObject("rng", None, (1,), (0,))
@@ -171,7 +171,9 @@ def left_out_keys(
         ('rng/shard_0_1',)
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise KeyMismatch(error_text(f"{doing}: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
+        raise KeyMismatch(
+            error_text(f"{doing}: wrong leave_out", found=repr(patterns)[:200], expected="a list of patterns")
+        )
     key_patterns = [pattern for pattern in dict.fromkeys(patterns) if pattern != COMMON]
     names = {name for key, shard in metadata.items() for name in (key, shard.key)} | {*others}
     nothing = [pattern for pattern in key_patterns if not any(map(key_matcher([pattern]), names))]
@@ -180,16 +182,16 @@ def left_out_keys(
             "Correct the pattern, or take it out if there is nothing to leave out. * is one part between dots, ** any\n"
             "  number of them."
         )
-        what = f"{doing}: leave_out names what isn't in the source"
-        raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, names, widen=False), fix=fix))
+        heading = f"{doing}: leave_out names what isn't in the source"
+        raise KeyMismatch(error_text(heading, offenders=near_patterns(nothing, names, widen=False), fix=fix))
     note_shell_patterns(f"{doing}: leave_out", key_patterns, names)
     fits = key_matcher(key_patterns)
     return tuple(key for key, shard in metadata.items() if fits(key) or fits(shard.key))
 
 
 def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Warn of patterns that fit other keys than in a shell, where ``*`` goes across dots, as it did here once."""
+    """Warn of patterns that match other keys than in a shell, where ``*`` crosses dots, as it did here once."""
     lines = shell_differences(patterns, keys)
     if lines:
         fix = "* is one part between dots, ** any number of them."
-        warnings.warn(error_text(f"{what}: patterns with two readings", offenders=lines, fix=fix), FutureWarning, 3)
+        warnings.warn(error_text(f"{what}: ambiguous patterns", offenders=lines, fix=fix), FutureWarning, 3)

@@ -1,4 +1,4 @@
-"""Writing a destination batch by batch, each as one rank of a save, shared out over processes; and committing it."""
+"""Writing a destination batch by batch, each like one rank of a save, shared among processes; and committing it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ._source import StoredObject
 
 
 class Turn(World):
-    """One rank's turn. All ranks would send the same values, so collectives are identities.
+    """The world of one rank's turn. All ranks would send the same values, so collectives are identities.
 
     Examples:
         >>> turn = Turn(2, 4)
@@ -63,27 +63,27 @@ class Turn(World):
         """Do nothing."""
 
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        """Return what this rank would receive if all ranks sent the same."""
+        """Return the values that this rank would receive if all ranks sent the same."""
         return [values[self.rank]] * self.size
 
     def send(self, value: Any, to: int) -> NoReturn:
-        """Raise: no other rank is there to receive."""
+        """Raise WorldError: no other rank is there to receive."""
         raise WorldError(error_text(f"send(to={to}): the ranks of a conversion take turns"))
 
     def recv(self, source: int) -> NoReturn:
-        """Raise: no other rank is there to send."""
+        """Raise WorldError: no other rank is there to send."""
         raise WorldError(error_text(f"recv(source={source}): the ranks of a conversion take turns"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionTarget:
-    """Where a conversion writes to, and in which format.
+    """The place and the format of a conversion's result.
 
     Attributes:
-        storage: the folder.
-        formats: The formats of the shards and of the common state.
-        options: how it is written.
-        single: the file that is wanted of the folder; None for the folder itself.
+        storage: Storage of the folder.
+        formats: Formats of the shards and of the common state.
+        options: Options for writing.
+        single: File to make from the folder; None for the folder itself.
     """
 
     storage: Storage
@@ -93,12 +93,12 @@ class ConversionTarget:
 
 
 def rehearse_common(destination: ConversionTarget, common: Any) -> None:
-    """Raise if the destination's format can't hold a common state, which is written to memory alone.
+    """Raise an error if the destination's format can't hold a common state, which is written only to memory.
 
-    A format whose common state can't be written alone raises only at the commit, which can be tried again without it.
+    A format whose common state can't be written alone raises only at the commit, which can be retried without it.
 
     Raises:
-        UnsupportedValue: it can't, or can't without pickling.
+        UnsupportedValue: The format can't hold it, or can't without pickling.
     """
     formats = destination.formats
     save_common = strategy_of(StrategyAction.SAVE_COMMON, formats.choices[1], formats.backends[1], formats.strategies)
@@ -113,16 +113,16 @@ def rehearse_common(destination: ConversionTarget, common: Any) -> None:
 
 
 def rehearse_tensors(destination: ConversionTarget, tensors: Sequence[ShardedTensor], common: Any) -> None:
-    """Raise if the destination's format can't hold one of the tensors; their save is prepared and not run.
+    """Raise an error if the destination's format can't hold one of the tensors; their save is prepared but not run.
 
     Args:
-        destination: The place and the format.
+        destination: Place and format of the destination.
         tensors: All shards of the destination.
-        common: The common state, some of which may go to the files of tensors.
+        common: Common state, some of which may go to the files of tensors.
 
     Raises:
-        StrategyError: the format can't be written at all.
-        UnsupportedValue: it lacks a dtype.
+        StrategyError: The format can't be written at all.
+        UnsupportedValue: The format lacks a dtype.
     """
     save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
     steps_of_formats(replace(save, common=common), (tuple(tensors), ()), destination.formats)
@@ -130,7 +130,7 @@ def rehearse_tensors(destination: ConversionTarget, tensors: Sequence[ShardedTen
 
 _BatchRequest = tuple[AsyncRequest[Any], set[str], ReadTurn]
 
-_AT_ONCE = 4  # batches of a rank, of which one is read, and the others are sent or noted
+_AT_ONCE = 4  # batches per rank: one is read, and the others are sent or recorded
 
 
 @dataclass(slots=True, eq=False)
@@ -138,14 +138,14 @@ class Batches:
     """The batches of a destination, which several threads may write.
 
     Attributes:
-        destination: where to, and how.
-        journal: records what is written.
-        save_id: the name of the save.
-        plan: what is written, batch by batch.
-        common: the common tree, with holes where shards were.
-        passage: what elements pass through when they are read.
-        state: what the format computes of all batches' layout, once.
-        first: the request of batch 0 on rank 0, once it is made.
+        destination: Place and format of the destination.
+        journal: Journal that records written batches.
+        save_id: Name of the save.
+        plan: Plan of the conversion.
+        common: Common tree, with holes in place of shards.
+        passage: Passage through which elements are read.
+        state: The format's state for the layout of all batches, computed once.
+        first: Request of batch 0 on rank 0, once it is made.
     """
 
     destination: ConversionTarget
@@ -165,7 +165,7 @@ class Batches:
         self.columns = join_columns(parts)
 
     def prepare(self, number: int) -> _BatchRequest:
-        """Return the request that writes a batch, the names of the files that it has written, and its turn."""
+        """Return the request that writes a batch, the names of its written files, and its turn."""
         batch, target, count = self.plan.batches[number], self.destination, len(self.plan.batches)
         lazy = [shard.data for shard in batch.tensors if isinstance(shard.data, LazyTensor)]
         # Small reads of the batch are planned together, before the request makes them one by one.
@@ -186,7 +186,7 @@ class Batches:
         return request, names, turn
 
     def write(self, number: int) -> Any:
-        """Return what writing a batch returned, once it is recorded."""
+        """Write a batch, record it, and return its result."""
         with self._lock:
             request, names, turn = self.first if self.first is not None and not number else self.prepare(number)
         try:
@@ -200,17 +200,17 @@ class Batches:
 
 
 def write_batches(batches: Batches, world: World) -> int:
-    """Write and commit a destination, and return how many batches were there already; every rank calls it.
+    """Write and commit a destination, and return the number of batches that were already written; every rank calls it.
 
     Args:
-        batches: what is written where.
-        world: the ranks that share them out.
+        batches: Batches of the destination.
+        world: World of the ranks that share them.
     """
     plan, journal = batches.plan, batches.journal
     results: dict[int, Any] = {}
 
     def look() -> list[int]:
-        # Made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that.
+        # It is made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that reason.
         batches.first = batches.prepare(0)
         results.update(results_of(journal, len(plan.batches)))
         if 0 in results:
@@ -220,14 +220,14 @@ def write_batches(batches: Batches, world: World) -> int:
     def write(numbers: Sequence[int]) -> dict[int, Any]:
         return dict(zip(numbers, in_threads(batches.write, numbers, at_once), strict=True))
 
-    # Where each step of a batch is a request, others go on meanwhile: they wait for nothing but their turn to be read.
+    # If each step of a batch is a request, other batches proceed meanwhile: they wait only for their turn to be read.
     ends = (batches.destination.storage, plan.reader.tree.checkpoint.storage)
     at_once = max(threads_of(storage, None, _AT_ONCE) or 1 for storage in ends)
     earlier = on_rank_zero(world, "convert: look at the journal", look)
     todo = sorted({*range(len(plan.batches))} - {*earlier})
     for hands in deal([(number, plan.batches[number].nbytes) for number in todo], world.size):
         for part in gather(world, "convert: write", partial(write, hands[world.rank])):
-            results.update(part if world.rank == 0 else {})  # others don't keep what only the commit needs
+            results.update(part if world.rank == 0 else {})  # other ranks don't keep results that only the commit needs
     on_rank_zero(world, "convert: commit", partial(_commit, batches, results))
     return len(earlier)
 
@@ -235,7 +235,7 @@ def write_batches(batches: Batches, world: World) -> int:
 def _commit(batches: Batches, results: Mapping[int, Any]) -> None:
     assert batches.first is not None
     request, *_ = batches.first
-    batches.plan.reader.check()  # for all ranks, of which this one opened the source
+    batches.plan.reader.check()  # on behalf of all ranks: this one opened the source
     with _own_error():
         request.commit([results[number] for number in range(len(results))])
         request.clean_up()
@@ -250,11 +250,11 @@ _ROUND = 16  # batches of a rank between two meetings: the others learn of a fai
 
 
 def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
-    """Return what each rank does in each round: runs of neighbours, level by bytes. The first is always rank 0's.
+    """Return each rank's batches in each round: runs of neighbours, level by bytes. The first batch is always rank 0's.
 
     Args:
         pieces: (number, bytes) of each piece of work, in order.
-        ranks: how many share them out.
+        ranks: Number of ranks that share them.
 
     Examples:
         >>> deal([(0, 5), (1, 1), (2, 1), (3, 3)], 2)
@@ -269,7 +269,8 @@ def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]
         hands: list[list[int]] = [[] for _ in range(ranks)]
         before = 0
         for place, (number, nbytes) in enumerate(part):
-            # By where its middle lies; batches without bytes, as of objects, are dealt out by their number.
+            # A batch goes by its middle; batches without bytes, such as those of objects, are dealt out by their
+            # number.
             share_of = (2 * before + nbytes) * ranks // (2 * total) if total else place * ranks // len(part)
             hands[min(share_of, ranks - 1) if number else 0].append(number)
             before += nbytes

@@ -23,10 +23,10 @@ from .policies import SavedStep, sorted_steps
 
 
 def check_names(names: object) -> None:
-    """Raise unless a format gives each step a name of its own from which the step can be read back.
+    """Raise an error unless a format gives each step a name of its own from which the step can be read back.
 
     Raises:
-        MetadataError: it doesn't.
+        MetadataError: The format doesn't.
     """
     try:
         fine = isinstance(names, str) and all(step_number(names, step_folder(names, one)) == one for one in (0, 12345))
@@ -48,7 +48,7 @@ def step_folder(names: str, number: int) -> str:
 
 
 def step_number(names: str, folder: str) -> int | None:
-    """Return the step that a folder is named for, with any number of leading zeros; None if it is no step's name.
+    """Return the step number in a folder's name, with any number of leading zeros; None if it isn't a step's name.
 
     Examples:
         >>> step_number("step_{:08d}", "step_42"), step_number("step_{:08d}", "notes")
@@ -64,12 +64,12 @@ def _pattern(names: str) -> re.Pattern[str]:
     if name is None or any(field is not None for _, field, *_ in rest):
         raise ValueError("not one number")
     after = "".join(text for text, *_ in rest)
-    # A limit on digits: parsing a number takes time that grows with the square of its length.
+    # Digits are limited: parsing a number takes time that grows with the square of its length.
     return re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
 
 
-# The record of a step: a file beside the checkpoint's, not in the checkpoint, where only our own format would have a
-# place for it, nor under the root, where it would stay behind when the folder is copied or moved.
+# The record of a step is a file beside the checkpoint's. In the checkpoint, only our own format would have a place for
+# it, and under the root it would stay behind when the folder is copied or moved.
 
 RECORD_FILE = "shardtree-step.json"
 
@@ -79,12 +79,12 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """A file as it was when a removal was planned; one that has changed since stays.
+    """The state of a file when a removal was planned; a file that has changed since stays.
 
     Attributes:
-        name: in the step's folder.
-        nbytes: its length.
-        changed: when it was changed last, by the storage's clock.
+        name: Name in the step's folder.
+        nbytes: Length in bytes.
+        changed: Time of its last change, by the storage's clock.
     """
 
     name: str
@@ -97,10 +97,10 @@ class StepRecord:
     """The content of a step's record.
 
     Attributes:
-        time: when the step was saved, in seconds since 1970; None if that isn't known.
-        metrics: what was measured of it.
-        pinned: whether it is kept whatever a policy returns.
-        removing: the files that are being removed, those that make it a checkpoint first; else none.
+        time: Time of the save, in seconds since 1970; None if it isn't known.
+        metrics: Metrics by name.
+        pinned: Whether every policy keeps the step.
+        removing: Files that are being removed, those that make it a checkpoint first; empty without a removal.
     """
 
     time: float | None = None
@@ -127,7 +127,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
     """Return the record of a file's bytes.
 
     Raises:
-        CorruptCheckpoint: they aren't a record, or are a later version's.
+        CorruptCheckpoint: The bytes aren't a record, or belong to a later version.
     """
     fields = parse_json(data, where)
     try:
@@ -138,15 +138,15 @@ def decode_record(data: bytes, where: str) -> StepRecord:
         return StepRecord(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         fix = "It was damaged, or made by another program or a later version; the step is kept."
-        what = f"series: {where!r} isn't a record of a step"
-        raise CorruptCheckpoint(error_text(what, found=error, fix=fix)) from None
+        heading = f"series: {where!r} isn't a record of a step"
+        raise CorruptCheckpoint(error_text(heading, found=error, fix=fix)) from None
 
 
 def read_record(root: Storage, folder: str) -> StepRecord | None:
-    """Return the record of a step, None if it has none.
+    """Return the record of a step; None if it has none.
 
     Raises:
-        CorruptCheckpoint: it can't be read.
+        CorruptCheckpoint: The record can't be read.
     """
     name = f"{folder}/{RECORD_FILE}"
     length = root.length(name)
@@ -173,7 +173,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return metrics as floats; tensors with one element count as numbers.
 
     Raises:
-        MetadataError: a name isn't text, or a value no number.
+        MetadataError: A name isn't text, or a value isn't a number.
 
     Examples:
         >>> checked_metrics({"loss": 1})
@@ -187,7 +187,9 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         return {name: _metric(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         problem, expected = str(error)[:200], "numbers by name, such as {'loss': 0.25}"
-        raise MetadataError(error_text("series: not metrics", found=problem, expected=expected)) from error
+        raise MetadataError(
+            error_text("series: metrics must be numbers by name", found=problem, expected=expected)
+        ) from error
 
 
 def _metric(value: Any) -> float:
@@ -227,12 +229,12 @@ def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tupl
     """Return the finished steps under a root, in the order of their numbers, without unfinished and failed ones.
 
     Args:
-        root: the folder of all steps.
-        names: the format of their folders' names.
-        strategies: the dispatch table; None for the process's.
+        root: Folder of all steps.
+        names: Format of their folders' names.
+        strategies: Dispatch table; None for the process's.
     """
-    # Listed anew each time: a listing that is kept would miss other processes' saves, and a thousand steps take some
-    # tenths of a second.
+    # The steps are listed anew each time: a cached listing would miss other processes' saves, and a thousand steps take
+    # only some tenths of a second.
     steps: dict[int, SavedStep] = {}
     with listed(root) as listing:
         folders = [folder for folder in listing.names() if step_number(names, folder) is not None]
@@ -242,24 +244,24 @@ def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tupl
             if step is None:
                 continue
             if step.number in steps:
-                one, other = map(root.where, (steps[step.number].folder, folder))
-                logger.warning("series: %s and %s are the same step", one, other)
+                first, second = map(root.where, (steps[step.number].folder, folder))
+                logger.warning("series: %s and %s are the same step", first, second)
             if step.number not in steps or folder == step_folder(names, step.number):
                 steps[step.number] = step
     return sorted_steps(steps.values())
 
 
 def newest_step(root: Storage, names: str, strategies: Strategies | None) -> SavedStep | None:
-    """Return the newest finished step, None if there is none; older ones aren't looked at.
+    """Return the newest finished step; None if there is none. Older ones aren't looked at.
 
     Args:
-        root: the folder of all steps.
-        names: the format of their folders' names.
-        strategies: the dispatch table; None for the process's.
+        root: Folder of all steps.
+        names: Format of their folders' names.
+        strategies: Dispatch table; None for the process's.
     """
     with listed(root) as listing:
         pairs = [(number, folder) for folder in listing.names() if (number := step_number(names, folder)) is not None]
-        # Of two folders of one step, the one by its usual name.
+        # If two folders hold one step, the one with its usual name counts.
         order = sorted(pairs, key=lambda each: (each[0], each[1] == step_folder(names, each[0])), reverse=True)
         steps = (saved_step(listing, folder, number, strategies) for number, folder in order)
         return next((step for step in steps if step is not None), None)
@@ -279,12 +281,12 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
             raise
         return None  # removed in between
     if record.removing:
-        record = StepRecord()  # that one was of a checkpoint which another save has replaced since
+        record = StepRecord()  # the old record belonged to a checkpoint that another save has replaced since
     return SavedStep(number, time, record.metrics, record.pinned, folder)
 
 
 def sound_record(root: Storage, folder: str) -> StepRecord:
-    """Return a step's record; one that can't be read counts as pinned, which the step may have been."""
+    """Return a step's record; an unreadable one counts as pinned, which the step may have been."""
     try:
         return read_record(root, folder) or StepRecord()
     except CorruptCheckpoint as error:
@@ -293,7 +295,7 @@ def sound_record(root: Storage, folder: str) -> StepRecord:
 
 
 def is_being_removed(root: Storage, folder: str, record: StepRecord) -> bool:
-    """Return whether a removal of the checkpoint that is in a folder was begun, and wasn't finished.
+    """Return whether a removal of the checkpoint in a folder was begun and isn't finished.
 
     If the file that makes it a checkpoint is another one by now, a save that didn't know of the removal has put a new
     checkpoint there.
@@ -305,14 +307,14 @@ def is_being_removed(root: Storage, folder: str, record: StepRecord) -> bool:
 
 
 def mark(root: Storage, folder: str, name: str) -> FileMark | None:
-    """Return a file's length and time, which differ from those of a file that replaced it; None if it isn't there."""
+    """Return a file's length and time, which differ from those of a replacement; None if the file doesn't exist."""
     full = f"{folder}/{name}"
     length = root.length(full)
     return None if length is None else FileMark(name, length, root.changed(full))
 
 
 def _save_time(root: Storage, folder: str, strategies: Strategies | None) -> float:
-    """Return when a checkpoint without a record was saved: the time of the files by which it is recognised."""
+    """Return the save time of a checkpoint without a record: the time of the files by which it is recognised."""
     decider = root.changed(f"{folder}/{METADATA_FILE}")
     if decider is not None:
         return decider

@@ -1,4 +1,4 @@
-"""Warnings about steps that repeat the one before, or that hold other tensors than memory did when they were saved."""
+"""Warnings about steps that repeat the one before, or whose tensors differ from those in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("shardtree")
 
 
 def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: World) -> Callable[[], None]:
-    """Return a function that warns, once a step is committed, if its tensors aren't those that were to be saved.
+    """Return a function that warns, once a step is committed, if its tensors differ from those to be saved.
 
     Args:
         tree: The rank's tree, as `save` gets it.
@@ -31,14 +31,14 @@ def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: 
     """
     try:
         numbers = fingerprint(tree, world=world)
-    except CheckpointingException as error:  # the same on all ranks; the save says what is wrong with the tree
+    except CheckpointingException as error:  # the same on all ranks; the save reports the tree's problem
         logger.warning("series: step %d isn't compared with memory: %s", number, error)
         numbers = {}
     return partial(_warn, place, names, number, numbers)
 
 
 def _warn(place: SavePlace, names: str, number: int, in_memory: Mapping[str, int]) -> None:
-    """Log what is suspicious about a step that was just committed. Never raises: the step is whole."""
+    """Log suspicious facts about a step that was just committed. Never raises: the step is whole."""
     try:
         stored = _stored(place.root, place.folder, place.strategies)
         earlier = [step for step in list_steps(place.root, names, place.strategies) if step.number < number]

@@ -1,4 +1,4 @@
-"""The plan of a removal, as a value: printed, it is the dry run; executed, it does that and no more."""
+"""The plan of a removal, as a value: printed, it is the dry run; executed, it does exactly that."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .policies import SavedStep
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """The files of a step that is to be removed.
+    """The files of a step to be removed.
 
     Attributes:
-        number: the step's.
-        folder: its name under the root.
-        files: the checkpoint's own, those that make it a checkpoint first.
-        others: files in the folder that aren't the checkpoint's, and stay where they are.
+        number: Number of the step.
+        folder: Name of its folder under the root.
+        files: The checkpoint's own files, those that make it a checkpoint first.
+        others: Other files in the folder, which stay.
     """
 
     number: int
@@ -44,18 +44,18 @@ class StepFiles:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes go."""
+        """Bytes to remove."""
         return sum(file.nbytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A plan of which steps go, which stay, and why; printed, it is the dry run.
+    """A plan of the steps to remove and to keep, with reasons; printed, it is the dry run.
 
     Attributes:
-        steps: the listing from which the policy chose, by number.
-        kept: by the number of each step that stays, all that keeps it.
-        going: the steps that go.
+        steps: Listing from which the policy chose, by number.
+        kept: Reasons for keeping each step that stays, by its number.
+        going: Steps to remove.
 
     Examples:
         >>> from shardtree.retention import keep_last, kept_steps
@@ -74,7 +74,7 @@ class Removal:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes go."""
+        """Bytes to remove."""
         return sum(step.nbytes for step in self.going)
 
     def __str__(self) -> str:
@@ -116,13 +116,13 @@ STALE_AFTER = 3600.0
 
 
 def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
-    """Return the files that go when a step is removed and those that stay, or why it can't be removed.
+    """Return the files to remove with a step and those that stay, or the reason why it can't be removed.
 
     Args:
-        root: the folder of all steps.
-        folder: the step's.
-        number: the step's.
-        strategies: the dispatch table; None for the process's.
+        root: Folder of all steps.
+        folder: Folder of the step.
+        number: Number of the step.
+        strategies: Dispatch table; None for the process's.
     """
     if is_link(root, folder):
         return "its folder is a link"
@@ -130,34 +130,34 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
         return "it is a single file"
     storage = folder_in(root, folder)
     try:
-        own = _own(storage, strategies)
+        own_files = _own(storage, strategies)
     except CorruptCheckpoint:
         return "it is damaged, so that it isn't known which files are its own"
     except StrategyError:
         return "its format doesn't say which files are its own"
     except NotACheckpoint:
         return "it is gone"
-    if is_being_saved(storage, own):
+    if is_being_saved(storage, own_files):
         return "a save to it is in progress"
     names = tuple(name.removeprefix(f"{folder}/") for name in files_in(root, folder))
-    # What a crash left of this step's own saves goes too, and only names that a save gives.
-    ours = [name for name in names if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
+    # Remains of this step's own crashed saves go too, but only names that a save gives.
+    ours = [name for name in names if name in own_files or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
     # Removing through a link could empty another checkpoint.
     links = [name for name in names if is_link(root, f"{folder}/{name}")]
-    if any(name == link or name.startswith(f"{link}/") for link in links for name in (*own, *ours)):
+    if any(name == link or name.startswith(f"{link}/") for link in links for name in (*own_files, *ours)):
         return "files of it are links"
     order = partial(_order, deciding_files(strategies))
     marks = (mark(root, folder, name) for name in sorted(ours, key=order))
     others = tuple(name for name in names if name not in {*ours, RECORD_FILE})
-    return StepFiles(number, folder, tuple(one for one in marks if one is not None), others)
+    return StepFiles(number, folder, tuple(file_mark for file_mark in marks if file_mark is not None), others)
 
 
 def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
     """Return whether a save to a folder is in progress, or may be.
 
     Args:
-        storage: the folder.
-        own: the files of the checkpoint that is in it, whose save is finished.
+        storage: The folder.
+        own: Files of the checkpoint in it, whose save is finished.
     """
     before = time.time() - STALE_AFTER
     own_folders = {name.partition("/")[0] for name in own}
@@ -182,5 +182,5 @@ def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
 
 
 def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
-    """Return a file's place in a removal: what makes the folder a checkpoint goes first, so that nothing opens it."""
+    """Return a file's rank in a removal: files that make the folder a checkpoint go first, so that nothing opens it."""
     return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name

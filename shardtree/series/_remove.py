@@ -1,8 +1,8 @@
-"""Removing steps all or nothing, as far as a listing shows.
+"""Removal of steps, all or nothing as far as a listing shows.
 
-First a note in the step's folder names the files that go: one atomic write takes the step out of the listing. Then the
-files go, those that make it a checkpoint first, and the note last. If that is interrupted, the note says what is left
-to do. Nothing is renamed: folders with other files can't be renamed away with them, and object stores don't rename.
+First a note in the step's folder names the files to remove: one atomic write takes the step out of the listing. Then
+the files are removed, those that make it a checkpoint first, and the note last. If that is interrupted, the note says
+what is left to do. Nothing is renamed: folders with other files can't be renamed away, and object stores don't rename.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ _IRREMOVABLE = "can't be removed"
 
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
-    """Return the plan of removing what a policy doesn't keep of the steps that are there now; nothing is changed."""
+    """Return the plan of removing the present steps that a policy doesn't keep; nothing is changed."""
     with listed(root) as listing:
         steps = list_steps(listing, names, strategies)
         return _plan(listing, steps, dict(kept_steps(policy, steps)), strategies)
 
 
 def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None, number: int) -> None:
-    """Remove what a policy doesn't keep, after a step was saved, which stays; what the policy itself raises is raised.
+    """Remove the steps that a policy doesn't keep, after a step was saved, which stays; the policy's errors are raised.
 
-    What can't be removed is a warning in the log: the save that was just committed is whole, and the next one tries
-    again.
+    A step that can't be removed is a warning in the log: the save that was just committed is whole, and the next one
+    tries again.
     """
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
-        # After the run went back, higher numbers would count as newer, and the step would be gone at once.
+        # After the run went back, higher numbers would count as newer, and the step would be removed at once.
         return {number, *kept_steps(policy, steps)} & {step.number for step in steps}
 
     try:
@@ -82,7 +82,7 @@ def drop_after(root: Storage, names: str, number: int, strategies: Strategies | 
     """Remove the finished steps after one, the highest first; return their numbers. Pinned ones stay.
 
     Raises:
-        StorageError: some can't be removed; all others were.
+        StorageError: Some can't be removed; all others were.
     """
     with listed(root) as listing:
         steps = list_steps(listing, names, strategies)
@@ -117,7 +117,7 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
     A step stays if it was saved anew or pinned since the plan, is the newest by now, or if a save to it is in progress.
 
     Raises:
-        StorageError: some can't be removed; all others were.
+        StorageError: Some can't be removed; all others were.
     """
     with listed(root) as listing:
         return _remove_steps(listing, names, removal, strategies)
@@ -126,10 +126,10 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 def _remove_steps(
     root: Storage, names: str, removal: Removal, strategies: Strategies | None, newest: int | None = None
 ) -> tuple[int, ...]:
-    """Execute a plan; where steps after one are dropped, that is the newest, and the highest go first."""
+    """Execute a plan; if steps after one are dropped, `newest` is that one, and the highest go first."""
     failures = finish_removals(root, names)
     steps = list_steps(root, names, strategies)
-    # Looked up again, since the plan may be old: what is the newest by now, or pinned, stays.
+    # Steps are looked up again, since the plan may be old: the newest by now, and pinned ones, stay.
     reasons = dict.fromkeys([step.number for step in steps[-1:]] if newest is None else [newest], NEWEST)
     reasons |= {step.number: PINNED for step in steps if step.pinned}
     going: list[StepFiles] = []
@@ -138,7 +138,7 @@ def _remove_steps(
             logger.warning("series: step %d stays: by now it is %s", item.number, reasons[item.number])
         else:
             going.append(item)
-    # Where requests are dear, one listing and a few removals in batches serve all steps; else each step is done first.
+    # If requests are expensive, one listing and a few removals in batches serve all steps; else steps go one by one.
     numbers: list[int] = []
     for items in [going] if isinstance(root, Listed) else [[item] for item in going]:
         numbers += [item.number for item in _remove_together(root, items, failures)]
@@ -159,7 +159,7 @@ def _remove_together(root: Storage, items: list[StepFiles], failures: list[str])
 
 
 def finish_removals(root: Storage, names: str) -> list[str]:
-    """Finish the removals that were interrupted, and return why some can't be: one mustn't keep others from going."""
+    """Finish interrupted removals, and return the reasons why some can't be, which mustn't stop the others."""
     failures: list[str] = []
     prefetch(root, (f"{name}/{RECORD_FILE}" for name in root.names()))
     for name in root.names():
@@ -183,8 +183,8 @@ def finish_removal(root: Storage, name: str) -> bool:
 
 
 def _is_as_planned(root: Storage, item: StepFiles) -> bool:
-    """Return whether nothing of a step has changed since the plan, and none is being saved there."""
-    # The plan lists every file with length and time, so that the dry run is what happens.
+    """Return whether nothing of a step has changed since the plan, and no save to it is in progress."""
+    # The plan lists every file with length and time, so that the removal equals the dry run.
     if any(mark(root, item.folder, file.name) != file for file in item.files):
         if is_folder(root, item.folder):
             logger.warning("series: %s stays: it was changed since the plan", root.where(item.folder))
@@ -196,7 +196,7 @@ def _is_as_planned(root: Storage, item: StepFiles) -> bool:
 
 
 def _note(root: Storage, item: StepFiles) -> bool:
-    """Note in a step's folder which files go; return False if another process has removed it since the first look."""
+    """Note the files to remove in a step's folder; return False if another process has removed it meanwhile."""
     try:
         write_record(root, item.folder, StepRecord(removing=item.files))
     except StorageError:
@@ -215,7 +215,7 @@ def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
 
 
 def _remove_note(root: Storage, item: StepFiles) -> bool:
-    """Remove the note, and the folders that are empty."""
+    """Remove the note, and empty folders."""
     for name in root.names(item.folder):
         if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
             root.remove(f"{item.folder}/{name}")
@@ -226,7 +226,7 @@ def _remove_note(root: Storage, item: StepFiles) -> bool:
     return True
 
 
-# All that one removes is gone before the next begins: first the file that makes the folder a checkpoint.
+# In each phase, all files are gone before the next begins: first the file that makes the folder a checkpoint.
 _PHASES = (partial(_remove_files, part=slice(1)), partial(_remove_files, part=slice(1, None)), _remove_note)
 
 
@@ -240,7 +240,7 @@ def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]
 
 
 def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[str]) -> bool:
-    """Return what fn returns; False after an error, which is added to `failures` unless the folder is gone."""
+    """Return the result of fn; False after an error, which is added to `failures` unless the folder is gone."""
     try:
         return fn()
     except CheckpointingException as error:
@@ -253,7 +253,7 @@ def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
     if failures:
         fix = "Steps whose removal has begun aren't listed any more; the next removal, or clean(), finishes it."
         raise StorageError(
-            error_text(f"series: steps under {root.where()!r} aren't removed", offenders=failures, fix=fix)
+            error_text(f"series: steps under {root.where()!r} can't be removed", offenders=failures, fix=fix)
         )
 
 
@@ -261,16 +261,16 @@ def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
 
 
 def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_after: float) -> tuple[str, ...]:
-    """Finish interrupted removals, remove orphaned files of unfinished steps, and return what stays.
+    """Finish interrupted removals, remove orphaned files of unfinished steps, and return the folders that stay.
 
     Args:
-        root: the folder of all steps.
-        names: the format of their folders' names.
-        strategies: the dispatch table; None for the process's.
-        stale_after: seconds without a change after which a save counts as interrupted, if its process can't be seen.
+        root: Folder of all steps.
+        names: Format of their folders' names.
+        strategies: Dispatch table; None for the process's.
+        stale_after: Seconds without a change after which a save counts as interrupted, if its process can't be seen.
 
     Returns:
-        The folders of unfinished steps that are still there: of saves in progress, and with files of unknown owners.
+        Folders of unfinished steps that still exist: of saves in progress, and with files of unknown owners.
     """
     with listed(root) as listing:
         failures = finish_removals(listing, names)

@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlace:
-    """Where one save of a step goes.
+    """The place of one save of a step.
 
     Attributes:
-        root: the folder of all steps.
-        folder: the step's.
-        record: the step's record once the save is committed.
-        strategies: the dispatch table; None for the process's.
+        root: Folder of all steps.
+        folder: Folder of the step.
+        record: Record of the step once the save is committed.
+        strategies: Dispatch table; None for the process's.
     """
 
     root: Storage
@@ -50,11 +50,11 @@ class SavePlace:
 
     @property
     def name(self) -> str:
-        """The record's name under the root."""
+        """Name of the record under the root."""
         return f"{self.folder}/{RECORD_FILE}"
 
     def is_finished(self) -> bool:
-        """Return whether a checkpoint is there."""
+        """Return whether a finished checkpoint exists there."""
         return is_checkpoint(folder_in(self.root, self.folder), strategies=self.strategies)
 
 
@@ -62,7 +62,7 @@ def checked_step(number: object) -> int:
     """Return the number of a step as an int.
 
     Raises:
-        MetadataError: it isn't one.
+        MetadataError: The argument isn't a step's number.
 
     Examples:
         >>> import numpy
@@ -72,8 +72,8 @@ def checked_step(number: object) -> int:
     step = as_int(number)
     if step is not None and 0 <= step < 10**18:
         return step
-    what = "series: not the number of a step"
-    raise MetadataError(error_text(what, found=repr(number)[:200], expected="an int, 0 or more"))
+    heading = "series: not the number of a step"
+    raise MetadataError(error_text(heading, found=repr(number)[:200], expected="an int, 0 or more"))
 
 
 def check_save(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
@@ -83,15 +83,15 @@ def check_save(step: object, metrics: Mapping[str, Any] | None, options: object)
 
 
 def each_metric(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return each metric under a name of its own; nothing where they are no metrics, which the check says."""
-    # As numbers: a tensor's text names its device, which is another one on each rank.
+    """Return each metric under a name of its own; an empty dict for wrong metrics, which the check reports."""
+    # Metrics are compared as numbers: a tensor's text names its device, which differs between ranks.
     with suppress(MetadataError):
         return {f"metrics[{name!r}]": value for name, value in checked_metrics(metrics).items()}
     return {}
 
 
 def alike_step(step: object) -> object:
-    """Return a step as ranks compare it: its number as an int; as it is if it has none.
+    """Return a step as ranks compare it: its number as an int; unchanged if it has none.
 
     Examples:
         >>> import numpy
@@ -104,11 +104,11 @@ def alike_step(step: object) -> object:
 
 
 def folder_for(root: Storage, names: str, number: int) -> str:
-    """Return the folder of a step, the one that it has or else its own name; finishes an interrupted removal there."""
-    own = step_folder(names, number)
+    """Return a step's present folder, or else its usual one, after finishing an interrupted removal there."""
+    usual = step_folder(names, number)
     numbers = {folder: step_number(names, folder) for folder in root.names()}
-    there = [folder for folder, one in numbers.items() if one == number]
-    ahead = sorted(one for one in numbers.values() if one is not None and one > number)
+    there = [folder for folder, step in numbers.items() if step == number]
+    ahead = sorted(step for step in numbers.values() if step is not None and step > number)
     if ahead:
         logger.warning(
             "series: step %d is saved behind step %d, which is still the newest to `latest` and to policies;"
@@ -116,19 +116,19 @@ def folder_for(root: Storage, names: str, number: int) -> str:
             number,
             ahead[-1],
         )
-    # A step may have been saved under another number of leading zeros, by Megatron-LM, say.
-    folder = own if own in there or not there else there[0]
+    # A step may have been saved under another number of leading zeros, for example by Megatron-LM.
+    folder = usual if usual in there or not there else there[0]
     if there:
         finish_removal(root, folder)
     return folder
 
 
 def with_record(request: AsyncRequest[T], place: SavePlace) -> AsyncRequest[T]:
-    """Return a save that leaves a record of its step, written on rank 0."""
+    """Return a save that also writes a record of its step, on rank 0."""
     if request.world.rank != 0:
-        return request.add_finalize_fn(nothing)  # ranks finalize together: each has as many functions
+        return request.add_finalize_fn(nothing)  # ranks finalize together: each needs as many functions
 
-    before: list[bytes | None] = []  # the record that was there, once another one is written
+    before: list[bytes | None] = []  # the old record, once a new one is written
 
     def write() -> T:
         result = request.async_fn()
@@ -147,23 +147,23 @@ def with_record(request: AsyncRequest[T], place: SavePlace) -> AsyncRequest[T]:
 
 
 def nothing() -> None:
-    """Do nothing: a finalizer of ranks that have nothing to do then."""
+    """Do nothing: a finalizer for ranks without a task."""
 
 
 def _announce(place: SavePlace, before: list[bytes | None]) -> None:
-    """Write the record before the checkpoint counts; while an old checkpoint is there, it has the pins of both."""
+    """Write the record before the checkpoint counts; while an old checkpoint exists, it has the pins of both."""
     data = place.root.read(place.name) if place.root.length(place.name) is not None else None
     record = replace(place.record, time=time.time())
     if place.is_finished():
-        # Without metrics and time: a crash before the commit must not leave the old checkpoint with the new one's.
+        # Metrics and time are left out: a crash before the commit must not leave the old checkpoint with the new one's.
         pinned = record.pinned or sound_record(place.root, place.folder).pinned
         record = StepRecord(pinned=pinned)
-    before[:] = [data]  # first: where the write fails, the old one is to be restored
+    before[:] = [data]  # before the write: if that fails, the old record is restored
     write_record(place.root, place.folder, record)
 
 
 def _take_back(place: SavePlace, before: bytes | None) -> None:
-    """Restore the record that was there before, None if there was none. Never raises."""
+    """Restore the old record; None if there was none. Never raises."""
     try:
         if before is not None:
             place.root.replace(place.name, before, durable=True)
@@ -178,7 +178,7 @@ def change_record(root: Storage, step: SavedStep, change: Callable[[StepRecord],
     """Change the record of a finished step; its time stays.
 
     Raises:
-        CorruptCheckpoint: the record that is there can't be read.
+        CorruptCheckpoint: The existing record can't be read.
     """
     before = read_record(root, step.folder) or StepRecord()
     record = StepRecord() if before.removing else before

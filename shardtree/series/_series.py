@@ -44,21 +44,22 @@ T = TypeVar("T")
 class CheckpointSeries:
     """The steps of a run, each a checkpoint in a folder of its own under one root.
 
-    A value without a cache: the storage is listed at each call. Every rank of the world calls each method; rank 0 lists
-    and removes, and all get the same answer. ``world=st.world.one_process()`` is for one process.
+    It is a value without a cache: each call lists the storage. Every rank of the world calls each method; rank 0 lists
+    and removes, and all ranks get the same answer. ``world=st.world.one_process()`` is for one process.
 
     Args:
-        root: a path, a URL or a `Storage`; made by the first save.
-        names: how steps' folders are called, as a format; read with any number of leading zeros.
-        world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        strategies: the dispatch table; None for the process's.
-        keep: the policy that is applied after each save, once it is committed. What it lets go is removed then; a
-            removal that fails is a warning in the log. None removes nothing by itself.
-        queue: an `AsyncCallsQueue`, each rank's own: `save` schedules its request there.
+        root: Path, URL or `Storage` of the folder of all steps; created by the first save.
+        names: Format of the names of steps' folders; they are read with any number of leading zeros.
+        world: World of the ranks that take part; by default torch.distributed's default group, or else this process
+            alone.
+        strategies: Dispatch table; None for the process's.
+        keep: Policy to apply after each save, once it is committed. Steps that it doesn't keep are removed then; a
+            failing removal is a warning in the log. None removes nothing by itself.
+        queue: An `AsyncCallsQueue`, each rank's own, on which `save` schedules its request.
 
     Raises:
-        StorageError: the root is no place.
-        MetadataError: the step can't be read back from the names; or `keep` isn't a function, or `queue` no queue.
+        StorageError: The root isn't a place.
+        MetadataError: The step can't be read back from the names, `keep` isn't a function, or `queue` isn't a queue.
 
     Examples:
         >>> import torch, shardtree as st
@@ -93,29 +94,29 @@ class CheckpointSeries:
         object.__setattr__(self, "root", storage_at(self.root))
 
     def steps(self) -> tuple[SavedStep, ...]:
-        """Return the finished steps, by number; none that is unfinished, has failed, or is being removed."""
+        """Return the finished steps, by number, without unfinished and failed ones and those being removed."""
         return on_rank_zero(self._ranks(), "series: list", self._list)
 
     def latest(self) -> SavedStep | None:
-        """Return the newest finished step, None if there is none: that of the highest number, whenever it was saved.
+        """Return the newest finished step, that of the highest number, whenever it was saved; None if there is none.
 
         After a run went back, the steps ahead of it still count, until `drop_after` removes them.
         """
         return on_rank_zero(self._ranks(), "series: list", self._newest)
 
     def latest_verified(self) -> SavedStep | None:
-        """Return the newest finished step in which `verify` finds no damage, None if there is none.
+        """Return the newest finished step in which `verify` finds no damage; None if there is none.
 
-        Rank 0 reads whole checkpoints, the newest first, and the log says which were passed over, and why. The other
-        ranks wait, for no longer than the world's timeout.
+        Rank 0 reads whole checkpoints, the newest first, and logs the rejected ones with reasons. The other ranks wait,
+        for no longer than the world's timeout.
         """
         return on_rank_zero(self._ranks(), "series: verify", self._latest_verified)
 
     def at(self, step: int | SavedStep | None = None) -> Storage:
-        """Return where a finished step is, the newest by default: for `open_checkpoint`, `verify` and others.
+        """Return the storage of a finished step, the newest by default, for `open_checkpoint`, `verify` and others.
 
         Raises:
-            NotACheckpoint: there is no such step.
+            NotACheckpoint: There is no such step.
         """
         return folder_in(self._storage, self._alone("series: find", partial(self._find, step), step).folder)
 
@@ -123,12 +124,12 @@ class CheckpointSeries:
         """Load a finished step, the newest by default.
 
         Args:
-            sharded_state_dict: the target.
-            step: which one.
-            keywords: of `load`.
+            sharded_state_dict: Target tree, as for `load`.
+            step: The step; None for the newest.
+            keywords: Further keyword arguments of `load`.
 
         Raises:
-            NotACheckpoint: there is no such step.
+            NotACheckpoint: There is no such step.
         """
         arguments: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
         return load(sharded_state_dict, self.at(step), **arguments)
@@ -182,34 +183,35 @@ class CheckpointSeries:
     ) -> AsyncRequest[Any] | None:
         """Save a step, and apply the series' policy once it is committed, which never removes this step.
 
-        A step with a lower number than others that are there is saved with a warning: the run has gone back.
+        Saving a step with a lower number than an existing one logs a warning: the run has gone back.
 
-        With a queue, what is written by now is committed, this save is scheduled, and its request is returned: its
-        `result()` waits for the save. With `async_sharded_save` and no queue, the request is returned as it is.
+        With a queue, finished saves are committed, this save is scheduled, and its request is returned: its `result()`
+        waits for the save. With `async_sharded_save` and no queue, the request is returned unscheduled.
 
         Args:
-            sharded_state_dict: as `save` takes it.
-            step: its number, 0 or more.
-            metrics: numbers by name, for policies, the same on every rank. `note` adds what is measured later.
-            pinned: whether no policy ever removes it.
-            async_sharded_save: whether to return the request, where the series has no queue.
-            compare: Whether to warn, in the log, of a step that repeats the tensors of the step before, or holds others
-                than memory did at this call. Only with ``SaveOptions(fingerprint=True)``; reads the tensors once more.
-            keywords: of `save`.
+            sharded_state_dict: Sharded tree, as for `save`.
+            step: Number of the step, 0 or more.
+            metrics: Numbers by name, for policies, the same on every rank. `note` adds later measurements.
+            pinned: Whether every policy keeps the step.
+            async_sharded_save: Whether to return the request, if the series has no queue.
+            compare: Whether to log a warning about a step that repeats the tensors of the step before, or whose tensors
+                differ from those in memory at this call. Only with ``SaveOptions(fingerprint=True)``; reads the tensors
+                once more.
+            keywords: Further keyword arguments of `save`.
 
         Raises:
-            AlreadyACheckpoint: the step is there already, and `overwrite` isn't given.
-            MetadataError: that is no step, or these are no metrics.
-            WorldError: ranks were given other steps, names, metrics or pins, or some alone have a queue or a policy.
-            CheckpointingException: as `save`; or an earlier save of the queue failed, which the error's notes name:
-                this one isn't begun then.
+            AlreadyACheckpoint: The step exists already, and `overwrite` isn't given.
+            MetadataError: The step isn't a number, or the metrics aren't numbers by name.
+            WorldError: Ranks passed different steps, names, metrics or pins, or only some have a queue or a policy.
+            CheckpointingException: The save failed, as in `save`; or an earlier save of the queue failed, which the
+                error's notes name, and this one isn't begun.
         """
         ranks = self._ranks()
         if self.queue is not None:
-            # First, so that its memory is free before this save takes as much.
+            # Earlier saves are committed first, so that their memory is free before this save takes as much.
             self.queue.maybe_finalize_async_calls()
         check = partial(check_save, step, metrics, keywords.get("options"))
-        # What waits for other ranks later, too: one that has a queue or a policy would wait for the rest in vain.
+        # Queues and policies are compared too: a rank that has one would wait for the others in vain.
         later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
         alike = {
             "step": alike_step(step),
@@ -226,10 +228,11 @@ class CheckpointSeries:
         )
         arguments: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
         if not async_sharded_save and self.queue is None:
-            # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
+            # The save runs before this returns, so the caller can't change the tensors meanwhile: a copy would be
+            # wasted.
             arguments["options"] = replace(arguments.get("options") or SaveOptions(), snapshot=False)
         place = SavePlace(self._storage, folder, StepRecord(None, values, bool(pinned)), arguments["strategies"])
-        # Before the save copies anything: afterwards nobody knows what memory held.
+        # The check is prepared before the save copies anything: afterwards nobody knows the content of memory.
         compared = progress_check(sharded_state_dict, place, self.names, number, ranks) if compare else nothing
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
         noting = with_record(request, place)
@@ -248,11 +251,12 @@ class CheckpointSeries:
         """Add metrics to the record of a finished step; rank 0's count.
 
         Raises:
-            NotACheckpoint: there is no such step.
-            MetadataError: these are no metrics.
-            CorruptCheckpoint: its record can't be read.
+            NotACheckpoint: There is no such step.
+            MetadataError: The metrics aren't numbers by name.
+            CorruptCheckpoint: The step's record can't be read.
         """
-        # Checked on all ranks, though rank 0's count, so that a value that can't be stored is an error on all of them.
+        # All ranks check, though rank 0's metrics count, so that a value that can't be stored is an error on all of
+        # them.
         values = agree(self._ranks(), "series: check metrics", partial(checked_metrics, metrics))
         self._change(step, lambda record: replace(record, metrics={**record.metrics, **values}))
 
@@ -260,7 +264,7 @@ class CheckpointSeries:
         """Pin a finished step: no policy removes it.
 
         Raises:
-            NotACheckpoint: there is no such step.
+            NotACheckpoint: There is no such step.
         """
         self._change(step, lambda record: replace(record, pinned=True))
 
@@ -268,19 +272,19 @@ class CheckpointSeries:
         """Unpin a finished step: policies may remove it again.
 
         Raises:
-            NotACheckpoint: there is no such step.
+            NotACheckpoint: There is no such step.
         """
         self._change(step, lambda record: replace(record, pinned=False))
 
     def plan_removal(self, policy: Choose | None = None) -> Removal:
-        """Return the plan of what a policy removes and keeps, and why; printed, it is the dry run.
+        """Return the plan of the steps that a policy removes and keeps, with reasons; printed, it is the dry run.
 
         Args:
-            policy: from the listing to the numbers of the steps to keep, as `keep_last(3)`; rank 0's counts. The
-                newest step stays anyway, and so do pinned ones. None for the series' own.
+            policy: Function from the listing to the numbers of the steps to keep, such as `keep_last(3)`; rank 0's
+                counts. The newest step and pinned ones stay anyway. None for the series' own policy.
 
         Raises:
-            MetadataError: neither this nor the series has a policy.
+            MetadataError: Neither this call nor the series has a policy.
         """
         policy = self.keep if policy is None else policy
         if policy is None:
@@ -292,13 +296,13 @@ class CheckpointSeries:
     def remove(self, removal: Removal) -> tuple[int, ...]:
         """Execute a plan, after finishing interrupted removals; return the numbers of the steps that were removed.
 
-        Of a step, only the checkpoint's own files go, as they were planned. A crash leaves a step whole, or out of the
-        listing, with the rest of it to be removed the next time. A step stays if it was saved anew or pinned since the
-        plan, or is the newest by now.
+        Only a checkpoint's own files are removed, as planned. A crash leaves a step whole, or out of the listing, and
+        the next removal takes the remaining files. A step stays if it was saved anew or pinned since the plan, or is
+        the newest by now.
 
         Raises:
-            StorageError: some can't be removed; all others were.
-            MetadataError: that is no plan.
+            StorageError: Some can't be removed; all others were.
+            MetadataError: The argument isn't a plan.
         """
         check_type("series: remove", "removal", removal, Removal, "Pass what plan_removal returns.")
         run = partial(remove_steps, self._storage, self.names, removal, self.strategies)
@@ -307,12 +311,12 @@ class CheckpointSeries:
     def drop_after(self, step: int | SavedStep) -> tuple[int, ...]:
         """Remove the finished steps with higher numbers than one that stays; return their numbers.
 
-        For a run that goes back: what lies ahead of it would still count as the newest. The highest goes first, so that
-        a crash leaves no gap. Pinned steps stay.
+        This is for a run that goes back: later steps would still count as the newest. The highest is removed first, so
+        that a crash leaves no gap. Pinned steps stay.
 
         Raises:
-            NotACheckpoint: there is no such step.
-            StorageError: some can't be removed; all others were.
+            NotACheckpoint: There is no such step.
+            StorageError: Some can't be removed; all others were.
 
         Examples:
             >>> import torch, shardtree as st
@@ -332,11 +336,11 @@ class CheckpointSeries:
         """Finish interrupted removals, and remove orphaned files of steps that were never finished.
 
         Args:
-            stale_after: seconds without a change after which a save of another machine counts as interrupted; one of
+            stale_after: Seconds without a change after which a save of another machine counts as interrupted; a save of
                 this machine does once its process is gone.
 
         Returns:
-            The folders of unfinished steps that are still there.
+            Folders of unfinished steps that still exist.
         """
         run = partial(clean, self._storage, self.names, self.strategies, stale_after=stale_after)
         return on_rank_zero(self._ranks(), "series: clean", run)
@@ -346,7 +350,7 @@ class CheckpointSeries:
         return storage_at(self.root)
 
     def _repr_html_(self) -> str:
-        # A listing takes all ranks: in a notebook that is one of several, its display would wait for the others.
+        # A listing takes all ranks: in a notebook on one of several ranks, its display would wait for the others.
         return notebook_html(self if self._ranks().size == 1 else repr(self))
 
     def _ranks(self) -> World:
@@ -369,12 +373,12 @@ class CheckpointSeries:
         matches = [one for one in steps if number is None or one.number == number]
         if not matches:
             listing = "no finished step" if not steps else f"steps {steps[0].number} to {steps[-1].number}"
-            what = f"series: no {'step' if number is None else f'step {number}'} under {self._storage.where()!r}"
-            raise NotACheckpoint(error_text(what, found=listing, fix="Name one of steps()."))
+            heading = f"series: no {'step' if number is None else f'step {number}'} under {self._storage.where()!r}"
+            raise NotACheckpoint(error_text(heading, found=listing, fix="Name one of steps()."))
         return matches[-1]
 
     def _latest_verified(self) -> SavedStep | None:
-        # The newest first: usually it is whole, and then no other one is read.
+        # The newest is verified first: usually it is whole, and then no other step is read.
         for step in reversed(self._list()):
             try:
                 damage = verify(folder_in(self._storage, step.folder), strategies=self.strategies)
@@ -393,5 +397,5 @@ class CheckpointSeries:
         self._alone("series: note", run, step)
 
     def _alone(self, phase: str, run: Callable[[], T], step: int | SavedStep | None) -> T:
-        """Return what rank 0 does with a step, which all ranks were given."""
+        """Return rank 0's result for a step, on all ranks, after checking that all passed the same step."""
         return on_rank_zero(self._ranks(), phase, run, given={"step": alike_step(step)})

@@ -1,4 +1,4 @@
-"""Retention: which steps of a series of checkpoints are kept, as pure functions over an immutable listing."""
+"""Retention policies: pure functions from an immutable listing of checkpoints to the steps to keep."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class SavedStep:
     """A finished checkpoint of a series, as a listing describes it.
 
     Attributes:
-        number: of the training step, 0 or more.
-        time: when it was saved, in seconds since 1970.
-        metrics: its measured metrics, by name.
-        pinned: whether it is kept regardless of the policy.
-        folder: its name under the series' root.
+        number: Number of the training step, 0 or more.
+        time: Time of the save, in seconds since 1970.
+        metrics: Measured metrics, by name.
+        pinned: Whether every policy keeps it.
+        folder: Name of its folder under the series' root.
 
     Examples:
         >>> SavedStep(100, metrics={"loss": 0.5})
@@ -54,19 +54,19 @@ class SavedStep:
 # Policies, and the simplest: all steps, given steps, and unions.
 
 Choose = Callable[[Sequence[SavedStep]], Iterable[int]]
-"""From a listing to the numbers of the steps to keep."""
+"""Function from a listing to the numbers of the steps to keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
     """A pure function from a listing to the steps to keep, with a repr.
 
-    Any function of that form is a policy; this class adds a name for dry runs, and lists the members of a union.
+    Any such function is a policy; this class adds a name for dry runs, and lists the members of a union.
 
     Attributes:
-        name: the Python expression that makes it.
-        choose: the function.
-        members: of a union, its policies.
+        name: Python expression that makes the policy.
+        choose: The function.
+        members: Policies of a union.
 
     Examples:
         >>> policy = RetentionPolicy("keep_first()", lambda steps: {steps[0].number})
@@ -97,10 +97,10 @@ def keep_all() -> RetentionPolicy:
 
 
 def keep_steps(numbers: Iterable[int]) -> RetentionPolicy:
-    """Return the policy that keeps steps by their numbers, where they exist.
+    """Return the policy that keeps steps by their numbers, if they exist.
 
     Raises:
-        MetadataError: one can't be a step's number.
+        MetadataError: A number can't be a step's.
 
     Examples:
         >>> policy = keep_steps([1, 5])
@@ -114,7 +114,7 @@ def keep_steps(numbers: Iterable[int]) -> RetentionPolicy:
 
 
 def keep_any(*policies: Choose) -> RetentionPolicy:
-    """Return the policy that keeps what any of several keeps; without any, nothing.
+    """Return the policy that keeps every step that one of several policies keeps; without any, no step.
 
     Examples:
         >>> policy = keep_any(keep_steps([1]), keep_steps([3]))
@@ -136,7 +136,7 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
     """Return the steps of a listing in the order of their numbers, the newest last.
 
     Raises:
-        MetadataError: it isn't a listing.
+        MetadataError: The argument isn't a listing.
 
     Examples:
         >>> [step.number for step in sorted_steps([SavedStep(7), SavedStep(2)])]
@@ -146,16 +146,18 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
         return tuple(sorted(steps, key=lambda step: step.number))
     except (AttributeError, TypeError):
         found, fix = type(steps).__name__, "Pass what `CheckpointSeries.steps()` returns."
-        raise MetadataError(error_text("not a listing", found=found, expected="SavedStep values", fix=fix)) from None
+        raise MetadataError(
+            error_text("not a listing of steps", found=found, expected="SavedStep values", fix=fix)
+        ) from None
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
     """Return a policy's argument as an int, after checking that it is one of at least `least`.
 
     Raises:
-        MetadataError: it isn't.
+        MetadataError: The argument isn't.
     """
-    with suppress(TypeError):  # by `__index__`, which NumPy's integers have, and floats and texts don't
+    with suppress(TypeError):  # from `operator.index`, which takes NumPy's integers, but not floats and texts
         if (number := int(index(value))) >= least and not isinstance(value, bool):  # type: ignore[arg-type]
             return number
     found = repr(value)[:200]
@@ -166,12 +168,12 @@ def duration(policy: str, value: object) -> float:
     """Return a policy's argument, after checking that it is a number of seconds, at least 0.
 
     Raises:
-        MetadataError: it isn't.
+        MetadataError: The argument isn't.
     """
     if isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
         return float(value)
     expected = "a number, 0 at least"
-    raise MetadataError(error_text(f"{policy}: no number of seconds", found=repr(value)[:200], expected=expected))
+    raise MetadataError(error_text(f"{policy}: not a number of seconds", found=repr(value)[:200], expected=expected))
 
 
 # Policies by number: the last few steps, and every n-th.
@@ -181,10 +183,10 @@ def keep_last(count: int) -> RetentionPolicy:
     """Return the policy that keeps the newest steps, by number.
 
     Args:
-        count: how many.
+        count: Number of steps to keep.
 
     Raises:
-        MetadataError: that is no number of steps.
+        MetadataError: The argument isn't a number of steps.
 
     Examples:
         >>> sorted(keep_last(2)([SavedStep(number) for number in (10, 20, 30)]))
@@ -200,10 +202,10 @@ def keep_every(count: int) -> RetentionPolicy:
     """Return the policy that keeps every n-th step: those whose number is a multiple of n.
 
     Args:
-        count: n.
+        count: Distance n between kept numbers.
 
     Raises:
-        MetadataError: that is no number of steps.
+        MetadataError: The argument isn't a number of steps.
 
     Examples:
         >>> sorted(keep_every(100)([SavedStep(number) for number in (0, 50, 100, 150)]))
@@ -219,15 +221,15 @@ def keep_every(count: int) -> RetentionPolicy:
 
 
 def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
-    """Return the policy that keeps steps for a time.
+    """Return the policy that keeps steps for a time after their save.
 
     Args:
-        seconds: how long, from when a step was saved.
-        now: the end of that time, in seconds since 1970; None for when the step with the largest number was saved, so
-            that a run that stands still loses nothing. A later time of another step is a clock that was ahead.
+        seconds: Length of that time.
+        now: End of that time, in seconds since 1970; None for the save of the step with the largest number, so that a
+            run that stands still loses nothing. A later time of another step comes from a clock that was ahead.
 
     Raises:
-        MetadataError: that is no number of seconds.
+        MetadataError: The argument isn't a number of seconds.
 
     Examples:
         >>> steps = [SavedStep(1, time=100.0), SavedStep(2, time=160.0), SavedStep(3, time=200.0)]
@@ -248,10 +250,10 @@ def keep_every_seconds(seconds: float) -> RetentionPolicy:
     """Return the policy that keeps the first step, and each that was saved `seconds` or more after the last one kept.
 
     Args:
-        seconds: how long.
+        seconds: Distance in time between kept steps.
 
     Raises:
-        MetadataError: that is no number of seconds.
+        MetadataError: The argument isn't a number of seconds.
 
     Examples:
         >>> steps = [SavedStep(number, time=float(number)) for number in (0, 30, 60, 90, 130)]
@@ -276,16 +278,16 @@ def _spaced(steps: Sequence[SavedStep], length: float) -> Iterator[int]:
 def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> RetentionPolicy:
     """Return the policy that keeps the best steps by a metric, the newest step, and those without the metric.
 
-    Among equals the newer is better. A step with NaN is never among the best. A step
-    without the metric, as before its evaluation, stays.
+    Of equal steps the newer is better. A step with NaN is never among the best. A step without the metric, for example
+    before its evaluation, stays.
 
     Args:
-        count: how many of the best.
-        metric: its name among a step's metrics.
-        mode: whether the smallest or the largest is best.
+        count: Number of the best steps to keep.
+        metric: Name of the metric.
+        mode: "min" if the smallest is best, "max" if the largest is.
 
     Raises:
-        MetadataError: there is no such mode, or that is no number of steps.
+        MetadataError: There is no such mode, or the count isn't a number of steps.
 
     Examples:
         >>> losses = {1: 0.5, 2: 0.3, 3: 0.4, 4: 0.9}
@@ -299,7 +301,7 @@ def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -
     _check_mode(metric, mode)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
-        # A step that is evaluated after it was saved would otherwise be removed before it is measured.
+        # A step that is evaluated after its save would otherwise be removed before it is measured.
         unmeasured = [step for step in steps if metric not in step.metrics]
         best = _ranked(steps, metric, mode)[:count]
         return {step.number for step in (*best, *unmeasured, *sorted_steps(steps)[-1:])}
@@ -312,12 +314,12 @@ def best_step(steps: Sequence[SavedStep], metric: str, *, mode: Literal["min", "
     """Return the best step by a metric, the newer one of equals; None if no step has the metric, or all have NaN.
 
     Args:
-        steps: the listing.
-        metric: its name among a step's metrics.
-        mode: whether the smallest or the largest is best.
+        steps: Listing of steps.
+        metric: Name of the metric.
+        mode: "min" if the smallest is best, "max" if the largest is.
 
     Raises:
-        MetadataError: there is no such mode.
+        MetadataError: There is no such mode.
 
     Examples:
         >>> best_step([SavedStep(1, metrics={"loss": 0.5}), SavedStep(2, metrics={"loss": 0.7})], "loss").number
@@ -337,7 +339,7 @@ def _ranked(steps: Sequence[SavedStep], metric: str, mode: str) -> list[SavedSte
 def _check_mode(metric: object, mode: object) -> None:
     if not isinstance(metric, str) or mode not in ("min", "max"):
         found, expected = f"{metric!r}, mode={mode!r}"[:200], "a metric's name and mode='min' or 'max'"
-        raise MetadataError(error_text("not a metric and a mode", found=found, expected=expected))
+        raise MetadataError(error_text("wrong metric or mode", found=found, expected=expected))
 
 
 # A policy's decision on a listing, with reasons, which a removal executes.
@@ -351,18 +353,18 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
     The newest step and pinned ones stay regardless of the policy. Numbers of steps that don't exist are ignored.
 
     Args:
-        policy: from a listing to the numbers to keep; of a union, each member is a reason of its own.
-        steps: the listing.
+        policy: Function from a listing to the numbers to keep; each member of a union is a reason of its own.
+        steps: Listing of steps.
 
     Raises:
-        MetadataError: that is no policy.
+        MetadataError: The argument isn't a policy.
 
     Examples:
         >>> steps = [SavedStep(number, pinned=number == 150) for number in (100, 150, 190, 200)]
         >>> kept_steps(keep_any(keep_last(1), keep_every(100)), steps)
         {100: ('keep_every(100)',), 150: ('pinned',), 200: ('the newest', 'keep_last(1)', 'keep_every(100)')}
     """
-    # A policy is a user's function, and what it leaves out is deleted: the newest step is never its decision.
+    # A policy is a user's function, and steps that it leaves out are deleted: the newest step is never its decision.
     listing = sorted_steps(steps)
     wanted_by = [(policy_name(member), _wanted(member, listing)) for member in _members(policy)]
     reasons = {step.number: tuple(_reasons(step, listing, wanted_by)) for step in listing}

@@ -104,7 +104,7 @@ def test_a_file_that_another_program_has_written_since_stays(
     else:
         file.write_bytes(b"mine" if change == "other bytes" else file.read_bytes()[:-1] + b"!")
     before = file.read_bytes()
-    with pytest.raises(AlreadyACheckpoint, match="is there already"):
+    with pytest.raises(AlreadyACheckpoint, match="exists already"):
         st.convert(source, file, backend="huggingface")
     assert file.read_bytes() == before
 
@@ -132,7 +132,7 @@ def test_a_save_to_a_folder_with_the_name_of_a_file_is_one(backend: str, tmp_pat
 
 def test_a_file_that_is_there_stays(source: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"mine")
-    with pytest.raises(AlreadyACheckpoint, match="is there already"):
+    with pytest.raises(AlreadyACheckpoint, match="exists already"):
         st.convert(source, tmp_path / "adapter_model.safetensors", backend="huggingface")
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"mine"
 
@@ -158,7 +158,7 @@ def test_a_file_that_another_program_makes_meanwhile_stays(
     def convert(world: World, transform: Any) -> Any:
         return st.convert(source, file, backend="huggingface", transform=transform, verify=verify, world=world)
 
-    with pytest.raises(AlreadyACheckpoint, match="is there already") as error:
+    with pytest.raises(AlreadyACheckpoint, match="exists already") as error:
         simulate(ranks, lambda world: convert(world, made_meanwhile(file)))
     assert file.read_bytes() == b"mine"
     if ranks == 1:

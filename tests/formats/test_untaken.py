@@ -69,7 +69,7 @@ def test_what_is_not_taken_is_named_everywhere(name: str, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "shardtree"):
         assert list(st.load_plain_tensors(folder, options=st.LoadOptions(report=reads.append))) == ["w"]
     assert reads[0].left_out == ("x",) and "'x': " in caplog.text
-    with pytest.raises(KeyMismatch, match=r"the source holds what can't be carried over\n  'x': "):
+    with pytest.raises(KeyMismatch, match=r"the source has values that can't be converted\n  'x': "):
         st.convert(folder, MemoryStorage(), backend=("safetensors", 1))
     for agreed in ({"leave_out": ["x"]}, {"prune": True}):
         assert st.convert(folder, MemoryStorage(), backend=("safetensors", 1), **agreed).left_out == ("x",)

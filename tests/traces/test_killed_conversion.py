@@ -102,5 +102,5 @@ def test_the_law_of_identity_catches_moves_that_are_known_by_their_places_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_local, "_description", lambda moves: [str(move[1:4]) for move in moves])
-    with pytest.raises(IntegrityError, match="the destination isn't what was to be written"):
+    with pytest.raises(IntegrityError, match="the destination differs from what was to be written"):
         run(killed(DONE[-1]), traced(order="qvk"))
