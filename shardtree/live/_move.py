@@ -1,7 +1,7 @@
 """The executor of plans: each rank packs, exchanges and unpacks, step by step; all follow from one schedule.
 
 All bytes that one rank sends to another in one step form one message: tensors of large items first, then the
- schedule's order, so that every piece is aligned. The sender converts tensors that are cast while it packs them.
+schedule's order, so that every piece is aligned. The sender converts tensors that are cast while it packs them.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ class Route:
 
 LONG = 8 * 1024 * 1024
 """Size in bytes from which a piece is a message of its own, which is sent from and received into the shard's memory
- without a buffer. A separate step for a shorter piece would take longer than packing it."""
+without a buffer. A separate step for a shorter piece would take longer than packing it."""
 
 
 def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
     """Return a schedule in which no step has two long pieces between two ranks, or a long piece beside short ones.
 
     It saves a load's exchange, whose pieces lie in large files, a tenth of the processor's time. `redistribute` doesn't
-     use it: it takes the same or less time a byte, but up to three times as many steps, which is slower on busy
-     machines.
+    use it: it takes the same or less time a byte, but up to three times as many steps, which is slower on busy
+    machines.
 
     Examples:
         >>> import shardtree as st

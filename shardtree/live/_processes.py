@@ -157,7 +157,7 @@ def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[Wor
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sender.send_bytes(_packed_outcome(rank, size, port, timeout, fn))
     # The group is destroyed after reporting: peers fail once this rank's connections close, and its own error should
-    #  come first.
+    # come first.
     if dist.is_initialized():
         dist.destroy_process_group()
 

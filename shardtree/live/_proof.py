@@ -31,7 +31,7 @@ def hash_for(devices: Iterable[str]) -> Callable[[torch.Tensor], int]:
     """Return the function that hashes a message, the same on all ranks.
 
     It is XXH3-64 if all buffers are in the host's memory: sums take half as long again there, and without a compiler
-     several times as long. Otherwise it is a sum, which a device computes without copying the message.
+    several times as long. Otherwise it is a sum, which a device computes without copying the message.
 
     Args:
         devices: Kind of device of each rank's buffers.
@@ -86,8 +86,7 @@ def join_with_proof(world: World, route: Route, transport: HashingTransport, joi
     """Return the result of `join` after it succeeded on all ranks and hashes proved that data arrived unchanged.
 
     This takes one all-gather of a hash for each link of a rank. If hashes differ, another one gathers two hashes for
-    each
-     piece of these links.
+    each piece of these links.
 
     Args:
         world: World of the ranks that take part.

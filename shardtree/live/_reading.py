@@ -1,7 +1,7 @@
 """Ranks that read for each other: the part that each reads, its exchange, and what `explain` predicts of it.
 
 The groups of a load are planned from the shards of all ranks: a part that one rank reads for several must be in the
- same group on each of them.
+same group on each of them.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumn
     """Return the columns of a rank's shards that other ranks need for planning shared reads, in the stored dtypes.
 
     The first columns contain the shards in their stored dtype, without those that each rank reads itself. The second
-     contain all shards that are converted; there `main`, which no plan of reads uses, marks the shared shards.
+    contain all shards that are converted; there `main`, which no plan of reads uses, marks the shared shards.
     """
     alike, others = by_dtype(shards, kinds)
     other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)

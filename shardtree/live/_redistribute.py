@@ -140,7 +140,7 @@ def redistribute(
 
     The world contains source and target ranks, which may be the same, disjoint, or overlap. Each element
     of a target comes from one rank that holds it, in steps, through buffers of bounded size; sources aren't copied.
-     Errors found before tensors move are raised on every rank.
+    Errors found before tensors move are raised on every rank.
 
     Args:
         tree: Source tree of this rank; None, or an empty tree, if it only receives. It isn't changed.
@@ -172,8 +172,8 @@ def redistribute(
 
     Returns:
         The sources' common state joined with the target, whose shards and objects have their data and whose factories
-         have merged theirs, on the devices of the target's tensors; it can be saved or redistributed again. None if the
-         target is None.
+        have merged theirs, on the devices of the target's tensors; it can be saved or redistributed again. None if the
+        target is None.
 
     Raises:
         IntegrityError: A target asks for elements that no source has, the sources' common states differ, or a rank's
@@ -241,7 +241,7 @@ def redistribute(
         ranks, "redistribute: make memory", allocate, lambda both: both[0].buffers.memory.device.type
     )
     # Failures of the steps are raised by the agreement below: raised here, they would leave the other ranks waiting
-    #  in their next step.
+    # in their next step.
     hashing = HashingTransport(transport, hash_for(devices)) if verify else None
     failure = move(route, hashing or transport)
     own = None if transform is None else target

@@ -32,8 +32,7 @@ def reduce_elements(
     """Return a reduction over all elements of a global tree, on every rank; each rank passes its own part.
 
     Of each element, only the main replica counts. Factories are applied, so that elements are counted as they are
-    stored,
-     without padding. Plain tensors beside shards don't count; in a tree without shards those of rank 0 do.
+    stored, without padding. Plain tensors beside shards don't count; in a tree without shards those of rank 0 do.
 
     Args:
         f: Function of a tensor of elements, in any shape, and of the further trees' values at that leaf. Combined over

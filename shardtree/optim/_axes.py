@@ -147,7 +147,7 @@ def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTen
     """Return a leaf for a state that each shard has for itself. It can't be loaded in another layout.
 
     The states are stored as an array with a place for each piece of the grid; another layout asks for another array,
-     which is an error.
+    which is an error.
 
     Args:
         param: Shard of the parameter: one box of a regular grid.
@@ -205,8 +205,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
     """
     # There is no guess by default: moments that are equal on several shards can't be told from each shard's own until
-    # one
-    #  overwrites the other.
+    # one overwrites the other.
     check_where_cut("reduced_axis", where_cut)
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:

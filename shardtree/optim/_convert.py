@@ -49,14 +49,13 @@ def optim_state_to_sharding_state(
     - A tensor of its parameter's shape becomes the parameter's shard, or its factory, with that tensor as data, under
       the key ``optimizer.state.<state key>.<parameter's key>``.
     - A number (a tensor without axes, an int, None) is stored once for each parameter; its main replica is on the one
-    rank
-       that has the parameter's first element. A load returns it in its own type.
+      rank that has the parameter's first element. A load returns it in its own type.
     - A list that contains tensors, such as SOAP's ``Q``, is a list of such states, ``Q[0]`` and so on.
     - Any other state needs a rule.
     - Hyperparameters of groups stay plain values. With numbered parameters, a group's members aren't stored, and group
-       i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each parameter's
-       group is stored under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
-       ranks must have the same groups, even those without parameters of theirs.
+      i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each parameter's
+      group is stored under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
+      ranks must have the same groups, even those without parameters of theirs.
 
     Args:
         optim_state_dict: Result of ``optimizer.state_dict()``, or its form by names (`optim_state_by_name`, or torch's
@@ -286,7 +285,7 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     """Return a state dict whose parameters are numbered, from one whose parameters are named; values are shared.
 
     torch binds states to parameters by positions, so groups must have them in the order of their ids; otherwise call
-     `regroup_optim_state` first.
+    `regroup_optim_state` first.
 
     Args:
         optim_state_dict: State dict by names.

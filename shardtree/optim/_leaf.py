@@ -86,7 +86,7 @@ class OptimizerState:
     """A state as a rule gets it: of the same type whether it is saved or a target is made to load it.
 
     It has no shape: this rank's is known only when it is saved, the whole one only when it is loaded. Sizes of cut axes
-     follow from the parameter; `along` takes those of others from whichever is known.
+    follow from the parameter; `along` takes those of others from whichever is known.
 
     Attributes:
         data: The tensor or value; None if only stored metadata is known.

@@ -66,10 +66,8 @@ def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor
     """Return a leaf for a value that all shards of a parameter share; exactly one rank has its main replica.
 
     The main replica is on the rank whose main replica of the parameter holds the first element. Along prepended axes
-    each
-     index is a parameter of its own, with its own value. A factory's value is stored once for each key that it builds,
-     so
-     that it can be loaded where those are parameters of their own, and must be the same for all of them.
+    each index is a parameter of its own, with its own value. A factory's value is stored once for each key that it
+    builds, so that it can be loaded where those are parameters of their own, and must be the same for all of them.
 
     Args:
         param: Shard of the parameter on this rank, or its factory.
@@ -101,7 +99,7 @@ class _FactoryValue:
         value = self.kind if data is None and self.kind is not None else data
         shards = built_shards(replace(self.param, key=key, replica_id=replica_id))
         # Each key gets a value: where a factory's parts are parameters of their own, each finds its value.
-        #  A factory may build nothing on this rank: its leaf is never the main replica.
+        # A factory may build nothing on this rank: its leaf is never the main replica.
         nothing = ShardedTensor(key, None, torch.uint8, (0,), (1,), (0,), None)
         leaves = [_value_leaf(shard, value) for shard in _first_of_each(shards) or [nothing]]
         return [leaf.without_data() for leaf in leaves] if data is None else leaves

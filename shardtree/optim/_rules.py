@@ -51,7 +51,7 @@ def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, Optim
     """Return rules for the square matrices of Shampoo and SOAP, one for each axis of a parameter.
 
     The states are ``precond_0``, ``inv_precond_0`` (or ``pre_cond_0``, ``inv_pre_cond_0``) and so on, and SOAP's lists
-     ``GG`` and ``Q``; an axis without a matrix has a placeholder, such as None.
+    ``GG`` and ``Q``; an axis without a matrix has a placeholder, such as None.
 
     Args:
         where_cut: Assumption about cut parameters. "equal": the optimizer preconditions whole parameters, so that all
@@ -140,8 +140,7 @@ def block_scales(block_size: int) -> OptimizerRule:
     """Return the rule for states with a value for each block of a parameter's row-major elements, as 8-bit states have.
 
     Optimizers count blocks from each rank's first element. These are blocks of the whole parameter, and can be loaded
-    in
-     another layout, if each rank's elements are consecutive in the parameter and begin and end with a block.
+    in another layout, if each rank's elements are consecutive in the parameter and begin and end with a block.
 
     Args:
         block_size: Number of elements in a block.

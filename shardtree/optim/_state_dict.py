@@ -178,7 +178,7 @@ def get_param_id_to_sharded_param_map(
     """Return the sharded parameter of each of an optimizer's ids.
 
     A shard belongs to a parameter if its data is that very object; shapes, names and memory don't count. For tied
-     parameters, one tensor under several keys, the first key in alphabetical order counts, the same on every rank.
+    parameters, one tensor under several keys, the first key in alphabetical order counts, the same on every rank.
 
     Args:
         model_sharded_state_dict: Shards and factories of the model, in any structure.

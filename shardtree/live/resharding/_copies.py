@@ -111,7 +111,7 @@ def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Re
     plain = np.array([memory.is_contiguous() for memory in words], dtype=np.bool_)[number]
     flat = columns.start[boxes.row] >= 0
     # In contiguous memory, or memory of one axis, a box keeps its row-major strides, times the distance of neighbours.
-    #  Boxes in memory with other strides are located index by index below.
+    # Boxes in memory with other strides are located index by index below.
     scale = np.array([memory.stride(0) if memory.ndim == 1 else 1 for memory in words], dtype=np.int64)[number]
     scale = np.where(plain, 1, scale)
     others = np.flatnonzero(~plain & ~flat)

@@ -115,7 +115,7 @@ def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> Shar
 
 STRIPE_BYTES = 1024 * 1024
 """Shards are cut between readers at multiples of this size, for whole requests and few hashed blocks that two ranks
- read."""
+read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -222,7 +222,7 @@ def plan_reads(
     Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
     end and cut into one range a rank, so that each rank reads as much as the others, whatever it reads alone or with
     other sets. Cuts lie between cells or at whole stripes: a rank's share is at most a stripe away from an equal one.
-     Ranks that want the same are described once, so the cost doesn't grow with the number of replicas.
+    Ranks that want the same are described once, so the cost doesn't grow with the number of replicas.
 
     Args:
         columns: Wanted shards of all ranks, with each rank's rows together.

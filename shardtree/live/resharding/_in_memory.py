@@ -278,7 +278,7 @@ def reshard(
     """Return the targets filled from the trees of all ranks, as saving those and loading these would do.
 
     Each byte is copied once, directly from the source's tensor into new memory. The arguments aren't changed, and the
-     result shares nothing mutable with them.
+    result shares nothing mutable with them.
 
     Args:
         trees: Source tree of each rank: a mapping by rank, or a list that begins with rank 0. Tensors may have any
@@ -294,8 +294,7 @@ def reshard(
 
     Returns:
         Result tree of each target rank, in a container of the targets' kind: the target's structure, shards and
-        factories
-         with their data, nonpersistent objects as they are, joined with the plain values.
+        factories with their data, nonpersistent objects as they are, joined with the plain values.
 
     Raises:
         TreeError: There is no tree, a target doesn't fit the plain values, or no source has its plain tensor.
@@ -356,7 +355,7 @@ def _copy_into_new(
     before, after = dict(enumerate(shard.data for shard in sources)), dict(enumerate(new))
     transfers = plan.transfers
     # All copies out of one shard follow each other, while it is in the processor's cache: a fourth faster from rows to
-    #  columns.
+    # columns.
     copy_transfers(plan, np.lexsort((transfers.target, transfers.source, transfers.key)), before, after)
     return new
 

@@ -170,10 +170,8 @@ class ReshardPlan:
         """Return all problems of the plan; none if each element of each target shard is written once.
 
         The check uses only the layouts and the transfers, however they were made. Each box must lie in the stated
-        shards, at
-         the stated places in their memory, on the stated ranks; the boxes that go to a shard must have as many elements
-         as
-         it and none in common; and relayed data must have arrived before.
+        shards, at the stated places in their memory, on the stated ranks; the boxes that go to a shard must have as
+        many elements as it and none in common; and relayed data must have arrived before.
         """
         return transfer_problems(self.source, self.target, self.transfers)
 
@@ -207,8 +205,7 @@ class ReshardPlan:
         """Return the plan as JSON text, for another process or program to execute; `from_json` reads it.
 
         docs/resharding.md describes the document. A field never changes its meaning: if one must, the document gets a
-        new
-         version.
+        new version.
 
         Examples:
             >>> import torch, shardtree as st
@@ -238,9 +235,8 @@ class ReshardPlan:
             IntegrityError: The target doesn't hold all elements of the source.
         """
         # The way back is planned anew, not with reversed transfers: if several ranks received an element, one of them
-        # is
-        #  enough to send it back, and none is needed if its owner still has it.
-        #  Tensors that this plan casts are cast back, whatever other tensors there are.
+        # is enough to send it back, and none is needed if its owner still has it. Tensors that this plan casts are cast
+        # back, whatever other tensors there are.
         return _planned(self.target, self.source, SHORTEST_CUT, cast=bool(self.casts), is_plain=self.casts.__contains__)
 
 
@@ -255,14 +251,12 @@ def plan_reshard(
     """Return the plan that moves tensors from one layout into another.
 
     Elements that a rank holds already stay there. All others come from a rank that has them, chosen among the replicas
-    so that
-    all send about as much; where needed for that, a box is cut and comes from several. Each element is received once by
-    each rank that wants it, however many of its shards do. Ties break by key, place and rank, never by the order of
-    rows, so that every rank computes the same plan, and none is exchanged.
+    so that all send about as much; where needed for that, a box is cut and comes from several. Each element is received
+    once by each rank that wants it, however many of its shards do. Ties break by key, place and rank, never by the
+    order of rows, so that every rank computes the same plan, and none is exchanged.
 
     Tensors that only the source has are left out. Global shapes must be the same on both sides: there is no padding,
-    and
-     `allow_shape_mismatch` has no effect here. Dtypes must be equal too unless `cast` is true.
+    and `allow_shape_mismatch` has no effect here. Dtypes must be equal too unless `cast` is true.
 
     Args:
         source: Shards of all ranks before: columns, or each rank's tree, by rank. Data isn't used, so metadata is
@@ -322,8 +316,7 @@ def _planned(
     pieces = located_pieces(places, after, pieces)
     check_gaps(after, pieces)
     # Repeats are found after the check and before senders are chosen: a rank receives such elements once, so they
-    # mustn't
-    #  count twice in a sender's load.
+    # mustn't count twice in a sender's load.
     repeats, pieces = repeat_routes(after, pieces)
     routes = sent_routes(places, after, pieces, shortest)
     return ReshardPlan(before, after, as_transfers(before, after, joined_rows([kept_routes, repeats, routes])), names)
@@ -340,9 +333,9 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
     """Return each rank's peak memory for tensors while a schedule of the plan is carried out, in bytes.
 
     It includes the data of all its source and target shards, both held from beginning to end, and the buffers of the
-     largest step: the rank's sent and received messages, each once, freed before the next step. So no rank needs more
-     than its shards and `max_bytes_in_flight`. Memory that an executor or a communication library takes besides isn't
-     included; target shards that share the memory of source shards are counted twice.
+    largest step: the rank's sent and received messages, each once, freed before the next step. So no rank needs more
+    than its shards and `max_bytes_in_flight`. Memory that an executor or a communication library takes besides isn't
+    included; target shards that share the memory of source shards are counted twice.
 
     Args:
         plan: The plan.

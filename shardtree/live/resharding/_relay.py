@@ -49,7 +49,7 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
 
     Boxes that the same ranks want and would get from the same senders are laid one behind the other, and that line is
     divided into one equal interval for each of these ranks. So few boxes are cut, and a sender of a box to n of k ranks
-     sends n / k of it. If intervals can't be quite equal, the ranks with least get the longest ones.
+    sends n / k of it. If intervals can't be quite equal, the ranks with least get the longest ones.
 
     Args:
         shape: Shape of each box, without zeros, int64 (boxes, axes).
@@ -117,11 +117,10 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
     """Return a plan in which elements that several ranks lack leave the ranks that have them only once.
 
     The elements that k ranks lack are divided among these k: each receives its part from the sources (hop 0), and
-    passes
-     it on to the others (hop 1). So each receives as many bytes as before, a k-th of them from the sources, and sends
-     k - 1 times that k-th; a rank that sent a box to n of them sends n / k of it; and in total no more bytes move.
-     Elements that one rank wants move as before. Boxes that overlap and differ are cut, so that their common elements
-     are a box of their own. Parts are equal up to an index of an axis, or to `shortest_cut`.
+    passes it on to the others (hop 1). So each receives as many bytes as before, a k-th of them from the sources, and
+    sends k - 1 times that k-th; a rank that sent a box to n of them sends n / k of it; and in total no more bytes move.
+    Elements that one rank wants move as before. Boxes that overlap and differ are cut, so that their common elements
+    are a box of their own. Parts are equal up to an index of an axis, or to `shortest_cut`.
 
     Args:
         plan: Plan without relays.
@@ -141,7 +140,7 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
     check_type("with_relays", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
     shortest = max(1, integer("with_relays", "shortest_cut", shortest_cut))
     # Relays are added to any plan, not made by the planner: whether they pay depends on links that a plan doesn't know,
-    #  and the result can be printed, checked and scheduled like the plan itself.
+    # and the result can be printed, checked and scheduled like the plan itself.
     every = plan.transfers
     # Later hops and copies within a rank use no link from the sources.
     moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))

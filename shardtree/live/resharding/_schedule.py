@@ -28,8 +28,7 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
 
     Returns:
         ``(priority, needs)``, int64 (transfers,): lower priorities go first. A transfer is ready when all transfers to
-        its
-         sender with priorities up to `needs` have arrived; at once if `needs` is -1.
+        its sender with priorities up to `needs` have arrived; at once if `needs` is -1.
     """
     first, later = (np.flatnonzero(transfers.hop == hop) for hop in (0, 1))
     passes_on = np.concatenate([transfers.target[first], transfers.source[later]])
@@ -119,12 +118,12 @@ def schedule_transfers(
     """Return transfers in steps in which each rank sends and receives, together, a bounded number of bytes.
 
     Transfers are cut, between elements, where that helps. Every rank computes the same schedule. Relayed bytes leave in
-     later steps than they arrive in, and no two ranks that both have room left have data ready for each other.
+    later steps than they arrive in, and no two ranks that both have room left have data ready for each other.
 
     This bounds the number of steps. Let L be the most bytes that one rank sends and receives in all, and R the fewest
-     that it has in a full step: `max_bytes_in_flight`, less one element, plus 1. Then there are at most ``1 + 2 L / R``
-     steps, or ``2 + 3 L / R`` with relays, and no schedule has fewer than ``L / max_bytes_in_flight``. On random plans
-     this schedule has as many as that, rounded up, or one or two more.
+    that it has in a full step: `max_bytes_in_flight`, less one element, plus 1. Then there are at most ``1 + 2 L / R``
+    steps, or ``2 + 3 L / R`` with relays, and no schedule has fewer than ``L / max_bytes_in_flight``. On random plans
+    this schedule has as many as that, rounded up, or one or two more.
 
     Args:
         transfers: Transfers; those within a rank are left out.
@@ -211,9 +210,8 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
     """Return the part of each amount that passes: the first get all that fits, then the next, as in a loop over them.
 
     No passable item is left: of the remainder of an amount, not even one item fits at both of its places. All amounts
-    that
-     surely fit, because all before them do too, are taken at once, then those that are the first at both of their
-     places: so a few rounds do the work of a loop over the amounts.
+    that surely fit, because all before them do too, are taken at once, then those that are the first at both of their
+    places: so a few rounds do the work of a loop over the amounts.
 
     Args:
         amount: Multiples of `item`, the most important first, int64 (amounts,).
@@ -300,8 +298,7 @@ class RankPairs:
         """Distance from sender to receiver when both are numbered round a circle, int64 (pairs,).
 
         Relaying pairs have circles of their own. So all pairs at one distance have different ranks, and if ranks send
-        to as
-         many others, as trainers do to engines, each rank is in one of them.
+        to as many others, as trainers do to engines, each rank is in one of them.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):
@@ -317,7 +314,7 @@ def pair_steps(pairs: RankPairs, room: int) -> tuple[Column, Column, Column]:
     Each step goes through the pairs that are ready and takes all that fits: by priority; at equal priority first those
     whose ranks have most left to do, in whole steps; among equals by distance, so that in one step different senders
     have different receivers. A rank that sends and receives divides its room between both, in proportion to the bytes
-     left of each, and a second pass takes everything that still fits.
+    left of each, and a second pass takes everything that still fits.
 
     Args:
         pairs: Bytes to move.

@@ -18,7 +18,7 @@ class Transfers:
     A shard's data is counted in elements of its row-major memory, a flat shard's in the order of its range.
 
     If two shards of a rank want the same elements, one of them receives them at hop 0; the other gets them from it at
-     hop 1, and nothing moves between ranks.
+    hop 1, and nothing moves between ranks.
 
     Attributes:
         hop: 0 if the box comes from a source shard; 1 or more if it comes from a target shard that received these

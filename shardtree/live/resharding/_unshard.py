@@ -161,9 +161,8 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
     """Return the global tree of ranks' sharded trees; undoes `shard`.
 
     A shard is replaced by its global tensor, as a checkpoint would hold it; a factory by the tree that it builds, or by
-    one
-     tensor if that has one key. A tensor that a shard holds whole isn't copied. If copies differ the main replica
-     counts, and without one the copy on the lowest rank.
+    one tensor if that has one key. A tensor that a shard holds whole isn't copied. If copies differ the main replica
+    counts, and without one the copy on the lowest rank.
 
     Args:
         trees: Tree of each rank: a mapping by rank, or a sequence that begins with rank 0. They are joined: dicts by

@@ -128,7 +128,7 @@ class BufferPlan:
     """
 
     # Tuples are used instead of columns: a buffer has thousands of parameters, not millions of chunks, and a plan is
-    #  compared, hashed and printed whole.
+    # compared, hashed and printed whole.
     data_parallel: int
     places: tuple[BufferPlace, ...]
     buckets: tuple[tuple[int, int], ...]

@@ -159,8 +159,7 @@ def flat_shards(
     """Return a rank's slices as shards by name, views; parameters of which it has nothing are left out.
 
     Each shard is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved,
-    and
-     any layout can load it: other ranks' ranges, another number of ranks, or boxes.
+    and any layout can load it: other ranks' ranges, another number of ranks, or boxes.
 
     Args:
         plan: Plan of the buffer.
@@ -276,7 +275,7 @@ def _check_replicas(
     if replica_id is not None:
         return
     # In pure data parallelism the number should become 0; beside tensor parallelism it may have to stay. A wrong guess
-    #  would be found only by the next save, on other ranks.
+    # would be found only by the next save, on other ranks.
     unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
     if unclear:
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
