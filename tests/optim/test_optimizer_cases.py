@@ -245,7 +245,7 @@ def test_a_new_parameter_by_name_starts_without_states() -> None:
         st.optim.abstract_optim_state_from_metadata(fresh, new, metadata)
     target = st.optim.abstract_optim_state_from_metadata(fresh, new, metadata, missing="leave_out")
     loaded = st.load({"o": target}, storage)["o"]
-    with pytest.raises(TreeError, match="no stored group has\n  'new'\n  Pass hyperparameters='own'"):
+    with pytest.raises(TreeError, match="parameters without a stored group\n  'new'\n  Pass hyperparameters='own'"):
         st.optim.sharding_state_to_optim_state(loaded)
     found = st.optim.sharding_state_to_optim_state(loaded, hyperparameters="own")
     assert found["param_groups"] == fresh["param_groups"]
