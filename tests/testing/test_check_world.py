@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from shardtree.errors import UnsupportedValue, WorldError
-from shardtree.shell.world import pack, unpack
 from shardtree.live import run_processes
+from shardtree.shell.world import pack, unpack
 from shardtree.testing import check_world
 from shardtree.world import World, simulate
 
