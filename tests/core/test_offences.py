@@ -46,7 +46,7 @@ OFFENCES: dict[str, Offence] = {
     "'w': (4,) float32 and (4, 2) int8": KindDifference("w", KIND, OTHER),
     "'w': 1 of 4 elements differ; the first at (2,): 1 and 3": ValueDifference("w", 1, 4, (2,), 1, 3, None),
     "0.bin, bytes 0 to 9: cut": Damage("0.bin", "cut", 0, 9),
-    "storage: folders can't be synced, so that a power failure may lose the names of files that were just written: "
+    "storage: folders can't be synced, so a power failure may lose the names of files that were just written: "
     "'/mnt'\n  found EPERM": StorageRefusal("sync", "/mnt", "EPERM"),
     "'w': 3 elements reach no output: [0:3]": traces.Problem("unused", "w", 3, "[0:3]"),
     "'w': 3 elements are 0, not 1": traces.Difference("w", 3, "0", "1"),
