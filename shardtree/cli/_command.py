@@ -1,4 +1,4 @@
-"""What all commands have in common: help, exit statuses, errors in the shell's words, a stdout that may be closed."""
+"""Common parts of all commands: help, exit statuses, errors in the shell's words, a stdout that may be closed."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def shell_words(text: str, options: Mapping[str, str]) -> str:
     """Return an error's text with a command's options in the place of Python's keywords.
 
     Args:
-        text: of the error. Keywords that aren't options stay as they are.
-        options: by the name of the keyword, how the option is typed: ``--name`` for a flag, else ``--name VALUE``.
+        text: Text of the error. Keywords that aren't options stay unchanged.
+        options: Spelling of each option by its keyword: ``--name`` for a flag, else ``--name VALUE``.
 
     Examples:
         >>> options = {"allow_pickle": "--allow-pickle", "leave_out": "--leave-out PATTERN"}

@@ -34,11 +34,11 @@ class TensorRow:
     """One stored tensor.
 
     Attributes:
-        key: its key.
+        key: Key of the tensor.
         dtype: the dtype's name.
-        shape: of the whole tensor.
+        shape: Shape of the whole tensor.
         length: bytes of all its elements.
-        grid: how it is cut; None where the format doesn't say.
+        grid: Number of pieces along each axis; None where the format doesn't say.
         is_proven: Whether the checkpoint proves that it is that large; else a file may be missing.
     """
 
@@ -51,7 +51,7 @@ class TensorRow:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -62,8 +62,8 @@ class ObjectRow:
     Attributes:
         key: the array's key.
         unique_key: the cell's own.
-        shape: of the array; -1 for a length that an old checkpoint left out.
-        offset: of the cell.
+        shape: Shape of the array; -1 for a length that an old checkpoint left out.
+        offset: Offset of the cell.
         length: bytes that it takes; None where the format doesn't say.
     """
 
@@ -79,8 +79,8 @@ class StoredContents:
     """The tensors and objects of a checkpoint.
 
     Attributes:
-        tensors: by key.
-        objects: by unique key.
+        tensors: Tensors by key.
+        objects: Objects by unique key.
         untaken: why others that are stored or listed aren't among them, by key.
     """
 
@@ -336,7 +336,7 @@ def plain(value: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return what a mapping, a record or a namespace holds, by name; None for anything else.
+    """Return the entries of a mapping, a record or a namespace by name; None for anything else.
 
     Examples:
         >>> fields_of(Record("train.Config", {"lr": 0.1})), fields_of([0.1])

@@ -33,17 +33,17 @@ _TIMEOUT = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is converted, and how.
+    """A conversion, as the command line asks for it.
 
     Attributes:
         source: a path or URL.
-        destination: likewise.
+        destination: Destination, a path or URL.
         backend: the format's name, or name and version.
         common_backend: the common state's format; None for the default beside `backend`.
         transforms: functions of the tree of shards, which are applied first.
         transform_common: a function of the common state; None leaves it as it is.
         names: old key → new key, in patterns.
-        dtype: of floating-point tensors in the copy; None leaves them as they are.
+        dtype: Dtype of floating-point tensors in the copy; None leaves them unchanged.
         leave_out: patterns of keys that aren't converted.
         plain: patterns of keys of FP8 numbers that need no scales, and may be cast.
         prune: whether what the transforms don't pass on is left out.
@@ -83,7 +83,7 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
 
     Args:
         conversion: the same on every rank.
-        as_json: how it is printed.
+        as_json: Format of the output.
 
     Raises:
         CheckpointingException: it can't be done, and this process is alone; or the ranks can't meet.
@@ -195,7 +195,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
 
 
 def _look(conversion: Conversion) -> tuple[dict[str, Any], int]:
-    """Return what `model_space` changes, if it is asked for, and about how many bytes move: the bar's end."""
+    """Return the changes of `model_space`, if asked for, and the approximate number of bytes to move: the bar's end."""
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
     changes = {}
     if conversion.optimizer_in_model_space:

@@ -51,11 +51,11 @@ LOADED_AS: SpecFunction = specs_by_pattern(
 
 
 class Moved(NamedTuple):
-    """What one rank saved or loaded.
+    """Counts of one rank's save or load.
 
     Attributes:
         nbytes: that it wrote or read.
-        seconds: how long that took.
+        seconds: Seconds that it took.
         same: elements that came back bit for bit, those of main replicas alone, which no other rank counts.
         different: paths of what came back otherwise.
     """
@@ -148,15 +148,15 @@ def made_up_weights() -> dict[str, torch.Tensor]:
 
 
 def training_state(weights: Mapping[str, torch.Tensor], layout: SpecFunction, rank: int, ranks: int) -> dict[str, Any]:
-    """Return what one rank holds: its shards of the weights and of Adam's moments, and the common state.
+    """Return one rank's tree: its shards of the weights and of Adam's moments, and the common state.
 
     The moments are what Adam has after one step on the loss ½‖weights‖², whose gradient is the weights themselves.
 
     Args:
         weights: whole tensors by name.
-        layout: how they are cut along the mesh axis "tp".
+        layout: Cut of the tensors along the mesh axis "tp".
         rank: which rank's state.
-        ranks: how many there are.
+        ranks: Number of ranks.
     """
     model = shard_at(dict(weights), Mesh(tp=ranks), layout, rank)
     parameters = {name: shard for name, shard in model.items() if shard.dtype.is_floating_point}  # no position ids
@@ -192,7 +192,7 @@ def load_rank(world: World, file: Path | None, folder: str) -> Moved:
 
 
 def compare(result: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
-    """Return how many elements of main replicas came back bit for bit, and all that came back otherwise.
+    """Return the number of elements of main replicas that came back bit for bit, and all that came back otherwise.
 
     Args:
         result: what `load` returned: tensors where the expected tree has shards.
@@ -237,7 +237,7 @@ def _processes(count: int) -> str:
 
 
 def _run_ranks(console: Output, heading: str, did: str, ranks: int, work: Callable[[World], Moved]) -> list[Moved]:
-    """Return what the ranks did, once it is printed how much they moved, and how fast."""
+    """Return the ranks' results, once their bytes and rates are printed."""
     console.print(f"\n{heading}", style="bold")
     with working("the processes start and work"):
         moves = run_processes(ranks, work)

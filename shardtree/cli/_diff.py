@@ -47,7 +47,7 @@ class DiffSide:
     Attributes:
         where: the checkpoint, as it was named.
         tree: the checkpoint.
-        contents: its tensors and objects that were compared.
+        contents: Tensors and objects that were compared.
     """
 
     where: str
@@ -95,7 +95,7 @@ def difference_tables(outcome: ComparedPair) -> Iterator[Table]:
 
 
 def document(outcome: ComparedPair) -> dict[str, Any]:
-    """Return what docs/command-line.md describes."""
+    """Return the document that docs/command-line.md describes."""
     apart = outcome.difference
     return {
         "left": outcome.left.where,
@@ -207,8 +207,8 @@ def run_diff(
 
     Args:
         left: a path or URL.
-        right: likewise.
-        patterns: of the keys to compare; none for all, and the common state.
+        right: Right checkpoint, a path or URL.
+        patterns: Patterns of the keys to compare; none compares all keys and the common state.
         only_structure: whether to compare keys, dtypes and shapes alone.
         as_json: whether to print JSON.
         allow_pickle: whether pickled values may be unpickled.
@@ -238,7 +238,7 @@ def difference_of(
 
     Args:
         checkpoints: both, each with the name that it is shown by.
-        patterns: of the keys to compare; none for all, and the common state.
+        patterns: Patterns of the keys to compare; none compares all keys and the common state.
         only_structure: whether to compare keys, dtypes and shapes alone.
 
     Raises:
@@ -264,7 +264,7 @@ def difference_of(
 
 
 def structure_difference(left: StoredContents, right: StoredContents) -> CheckpointDifference:
-    """Return how two checkpoints differ in keys, dtypes and global shapes.
+    """Return the differences of two checkpoints in keys, dtypes and global shapes.
 
     Examples:
         >>> one = StoredContents((TensorRow("w", "float32", (4,), 16, None),), ())

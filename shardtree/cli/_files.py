@@ -16,7 +16,7 @@ _MOST, _MOST_REMOTE = 20_000, 500  # files that are counted; each remote one tak
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """How many files a folder holds.
+    """Number of files in a folder.
 
     Attributes:
         count: Number of counted files.

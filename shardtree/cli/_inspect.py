@@ -55,7 +55,7 @@ _COMMON = (Heading("common state", style="bold"), Heading("type", style="cyan"),
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFindings:
-    """What `inspect` shows of a checkpoint.
+    """Content of a checkpoint that `inspect` shows.
 
     Attributes:
         where: the checkpoint, as it was named.
@@ -186,7 +186,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def document(findings: CheckpointFindings, limit: int | None) -> dict[str, Any]:
-    """Return what docs/command-line.md describes."""
+    """Return the document that docs/command-line.md describes."""
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
     common = findings.common
     return {
@@ -251,7 +251,7 @@ class Selection:
     """Which of a checkpoint's contents are shown; only one of the last four is given.
 
     Attributes:
-        patterns: of the keys to show; none for all.
+        patterns: Patterns of the keys to show; none shows all.
         sort: "key" or "bytes".
         limit: rows of each table; None for all.
         tree: whether keys are shown as a tree.
@@ -326,11 +326,11 @@ def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Sel
 
 
 def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort: str = "key") -> CheckpointFindings:
-    """Return what there is to show of a checkpoint, without reading a tensor.
+    """Return the content of a checkpoint to show, without reading a tensor.
 
     Raises:
         KeyMismatch: a pattern matches nothing.
-        CheckpointingException: its metadata can't be read.
+        CheckpointingException: The checkpoint's metadata can't be read.
     """
     everything = contents_in_files(tree, patterns)
     selection, order = _select(everything, patterns), _SORTS[sort]

@@ -27,7 +27,7 @@ class RankTrees(Sequence[RankTree]):
 
     Attributes:
         make: returns a rank's.
-        ranks: how many there are.
+        ranks: Number of ranks.
 
     Examples:
         >>> RankTrees(lambda rank: {}, 2)[1], len(list(RankTrees(lambda rank: {}, 2)))
@@ -49,7 +49,7 @@ class RankTrees(Sequence[RankTree]):
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """How tensors lie on a mesh.
+    """Mesh and specs that the command line gives.
 
     Attributes:
         mesh: the ranks.
@@ -194,8 +194,8 @@ def chunk_shard(index: Index, row: int, whole: ShardedTensor) -> ShardedTensor:
     """Return a stored chunk as a shard without data.
 
     Args:
-        index: of the checkpoint.
-        row: of the chunk.
+        index: Index of the checkpoint.
+        row: Row of the chunk.
         whole: the tensor.
     """
     axes, shape = len(whole.global_shape), whole.global_shape

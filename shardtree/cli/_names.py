@@ -1,4 +1,4 @@
-"""What people type for formats, dtypes, functions, keys and sizes; an unknown name gets the most similar one back."""
+"""Formats, dtypes, functions, keys and sizes as people type them; an unknown name gets the most similar one back."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def pace(count: int, seconds: float) -> str:
-    """Return how long moving bytes took, and the rate from 10 MB on: below, opening files takes most of the time.
+    """Return the time that moving bytes took, and from 10 MB on the rate: below, opening files takes most of the time.
 
     Examples:
         >>> pace(2_000, 0.1), pace(272_000_000, 0.5)
@@ -178,7 +178,7 @@ def show_table(console: Console, headings: Sequence[Heading], rows: Sequence[Row
         console: where to.
         headings: the columns.
         rows: a text for each column.
-        limit: how many rows to print; None for all. A last line says how many are left out.
+        limit: Number of rows to print; None for all. A last line counts those that are left out.
     """
     spell = spellable(console)
     # The first column holds keys, which are shown as they are: a sign of ours in one isn't ours to replace.

@@ -34,13 +34,13 @@ def run_explain(
 
     Args:
         checkpoint: a path or URL.
-        layout: how the checkpoint's own tensors are wanted; None for as they are stored.
+        layout: Wanted layout of the checkpoint's own tensors; None keeps the stored one.
         like: another checkpoint, whose tensors are wanted instead.
-        patterns: of the keys that are wanted; none for all.
+        patterns: Patterns of the wanted keys; none means all.
         cast: whether dtypes are converted.
         plain: patterns of keys of values that need no scales.
         as_json: whether to print JSON.
-        options: how the checkpoint would be read.
+        options: Options of the reads.
 
     Raises:
         CheckpointingException: a checkpoint can't be opened, or the layout doesn't fit its tensors.
@@ -107,9 +107,9 @@ def run_plan(
     Args:
         source: a checkpoint, whose tensors move.
         target: another one, whose tensors are wanted; None for the source's.
-        before: how the source's tensors lie; None for as they are stored.
-        after: how the target's tensors are wanted; None for as they are stored.
-        patterns: of the keys that are wanted; none for all.
+        before: Layout of the source's tensors; None for the stored one.
+        after: Layout of the target's tensors; None for the stored one.
+        patterns: Patterns of the wanted keys; none means all.
         origins: whether to print where each box of each tensor comes from.
         cast: whether dtypes are converted.
         plain: patterns of keys of values that need no scales.
@@ -200,7 +200,7 @@ def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json:
 
 
 def traced(loader: Loader, sources: Any) -> Trace:
-    """Return what loading code does to tensors."""
+    """Return the trace of loading code."""
     return loader if isinstance(loader, Trace) else trace(loader, sources)
 
 

@@ -52,7 +52,7 @@ class Side:
     """A checkpoint of a report.
 
     Attributes:
-        where: as it was named.
+        where: Path or URL as it was typed.
         tree: the checkpoint; None where it can't be opened, as where its index is damaged.
         findings: what is in it; None likewise.
         problem: why it can't be opened, or not be checked for damage.
@@ -274,7 +274,7 @@ def _bars(heading: str, amounts: dict[str, int]) -> Bars:
 
 
 def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
-    """Return how many bytes of each dtype each rank wrote, or each file has where names don't say the rank."""
+    """Return the bytes of each dtype that each rank wrote, or each file has if names don't tell the rank."""
     index = stored_index(tree)
     if index is None or not index.chunk_key.size:
         return {}

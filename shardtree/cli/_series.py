@@ -155,7 +155,7 @@ def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
 
 
 def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
-    """Return what docs/command-line.md describes."""
+    """Return the document that docs/command-line.md describes."""
     return {
         "root": steps.where,
         "steps": [
@@ -246,7 +246,7 @@ def _path(where: str, step: SavedStep) -> str:
 
 
 def _fields(step: SavedStep) -> dict[str, Any]:
-    """Return what JSON says of a step."""
+    """Return the JSON object of a step."""
     return {
         "step": step.number,
         "folder": step.folder,

@@ -24,7 +24,7 @@ def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, a
 
     Args:
         checkpoint: a path or URL.
-        threads: how many read and check; None for the usual number.
+        threads: Number of threads that read and check; None for the usual number.
         needs_checksums: whether bytes without a checksum make the status 2, where nothing is damaged.
         as_json: whether to print JSON.
 
@@ -74,7 +74,7 @@ def run_replicas(checkpoint: str, *, as_json: bool) -> int:
 
 
 def find_damage(checkpoint: str, threads: int | None = None) -> VerifyReport:
-    """Return what is damaged in a checkpoint, and how much was checked, with a bar while it is read.
+    """Return the damage of a checkpoint, and the number of bytes checked, with a bar while it is read.
 
     Raises:
         CheckpointingException: there is no checkpoint, or nothing to check it by.

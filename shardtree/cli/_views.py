@@ -111,7 +111,7 @@ def _is_number(name: str) -> bool:
 
 
 def _outline(node: _RowNode) -> tuple[Any, ...]:
-    """Return what layers that are alike have in common."""
+    """Return the common fields of layers that are alike."""
     row = node.row
     own = None if row is None else (row.dtype, row.shape, cut_text(row.grid))
     return own, tuple((name, _outline(one)) for name, one in sorted(node.inner.items()))

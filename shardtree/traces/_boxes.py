@@ -26,9 +26,9 @@ def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tupl
     """Yield a move in parts, each with its box, which holds nothing else.
 
     Args:
-        move: from a dense tensor.
-        shape: of that.
-        most: how many parts there are about; what would be more parts has boxes that hold other elements too.
+        move: Move from a dense tensor.
+        shape: Shape of that tensor.
+        most: Approximate upper bound of the number of parts; beyond it, boxes hold other elements too.
     """
     box, _ = covering_box(move, shape)
     if most <= 1 or prod(box.shape) == prod([count for count, _, step in move.loops if step]):
@@ -73,14 +73,14 @@ def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Mo
 
 
 class View(NamedTuple):
-    """How a dense tensor has the elements of a box: the first one's place, and the steps along the box's axes."""
+    """A strided view of a box in a dense tensor: offset of the first element, stride along each of the box's axes."""
 
     at: int
     steps: tuple[int, ...]
 
 
 def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
-    """Return how a move's destination has a box of its root that holds nothing else, None if no strides reach all.
+    """Return the destination's view of a box of the root that holds nothing else, None if no strides reach all of it.
 
     Where elements go through something, they aren't there as they are.
     """
@@ -123,9 +123,9 @@ class Reads:
     """Which boxes of sources are read, and in which of them each part of a move is found.
 
     Attributes:
-        boxes: of each source, without what is next to each other being apart.
-        numbers: of each source, from a part's own box to the number of the one that it is in.
-        views: of each source, how the destination has its boxes; None of one that is copied.
+        boxes: Boxes of each source; adjacent ones are joined.
+        numbers: Number of the joined box by a part's own box, for each source.
+        views: The destination's view of each box, for each source; None for a box that is copied.
     """
 
     boxes: Mapping[str, tuple[Box, ...]]
@@ -139,8 +139,8 @@ def reads_of(
     """Return the boxes of sources that moves read, each cut in at most some parts.
 
     Args:
-        sources: by name.
-        moves: from them.
+        sources: Kinds of the sources, by name.
+        moves: Moves from the sources.
         most: into how many parts about each is cut.
         keep_views: whether boxes that the destination has as views stay apart where they would be one that isn't; None
             if it doesn't matter which are.

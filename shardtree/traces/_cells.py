@@ -24,11 +24,11 @@ _FIX = """Do it after the load, or give it the tensor another way. What may be d
 
 
 class MemoryCell:
-    """What a storage holds while code runs.
+    """The elements of a storage while code runs.
 
     Attributes:
-        numel: of the storage.
-        dtype: its unit: that of the tensor that it was first met by.
+        numel: Number of elements of the storage.
+        dtype: Unit of the storage: the dtype of the tensor by which it was first met.
         writes: what was written to it.
         overwritten: what of sources was there, and then something else over it.
         keep: the storage of an ordinary tensor.

@@ -92,7 +92,7 @@ def _computed(
 
 
 def on_cpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Known) -> Any:
-    """Return what an operation gives on the CPU, None if an argument isn't known or the CPU can't do it."""
+    """Return the result of an operation on the CPU, None if an argument isn't known or the CPU can't compute it."""
     values = {id(each): known(each) for each in tensors_in(args, kwargs)}
     if any(each is None for each in values.values()):
         return None

@@ -1,4 +1,4 @@
-"""How two traces differ: each move of one is read through the other, which says where each element is from there."""
+"""Differences of two traces: each move of one is read through the other, which tells where its elements are from."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ._text import move_text
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What two traces make of one part of an output.
+    """One part of an output that two traces make differently.
 
     Attributes:
-        name: of the output.
-        elements: how many differ.
+        name: Name of the output.
+        elements: Number of elements that differ.
         here: what the first makes of it.
         there: what the second does.
     """

@@ -27,7 +27,7 @@ def filled(
 
     Args:
         into: the tensor.
-        moves: of its flat places.
+        moves: Moves to its flat places.
         sources: dense, by name.
         unwritten: is told how many places no move writes, if any, and returns what fills them, or raises.
     """
@@ -72,7 +72,7 @@ def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], tor
 
 
 def operand_moves(operand: Operand, move: Move) -> list[Move]:
-    """Return what a move of computed elements takes of an operand, as moves to a dense tensor of its loops' counts."""
+    """Return the part of an operand that a move of computed elements needs, as moves to a dense tensor of its size."""
     if operand.alone:
         return list(operand.moves)
     size, steps = move.size, [step for _, _, step in move.loops]

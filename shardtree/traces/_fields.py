@@ -1,4 +1,4 @@
-"""What a trace consists of, as data: its functions take this, and the trace itself has them as methods."""
+"""The fields of a trace, as data: functions of its room take this, and the trace itself has them as methods."""
 
 from __future__ import annotations
 

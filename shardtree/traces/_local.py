@@ -23,9 +23,9 @@ class Local:
     """A trace of one output from boxes of sources.
 
     Attributes:
-        boxes: of which source each is, and where it lies there.
-        trace: from the boxes, by their numbers as text.
-        views: how the output has each box; None of one that is copied.
+        boxes: Source and box of each part.
+        trace: Trace from the boxes, by their numbers as text.
+        views: The output's view of each box, or None if the box must be copied.
     """
 
     boxes: tuple[tuple[str, Box], ...]
@@ -55,15 +55,15 @@ def localized(
     *,
     keep_views: bool | None = None,
 ) -> Local:
-    """Return what makes a box of one output, from the boxes of sources that it reads.
+    """Return the trace that makes a box of one output from the boxes of sources that it reads.
 
     Args:
-        trace: of all outputs.
-        name: of the output.
-        offset: of the box.
-        shape: of the box.
+        trace: Trace of all outputs.
+        name: Name of the output.
+        offset: Offset of the box.
+        shape: Shape of the box.
         most: into how many boxes about a move is cut, so that they hold nothing else.
-        keep_views: as of `reads_of`; for traces that are one to one.
+        keep_views: Argument of `reads_of`, for traces that are one to one.
     """
     part = trace.narrow({name: (offset, shape)})
     reads = reads_of(part.sources, part.moves[name], most, keep_views=keep_views)
@@ -136,7 +136,7 @@ def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, 
     """Return a flat tree of a trace's outputs, lazily made of the whole tensors of another; objects are passed on.
 
     Args:
-        trace: from tensors of the tree, by key.
+        trace: Trace from tensors of the tree, by key.
         tree: whole shards with lazy data, by key, and objects by unique key.
         doing: what is being done, for messages.
 

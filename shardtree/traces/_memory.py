@@ -24,7 +24,7 @@ Rule = Callable[[Cells, Callable[..., Any], Args, Options], Any]
 
 
 class Watch(TorchFunctionMode):
-    """What torch's functions are asked for in a thread, before they reach the dispatcher, where a record has them."""
+    """A mode that sees calls of torch's functions in a thread before they reach the dispatcher, where the record is."""
 
     def __init__(self, record: Cells) -> None:
         super().__init__()

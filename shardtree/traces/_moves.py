@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements are moved."""
+        """Number of elements that are moved."""
         return prod([count for count, _, _ in self.loops])
 
     @property
@@ -149,7 +149,7 @@ class Moves(Sequence[Move]):
 
     @property
     def numel(self) -> int:
-        """How many places are written."""
+        """Number of places that are written."""
         return sum([move.numel for move in self._moves])
 
     def near(self, low: int, high: int) -> slice:

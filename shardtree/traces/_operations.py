@@ -1,4 +1,4 @@
-"""How torch's operations are recorded: which move elements, which compute each of them, and which need a rule."""
+"""Rules by which torch's operations are recorded: some move elements, some compute each of them, some need a rule."""
 
 from __future__ import annotations
 

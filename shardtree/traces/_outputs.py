@@ -1,4 +1,4 @@
-"""What a recorded run made, as a trace."""
+"""The trace of a recorded run, from the tensors that it made."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def collected(record: Cells, kinds: Mapping[str, Kind], tensors: Mapping[str, to
     """Return the trace of a run.
 
     Args:
-        record: of the run.
-        kinds: of the sources.
+        record: Record of the run.
+        kinds: Kinds of the sources.
         tensors: the outputs.
         fills: whether they are destinations, of which only what was written counts.
     """
@@ -49,7 +49,7 @@ def collected(record: Cells, kinds: Mapping[str, Kind], tensors: Mapping[str, to
 
 
 def checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    """Return what code made, after checking that these are tensors by name."""
+    """Return the code's outputs, after checking that these are tensors by name."""
     if not isinstance(outputs, Mapping):
         wrong: list[str] = [type(outputs).__name__]
     else:

@@ -1,4 +1,4 @@
-"""What a trace does to elements other than once: drops, repeats, overwrites."""
+"""Problems of a trace: elements that are dropped, repeated, overwritten or never written."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Problem:
     Attributes:
         kind: "unused" or "repeated", of a source; "unwritten" or "overwritten", of an output; the hints "bends" and
             "constant", of an output.
-        name: of the source or the output, with the rank's number in front where several were looked at.
-        elements: how many.
-        where: as slices of the tensor.
+        name: Name of the source or the output; with the rank's number in front if several ranks were checked.
+        elements: Number of elements.
+        where: Place of the elements, as slices of the tensor.
     """
 
     fix: ClassVar[str] = ""
@@ -126,7 +126,7 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
 
 
 def lost(old: Sequence[Move], new: Sequence[Move]) -> list[Move]:
-    """Return what of some moves' elements is lost by others that are written over them, as moves to the same places.
+    """Return the elements of some moves that others, written over them, lose: as moves to the same places.
 
     An element that a new one is computed from isn't lost.
 
@@ -158,7 +158,7 @@ def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]
 
     Args:
         moves: any, nested or not, with loops that stay where they are.
-        numel: of the tensor.
+        numel: Number of elements of the tensor.
 
     Examples:
         >>> left, twice = coverage([Move(None, 0, 0, ((4, 1, 1),)), Move(None, 3, 0, ((2, 2, 1),))], 8)

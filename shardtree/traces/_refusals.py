@@ -1,4 +1,4 @@
-"""What a recording refuses: it is remembered, since code may catch the error and do something else instead."""
+"""Refusals of a recording: they are remembered, since code may catch the error and do something else instead."""
 
 from __future__ import annotations
 

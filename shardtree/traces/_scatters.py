@@ -88,7 +88,7 @@ def _scatter_along(
 
 
 def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what an operation gives on zeros, after torch's own checks of all arguments."""
+    """Return an operation's result on zeros, after torch's own checks of all arguments."""
     first, *rest = args
     with torch._C._DisableTorchDispatch():
 

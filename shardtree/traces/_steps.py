@@ -1,4 +1,4 @@
-"""What elements go through on their way, and what they come from other than sources: values that compare exactly."""
+"""Steps that elements go through, and roots other than sources: values that compare exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ def number(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exactly(value: Any) -> Any:
-    """Return what equals another value's only where no function tells them apart: 0.0 and -0.0 differ, as do all NaN.
+    """Return a value that equals another's only if no function tells them apart: 0.0 and -0.0 differ, as do all NaN.
 
     Examples:
         >>> exactly(0.0) == exactly(-0.0), exactly(1) == exactly(1.0), exactly(float("nan")) == exactly(float("nan"))
@@ -176,11 +176,11 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What a computed tensor takes of one of its operands.
+    """One operand of a computed tensor.
 
     Attributes:
-        moves: to the flat result, or to its one element.
-        dtype: of the operand.
+        moves: Moves to the flat result, or to its one element.
+        dtype: Dtype of the operand.
         alone: whether it has no axes, so that all elements of the result take its one.
     """
 
@@ -195,9 +195,9 @@ class Computed:
 
     Attributes:
         func: the operator.
-        operands: of it, in order: `Operand`, `Constant`, or numbers and other values.
+        operands: Operands in order: `Operand`, `Constant`, or numbers and other values.
         options: keywords, sorted.
-        dtype: of the result.
+        dtype: Dtype of the result.
     """
 
     func: Any
@@ -294,7 +294,7 @@ def reread(source: torch.dtype, dtype: torch.dtype) -> tuple[Bits, ...]:
 
 
 def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what elements go through one after the other, without steps that undo each other.
+    """Return two sequences of steps as one, without steps that undo each other.
 
     Examples:
         >>> joined(cast(torch.bfloat16, torch.float32), cast(torch.float32, torch.bfloat16))
@@ -327,7 +327,7 @@ def _is_own_inverse(step: Any) -> bool:
 
 
 def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
-    """Return what a view does to the elements of its memory, and back: torch conjugates and negates when it reads."""
+    """Return the steps between memory and a view that torch conjugates or negates when it reads."""
     conjugated = (_CONJUGATE,) if view.is_conj() else ()
     return (*conjugated, _NEGATE) if view.is_neg() else conjugated
 

@@ -34,9 +34,9 @@ def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
     """Return a move as text.
 
     Args:
-        move: from a root to an output.
-        shape: of the output.
-        root: of the root.
+        move: Move from a root to an output.
+        shape: Shape of the output.
+        root: Shape of the root.
 
     Examples:
         >>> move_text(Move("w", 0, 0, ((2, 4, 1), (4, 1, 2))), (2, 4), (4, 2))

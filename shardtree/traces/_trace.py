@@ -28,7 +28,7 @@ Place = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace(Fields):
-    """What code does to elements: for each output, which elements of which sources it is made of, and how.
+    """A map from elements of sources to elements of outputs, with the functions that they go through.
 
     A pure value: functions of it give others, `==` compares what is done, exactly, however it was done, and `print`
     shows it. `shardtree.trace` makes one.
@@ -45,7 +45,7 @@ class Trace(Fields):
         """Return the outputs, made of the sources' elements: new dense tensors on their device; tied ones are the same.
 
         Args:
-            tensors: by name; those that nothing is made of may be left out.
+            tensors: Tensors by name; those that no output needs may be left out.
             fill: what elements get that are never written.
 
         Raises:
@@ -70,7 +70,7 @@ class Trace(Fields):
         Its evaluation is what those boxes are of the whole's.
 
         Args:
-            boxes: of outputs, by name, each as (offset, shape).
+            boxes: Boxes of outputs, by name, each as (offset, shape).
 
         Raises:
             KeyMismatch: there is no such output.
@@ -206,7 +206,7 @@ class Trace(Fields):
         return Trace(outputs, self.sources, {name: Moves(moves) for name, moves in back.items()})
 
     def check(self, *ranks: Trace) -> tuple[Problem, ...]:
-        """Return what isn't used or made exactly once, and hints of what is seldom meant; nothing if all is well.
+        """Return elements that aren't used or made exactly once, and hints at likely mistakes; nothing if all is well.
 
         Args:
             ranks: the other ranks' traces of the same sources: an element is unused if none of them uses it.

@@ -89,7 +89,7 @@ def write_places(
     """Record a write to any places of a storage.
 
     Args:
-        record: of the run.
+        record: Record of the run.
         into: a view of the storage.
         places: where each element of the value goes, which is broadcast to it.
         value: what is written.
