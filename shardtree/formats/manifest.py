@@ -91,7 +91,7 @@ def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], froz
 
 
 def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:
-    """Return what is wrong with a listed file, as text; empty if it is whole."""
+    """Return the damage of a listed file as text; empty if it is whole."""
     try:
         length = checkpoint.storage.length(name)
         if length is None:

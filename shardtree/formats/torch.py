@@ -64,7 +64,7 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
 
     Args:
         tree: just read, so that nobody else holds it.
-        paths: as `filled` returned them.
+        paths: Paths that `filled` returned.
         what: the file, for messages.
 
     Raises:

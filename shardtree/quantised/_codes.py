@@ -1,4 +1,4 @@
-"""What stored bytes mean, and which byte is nearest to a number: FP8, FP4, powers of two, packed integers."""
+"""Values of stored bytes, and the byte nearest to a number: FP8, FP4, powers of two, packed integers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def nibbles(*places: int, axis: int = -1, above: int = 0) -> Callable[[torch.Ten
     """Return a function from int32, each of eight integers of 4 bits along an axis, to these as float32.
 
     Args:
-        places: in which 4 bits each of the eight lies, in their order; 0 are the lowest.
+        places: Group of 4 bits of each of the eight elements, in their order; 0 is the lowest.
         axis: -1, or -2.
         above: what is stored is less than what is meant by this, modulo 16.
     """

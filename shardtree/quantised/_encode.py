@@ -20,10 +20,10 @@ def blocks_of(part: Part, block: tuple[int, int], whole: Shape, box: Box) -> Box
     """Return the box of a weight's matrices, of whole blocks, that a box of a part comes from.
 
     Args:
-        part: of the form.
-        block: of the form; 0 is all of an axis.
+        part: Part of the form.
+        block: Block size of the form; 0 means the whole axis.
         whole: the matrices' shape.
-        box: of what is stored of them.
+        box: Box of the stored part.
     """
     front = len(whole) - 2
     starts, sizes = [*box.offset[:front]], [*box.shape[:front]]
@@ -40,14 +40,14 @@ def encoded(
     """Return a box of a part.
 
     Args:
-        key: of the weight, for messages.
-        part: of the form.
-        number: of the part.
-        block: of the form.
-        encode: of the form.
+        key: Key of the weight, for errors.
+        part: Part of the form.
+        number: Number of the part.
+        block: Block size of the form.
+        encode: Encoder of the form.
         data: the weight's elements.
         at: which box of the weight's matrices these are, of whole blocks.
-        box: of the part.
+        box: Box of the part.
 
     Raises:
         UnsupportedValue: an element isn't finite: all others of its block would be lost with it.

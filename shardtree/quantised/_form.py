@@ -98,7 +98,7 @@ class Form:
         return self._turn(whole)
 
     def means(self, shape: Sequence[int]) -> tuple[object, ...]:
-        """Return what tells the form from others for a weight of a shape: blocks larger than that are all of it.
+        """Return an identity of the form for a weight of a shape: blocks larger than the weight count as all of it.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -123,8 +123,8 @@ class Form:
         """Return the weights that tensors are the parts of, by key: a pure function, which `shardtree.trace` takes.
 
         Args:
-            tensors: by key; those that belong to no weight are left out.
-            dtype: of the weights. They are computed in float32, and rounded once.
+            tensors: Tensors by key; those that belong to no weight are left out.
+            dtype: Dtype of the weights, which are computed in float32 and rounded once.
 
         Raises:
             ShapeError: tensors of one weight have other shapes or dtypes than the form says; names each.
@@ -178,7 +178,7 @@ class Form:
     # Boxes of weights, whatever the layout.
 
     def lens(self, shard: ShardedTensor) -> StoredForm:
-        """Return what is stored of a box of a weight that the model holds unquantised: a lens.
+        """Return the stored form of a box of a weight that the model holds unquantised: a lens.
 
         A box needs no other scales than its own. One of which an edge goes through a block is loaded like any other; to
         be stored, a box has to consist of blocks: else its parts have no data, which a save refuses. A load reads no

@@ -48,7 +48,7 @@ def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: fl
     Args:
         matrix: matrices of whole blocks.
         block: their size.
-        bits: how many significant ones the format has.
+        bits: Number of significant bits of the format.
         most: the largest number that is still rounded to the format's largest.
     """
     cut, largest = _blocks(matrix, block, bits)
@@ -170,8 +170,8 @@ def _int4(name: str, columns: int, *, zeros: bool) -> Form:
     """Return a form of compressed-tensors' integers, which are stored with 8 added, as their zeros are.
 
     Args:
-        name: of the form.
-        columns: how many of a row have one scale; 0 is all.
+        name: Name of the form.
+        columns: Number of columns with one scale; 0 means the whole row.
         zeros: whether there are zeros, which are packed along columns.
     """
     per = (1, columns)

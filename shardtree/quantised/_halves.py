@@ -13,7 +13,7 @@ from ._part import Part
 def half_weights(
     tensors: Mapping[str, ShardedTensor], forms: Sequence[Form], used: Collection[str], *, are_named: bool
 ) -> dict[str, str]:
-    """Return what is wrong with each weight of which only some parts are there, by the key of one that is.
+    """Return the faults of weights of which only some parts are there, by the key of one part.
 
     Names that other tensors have too, such as `scale`, and dtypes of ordinary numbers don't show alone that a tensor
     belongs to a quantised weight: two parts together do, or one by a name or a dtype that nothing else has.
@@ -74,7 +74,7 @@ def _is_certain(
         held: keys that are there, with the parts that they fit.
         has_values: whether a tensor has the first part's key, of whatever dtype.
         has_weight: whether a tensor has the weight's: then what is called a scale of it may be no part.
-        are_named: as for `half_weights`.
+        are_named: Argument of `half_weights`.
     """
     if held and held[0][1] is values:
         is_weight = are_named and held[0][0].split(".")[-1] == "weight"

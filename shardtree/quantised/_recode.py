@@ -169,7 +169,7 @@ def _forms_of(
 
 
 def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -> dict[str, str]:
-    """Return what is said of integers and bytes that mean numbers only by what lies beside them, by key.
+    """Return the notes on integers and bytes whose meaning depends on tensors beside them, by key.
 
     Args:
         tensors: shards by key.

@@ -29,7 +29,7 @@ Entries = Callable[[ArchiveFile], Iterable[tuple[str, Any]]]
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
-    """Return what is in the ranks' files, after comparing what several ranks have.
+    """Return the contents of the ranks' files, after comparing tensors that several ranks have.
 
     Raises:
         CorruptCheckpoint: a rank's file is missing, is another rank's, or the files contradict each other.
@@ -65,7 +65,7 @@ def _entries(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
 def _by_tensor(
     files: Sequence[tuple[int, ArchiveFile]], entries: Entries
 ) -> tuple[dict[str, list[RankPart]], dict[str, Any]]:
-    """Return what ranks have of each tensor, by rank, and other values, as extra states, of the first that has them.
+    """Return the parts of each tensor by rank, and other values, as extra states, of the first rank that has them.
 
     A rank may lack a tensor, as of another pipeline stage.
     """

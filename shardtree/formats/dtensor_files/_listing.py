@@ -23,8 +23,8 @@ class RankFiles:
     """The files of a checkpoint.
 
     Attributes:
-        world_size: how many ranks saved it.
-        names: by kind ("model", "optim", "extra_state"), each rank's file, by rank; a kind without files isn't there.
+        world_size: Number of ranks that saved it.
+        names: Each rank's file by kind ("model", "optim", "extra_state"); a kind without files isn't there.
     """
 
     world_size: int
@@ -53,7 +53,7 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
     """Return a checkpoint's files, by rank as a number.
 
     Args:
-        names: in the folder.
+        names: Names of the files in the folder.
         where: the folder, for messages.
 
     Raises:

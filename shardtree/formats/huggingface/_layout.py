@@ -44,8 +44,8 @@ class ModelFile:
     """One file of a model.
 
     Attributes:
-        header: its first bytes.
-        length: in bytes, with the header.
+        header: First bytes of the file.
+        length: Length of the file in bytes, header included.
         bytes_before: where each tensor begins in it.
     """
 
@@ -65,7 +65,7 @@ def model_files(
     """Return the files of a model; a single one without tensors if it has none.
 
     Args:
-        kinds: of the tensors, by name, in the order in which files take them.
+        kinds: Dtype and shape of each tensor by name, in the order in which files take them.
         max_file_bytes: a file has no more bytes of tensors than that, unless it's one tensor.
         header_bytes: the most that a header may take.
         writers: who writes each tensor; a file has tensors of one writer then. None where several write to a file.
@@ -96,7 +96,7 @@ def _text_bytes(text: str) -> int:
 
 
 def tensor_bytes(kind: TensorKind) -> int:
-    """Return how many bytes a whole tensor has."""
+    """Return the number of bytes of a whole tensor."""
     return prod(kind.global_shape) * kind.dtype.itemsize
 
 

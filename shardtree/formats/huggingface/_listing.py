@@ -117,7 +117,7 @@ class ModelListing:
     """The files of a model, known before one is opened.
 
     Attributes:
-        name: of the file that lists them: the index, or the single file.
+        name: Name of the file that lists them: the index, or the single file.
         files: names in the checkpoint's storage, each once.
         weight_map: the file of each tensor; None if all tensors of all files belong to the model.
         total_size: bytes of all tensors, from the index; None if it isn't there.

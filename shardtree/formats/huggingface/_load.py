@@ -54,10 +54,10 @@ class WeightFile:
     """The header of a file.
 
     Attributes:
-        name: in the checkpoint's storage.
-        length: in bytes.
+        name: Name in the checkpoint's storage.
+        length: Length in bytes.
         data_start: the byte from which `HeaderEntry.start` counts.
-        entries: in the order of their bytes.
+        entries: Header entries in the order of their bytes.
         texts: the strings beside the tensors.
     """
 
@@ -104,7 +104,7 @@ def read_headers(storage: Storage, listing: ModelListing) -> list[WeightFile]:
     Of a model with an index, files may be missing, as in a download that wasn't finished; not all of them.
 
     Raises:
-        CorruptCheckpoint: as `read_header`.
+        CorruptCheckpoint: The header isn't sound; see `read_header`.
     """
     names, threads = listing.files, threads_of(storage, None, _MOST_REQUESTS)
     headers = in_threads(partial(_header_if_there, storage), names, threads)
@@ -124,10 +124,10 @@ _MOST_NUMBERS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelContents:
-    """What is in a model's files.
+    """Contents of a model's files.
 
     Attributes:
-        index: its tensors, each as one chunk.
+        index: Index of its tensors, each as one chunk.
         refusals: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
         texts: the strings that the files keep beside their tensors, joined.
         needed: Least length of each file that must be there, by name; 0 for one that the index names and that isn't.
@@ -140,7 +140,7 @@ class ModelContents:
 
 
 def read_contents(checkpoint: Checkpoint) -> ModelContents:
-    """Return what is in a model's files; their headers are read once.
+    """Return the contents of a model's files, whose headers are read once.
 
     Raises:
         CorruptCheckpoint: the index or a header isn't sound, they don't fit each other, or a file is missing.
@@ -149,7 +149,7 @@ def read_contents(checkpoint: Checkpoint) -> ModelContents:
 
 
 def parse(checkpoint: Checkpoint) -> ModelContents:
-    """Return what one rank reads of a model for all, so that not every rank reads every file's header."""
+    """Return the headers that one rank reads for all, so that not every rank reads every file's header."""
     # An entry for each tensor and no garbage, through which the collector would look again and again.
     with collector_paused():
         listing = read_listing(checkpoint)
@@ -157,7 +157,7 @@ def parse(checkpoint: Checkpoint) -> ModelContents:
 
 
 def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContents:
-    """Return what is in a model's files, given their headers.
+    """Return the contents of a model's files, given their headers.
 
     A tensor that the index doesn't list isn't part of the model, whatever file it lies in. One that it lists and that
     isn't in its file, such as a tied one, or whose file isn't there, is missing; the others load.
@@ -288,7 +288,7 @@ _WHY = "this format carries no checksums: lengths, headers and the index are com
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is wrong with a model's files, and that none of their bytes has a checksum.
+    """Return the damage of a model's files, and that none of their bytes has a checksum.
 
     A changed value isn't found: only lengths, headers, and whether the index fits the files can be checked.
     """
@@ -310,7 +310,7 @@ def _unchecked_files(checkpoint: Checkpoint, listing: ModelListing) -> Iterator[
 
 
 def _damage_beside(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]:
-    """Return what is wrong with the index beside a metadata.json: other programs read the model by it."""
+    """Return the faults of the index beside a metadata.json: other programs read the model by it."""
     # It is written after metadata.json, which is the commit: a save that was killed in between has none.
     if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:
         return ()

@@ -66,7 +66,7 @@ class Model:
 
 @dataclass(slots=True, eq=False)
 class ModelSaving:
-    """What the rows of one save have planned and done, for those that come after.
+    """Plans and progress of one save, which its later rows use.
 
     Attributes:
         model: that all ranks write.
@@ -241,7 +241,7 @@ def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts:
     Args:
         columns: all ranks' shards.
         max_file_bytes: the most bytes of tensors in a file.
-        ranks: how many there are where each file has to be of one of them; None where they may share files.
+        ranks: Number of ranks, if each file must belong to one of them; None if they may share files.
         texts: Strings of each file's header.
     """
     kinds, writers = dict(zip(columns.keys, columns.kinds, strict=True)), None

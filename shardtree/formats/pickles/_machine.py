@@ -139,7 +139,7 @@ class _Guard:
 
 
 def _hashed_size(key: Any, most: int) -> int:
-    """Return how many nodes a key has; raise ValueError if they are too many or it is too deep."""
+    """Return the number of nodes of a key; raise ValueError if they are too many or it is too deep."""
     # By levels rather than by recursion: hash() of nested tuples recurses in C without a limit, and overflows the
     # stack.
     size, level = 0, [key]
@@ -157,7 +157,7 @@ def _hashed_size(key: Any, most: int) -> int:
 
 
 def contents(value: Any) -> Collection[Any]:
-    """Return what a value contains: items, keys and values, attributes.
+    """Return the members of a value: items, keys and values, attributes.
 
     Examples:
         >>> list(contents({"a": [1]}))
@@ -186,7 +186,7 @@ def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset(
 
     Args:
         value: what a pickle made.
-        length: of the pickle, in bytes.
+        length: Length of the pickle in bytes.
         helpers: types of helper objects that may be arguments of constructors, but not part of the value.
 
     Raises:
@@ -240,7 +240,7 @@ def _is_leaf(kind: type) -> bool:
 
 
 def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
-    """Return what the values of a batch contain, one after the other."""
+    """Return the members of the values of a batch, one after the other."""
     if kinds <= _PLAIN:
         return gc.get_referents(*batch)  # for these types the same as `contents`, and ten times as fast
     plain = [value for value in batch if type(value) in _PLAIN]
@@ -272,7 +272,7 @@ class _Memo(dict[int, Any]):
     """The values that a pickle numbered. Those that a scan took aren't kept here, but have their numbers.
 
     Attributes:
-        taken: how many numbers belong to values that a scan took.
+        taken: Count of numbers that belong to values that a scan took.
         find: returns such a value by its number; raises KeyError if it isn't kept.
     """
 

@@ -36,7 +36,7 @@ class Reduced:
 
     Attributes:
         callable: what is called.
-        args: its arguments.
+        args: Arguments of the call.
         state: set on the result afterwards; None for no state.
         items: keys and values to set in the result.
     """
@@ -78,7 +78,7 @@ class Pairs:
     """A dict whose keys and values a function writes, many at once.
 
     Attributes:
-        count: how many pairs there are.
+        count: Number of pairs.
         write: writes each key and its value, one after the other.
     """
 
@@ -117,7 +117,7 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
 
 
 class PickleWriter:
-    """What a pickle is written with.
+    """Writer of one pickle.
 
     Attributes:
         out: the opcodes so far, in parts.

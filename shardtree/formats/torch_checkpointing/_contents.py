@@ -35,10 +35,10 @@ PathAt = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """What a folder's names, and its metadata.pkl, say.
+    """Contents of a folder's names and of its metadata.pkl.
 
     Attributes:
-        files: by item, the file of each rank that has one, by rank.
+        files: File of each rank that has one, by rank, for each item.
         boxes: by item and path, as JSON, what metadata.pkl says of tensors that are no DTensors but parts of a global
             one: by rank, the global shape, and its boxes: their offsets in that, and in the rank's tensor, and shapes.
         described: by item and path, as JSON, the ranks whose files hold a tensor, as metadata.pkl says.
@@ -155,7 +155,7 @@ RankPart = tuple[int, int, StoredTensor | StoredDTensor]
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
-    """Return what is in the items' files, after comparing what several ranks have.
+    """Return the contents of the items' files, after comparing tensors that several ranks have.
 
     Raises:
         CorruptCheckpoint: the save wasn't finished, a rank's file or a described tensor is missing, a file is named
@@ -195,7 +195,7 @@ def _by_path(
     """Return the ranks' parts of each tensor of an item, and each rank's other values.
 
     Args:
-        item: for messages.
+        item: Name of the item, for errors.
         files: rank, number and content of each file.
     """
     by_path: dict[TreePath, list[RankPart]] = {}

@@ -64,7 +64,7 @@ class StoredArray:
 
     @property
     def counts(self) -> Shape:
-        """How many files there are along each axis; a scalar counts as one axis of one element."""
+        """Number of files along each axis; a scalar counts as one axis of one element."""
         return tuple(-(-size // step) for size, step in zip(self.box, self.step, strict=True))
 
     @property
@@ -79,7 +79,7 @@ class StoredArray:
 
     @property
     def file_bytes(self) -> int:
-        """How many bytes the elements of one file take, those beyond an edge included."""
+        """Number of bytes of one file's elements, those beyond an edge included."""
         return prod(self.chunk) * self.dtype.itemsize
 
     def file_name(self, cell: Shape) -> str:
@@ -225,7 +225,7 @@ def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
 
     Args:
         value: the fill value as zarr's metadata has it; not None.
-        dtype: of the items.
+        dtype: Dtype of the items.
         what: what has the fill value, for messages.
 
     Raises:

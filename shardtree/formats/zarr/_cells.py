@@ -27,7 +27,7 @@ class ChunkPieces:
 
     Attributes:
         row: the chunk that a piece is of, int64 (pieces,).
-        offset: in the tensor, int64 (pieces, axes).
+        offset: Offset in the tensor, int64 (pieces, axes).
         shape: int64 (pieces, axes).
         element: the element of the chunk that the piece begins with, int64 (pieces,).
     """
@@ -42,7 +42,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
     """Return the pieces of chunks of one shape.
 
     Args:
-        offset: of each chunk in the tensor, int64 (chunks, axes).
+        offset: Offset of each chunk in the tensor, int64 (chunks, axes).
         chunk: shape of all of them; one may reach beyond the tensor.
         box: the tensor's shape.
 
@@ -161,7 +161,7 @@ _NOT_STORED = 2**64 - 1  # offset and length of a chunk that isn't stored, by za
 
 
 def inner_counts(array: StoredArray) -> tuple[int, ...]:
-    """Return how many inner chunks one file has along each axis.
+    """Return the number of inner chunks of one file along each axis.
 
     Examples:
         >>> import torch
@@ -183,7 +183,7 @@ def encode_shard_index(begin: Column, length: Column) -> bytes:
 
 
 def index_bytes(array: StoredArray) -> int:
-    """Return how many bytes the index of a file takes."""
+    """Return the number of bytes of a file's index."""
     return int(np.prod(inner_counts(array), dtype=object)) * _ENTRY_BYTES + _CRC_BYTES * array.index_checked
 
 
@@ -258,7 +258,7 @@ def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
     Args:
         array: that they are of.
         cell: the file's place in the grid of files, int64 (axes,).
-        numbers: of the chunks in the file, int64 (chunks,).
+        numbers: Numbers of the chunks in the file, int64 (chunks,).
     """
     counts = np.array(inner_counts(array), dtype=np.int64)
     strides = np.append(np.cumprod(counts[:0:-1])[::-1], 1).astype(np.int64)

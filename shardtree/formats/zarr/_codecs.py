@@ -30,7 +30,7 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
     """Raise unless decoding with these codecs is known to run no code from the file.
 
     Args:
-        codecs: as v2 or v3 metadata describes them, each with its "id" or "name"; those inside of others too.
+        codecs: Codecs as v2 or v3 metadata describes them, each with its "id" or "name"; also those inside others.
         what: what was encoded, for messages.
 
     Raises:

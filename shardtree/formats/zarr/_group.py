@@ -57,7 +57,7 @@ class Group:
     """The content of a folder of arrays.
 
     Attributes:
-        index: of its tensors and objects; some of its files are virtual.
+        index: Index of its tensors and objects; some of its files are virtual.
         arrays: all of them.
         sources: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for
             bytes of the fill value.
@@ -112,9 +112,9 @@ def read_group(
 
     Args:
         storage: the folder.
-        arrays: by their metadata.
+        arrays: Arrays by their metadata.
         objects: files that each hold one object.
-        untaken: as in `Group`.
+        untaken: Field of `Group`.
 
     Raises:
         CorruptCheckpoint: two arrays have the same tensor's key, or a file with several chunks isn't sound.

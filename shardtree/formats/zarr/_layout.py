@@ -1,4 +1,4 @@
-"""How a save cuts tensors into chunk files, along ranks' shards if these are a regular grid: which bytes go where."""
+"""Chunk files of a save, along ranks' shards if these are a regular grid: which bytes go where."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class ArrayLayout:
     """One tensor's array, and which shard goes to which of its files.
 
     Attributes:
-        array: as its metadata will describe it.
-        rows: of its shards among all that are written, those with elements, int64 (shards,).
+        array: Array as its metadata will describe it.
+        rows: Rows of its shards with elements among all that are written, int64 (shards,).
         columns: these shards, on the tensor's own axes.
         cells: the cells of the grid that get a file, in row-major order, int64 (files, axes).
         file: the number of each shard's file, int64 (shards,).
@@ -209,13 +209,13 @@ _ZEROS = bytes(64 * 1024)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFile:
-    """What a rank writes of one chunk file.
+    """One rank's part of one chunk file.
 
     Attributes:
-        name: of the file.
-        length: of the whole file, in bytes.
+        name: Name of the file.
+        length: Length of the whole file in bytes.
         is_shared: whether other ranks write other parts of it.
-        shard: for each run, the number of its shard among the rank's, int64 (runs,).
+        shard: Number of each run's shard among the rank's, int64 (runs,).
         byte: where each begins in the shard's row-major bytes, int64 (runs,).
         target: where each begins in the file, ascending, int64 (runs,).
         count: bytes in each, int64 (runs,).
@@ -238,7 +238,7 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
     Args:
         part: where the tensor's shards go.
         rank: who writes.
-        numbers: for each of the tensor's shards, which of the rank's shards it is; -1 for others', int64 (shards,).
+        numbers: Number among the rank's shards of each of the tensor's shards; -1 for others', int64 (shards,).
     """
     array, own = part.array, np.flatnonzero(numbers >= 0)
     files, file = np.unique(part.file[own], return_inverse=True)

@@ -169,7 +169,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
-    """Return what a plan reads, where a chunk that has to be decoded counts with its whole file."""
+    """Return the cost of a plan, where a chunk that must be decoded counts with its whole file."""
     plain, virtual_plan = _split(group, plan)
     numbers = [number for number in virtual_plan.files if group.sources[number][1] is not None]
     lengths = [checkpoint.storage.length(group.index.file(number).name) or 0 for number in numbers]

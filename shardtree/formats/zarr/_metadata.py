@@ -234,7 +234,7 @@ def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
     It follows from the cells, if all of them are there.
 
     Args:
-        unique_keys: of all cells of one object.
+        unique_keys: Unique keys of all cells of one object.
 
     Examples:
         >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])

@@ -48,7 +48,7 @@ from ._own import FOLDER, Document, blob, encode_columns, group_document, write_
 
 @dataclass(slots=True, eq=False)
 class ZarrSaving:
-    """What the rows of one save have found out, for those that come after.
+    """Findings of one save, which its later rows use.
 
     Attributes:
         columns: the shards that all ranks write.
@@ -61,7 +61,7 @@ class ZarrSaving:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFiles:
-    """What one rank wrote.
+    """Files of one rank.
 
     Attributes:
         files: name, length in bytes and block hashes of each file, no hashes if others wrote it too; the file of the
@@ -158,11 +158,11 @@ def publish(pending: PendingSave, fields: Fields) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What one rank writes.
+    """One rank's share of a save.
 
     Attributes:
         files: chunk files, or its parts of them.
-        documents: for each array whose metadata it writes, folder and content.
+        documents: Folder and content of each array whose metadata it writes.
         objects: unique key and bytes of each of its objects.
     """
 
@@ -193,7 +193,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple[ShardColumns, Column]:
-    """Return what all ranks write, and for each row the number of this rank's tensor, -1 for other ranks'."""
+    """Return the shares of all ranks, and for each row the number of this rank's tensor, -1 for other ranks'."""
     if pending.world.size == 1:
         columns = shard_columns(tensors)
         check_stored_shards(columns)

@@ -118,7 +118,7 @@ def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
 
 
 def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Finding]:
-    """Return what is wrong with a file that has to be decoded; decoding checks the checksums of its codecs."""
+    """Return the damage of a file that must be decoded; decoding checks the checksums of its codecs."""
     storage, array = checkpoint.storage, chunk.array
     unread = [Unchecked(chunk.name, "chunks that can't be decoded here", length)]
     try:
@@ -173,7 +173,7 @@ def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is damaged: small files as wholes, chunk files block by block.
+    """Return the damage: of small files as wholes, of chunk files block by block.
 
     A file that several ranks wrote has no hashes, and neither have arrays of other programs, Megatron-Core's among
     them: of these, files that are

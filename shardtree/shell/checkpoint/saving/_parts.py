@@ -92,7 +92,7 @@ def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None =
     """Return `take_apart(tree, content_metadata)` with a deep copy of the common state.
 
     Raises:
-        UnsupportedValue: as `take_apart`; or a value of the common state can't be copied.
+        UnsupportedValue: `take_apart` raises it, or a value of the common state can't be copied.
     """
     parts = take_apart(tree, content_metadata)
     return replace(parts, common=_common_copy(parts.common))
