@@ -39,7 +39,7 @@ class Drawing:
     """A picture for people: it prints as text, as wide as the terminal, and notebooks show it as SVG.
 
     Attributes:
-        picture: what is drawn.
+        picture: The picture itself, an immutable value.
     """
 
     picture: Picture
@@ -48,7 +48,7 @@ class Drawing:
         return text_of(self.picture, _terminal_width())
 
     def svg(self) -> str:
-        """Return the picture as an SVG document, which needs nothing beside it."""
+        """Return the picture as a self-contained SVG document."""
         return svg_of(self.picture)
 
     def _repr_svg_(self) -> str:
@@ -59,14 +59,14 @@ class Drawing:
         return self.svg()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file: SVG, or a page of HTML or plain text, by the ending of its name.
+        """Write the picture to a file as SVG, HTML or plain text, chosen by the suffix of the path.
 
         Args:
-            path: a path or URL that ends in .svg, .html or .txt; a file that is there is replaced.
+            path: A path or URL that ends in .svg, .html or .txt; an existing file is replaced.
 
         Raises:
-            MetadataError: it ends otherwise.
-            StorageError: it can't be written.
+            MetadataError: The path has another suffix.
+            StorageError: The file can't be written.
         """
         name = os.fspath(path).rpartition("/")[2]
         forms: Mapping[str, Callable[[Picture], str]] = {"svg": svg_of, "html": page_of, "txt": text_of}
@@ -78,10 +78,10 @@ class Drawing:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text, such as a page, to a path or URL, in the place of what is there.
+    """Write a text, such as a page, to a path or URL; an existing file is replaced.
 
     Raises:
-        StorageError: it can't be written.
+        StorageError: The file can't be written.
     """
     folder, slash, name = os.fspath(path).rpartition("/")
     # Text that isn't UTF-8, such as a lone surrogate of a key, was escaped when the page was made.
@@ -98,27 +98,28 @@ def _terminal_width() -> int:
 def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> Drawing:
     """Return the picture of a value: it prints as text, notebooks show it, and ``.save("x.svg")`` writes it.
 
-    - Ranks' trees, or columns such as `layout_of` gives: who holds what, with holes and overlaps in red. `of` is a
-      tensor's key.
-    - A mesh: its ranks; with a spec as `of`, who holds which piece of a tensor of that `shape`.
-    - A shard, or one rank's tree: where it lies in its global tensors.
-    - An open checkpoint, or a tensor of it: which file holds what. `of` is a tensor's key.
-    - A lens: which rows of what is held are which rows of what is stored. `of` is a shard, or one for each rank.
+    - Ranks' trees, or columns such as `layout_of` returns: which rank holds which part, with holes and overlaps in red.
+      `of` is a tensor's key.
+    - A mesh: its ranks; with a spec as `of`, which rank holds which piece of a tensor of that `shape`.
+    - A shard, or one rank's tree: its place in the global tensors.
+    - An open checkpoint, or a tensor of it: which file holds which part. `of` is a tensor's key.
+    - A lens: where each row of the local tensors is stored. `of` is a shard, or one shard for each rank.
     - A factory: the same.
-    - A trace: which rows of what it makes are which rows of its sources. `of` is an output.
-    - A reshard plan: who sends what to whom, and a tensor before and after, whose key `of` is. Its schedule: the steps.
-    - A series, or its steps: when they were; with a retention policy as `of`, which stay.
+    - A trace: the source rows of each output row. `of` is an output.
+    - A reshard plan: the traffic between ranks, and the layouts of the tensor `of` before and after. Its schedule: the
+      steps.
+    - A series, or its steps, over time; with a retention policy as `of`, which steps it keeps.
 
-    Nothing is read but metadata: of an open checkpoint its index, of a series its listing.
+    Only metadata is read: the index of an open checkpoint, the listing of a series.
 
     Args:
-        value: what to draw.
-        of: which part of it, or what goes with it.
-        shape: of the tensor that a spec cuts; by default, the smallest that has all pieces.
+        value: The value to draw.
+        of: A part of the value, or a companion of it, as listed above.
+        shape: Shape of the tensor that a spec cuts; by default, the smallest one that has all pieces.
 
     Raises:
-        TreeError: there is no picture of such a value.
-        KeyMismatch: it has no such tensor.
+        TreeError: There is no picture of a value of this type.
+        KeyMismatch: The value has no tensor or output of this name.
 
     Examples:
         >>> import torch, shardtree as st
@@ -141,7 +142,7 @@ _DRAWN = (Mesh, ShardedTensor, ShardColumns, StoredLayout, ReshardPlan, Schedule
 
 
 def html_of(value: Any) -> str:
-    """Return what a notebook shows of a value: its picture, or its text, of one screen.
+    """Return the notebook's HTML of a value: its picture, or at most a screen of its text.
 
     Examples:
         >>> html_of("1 < 2")
@@ -161,7 +162,7 @@ def picture_of(value: Any, of: Any) -> Picture:
     """Return the picture of a value, as `draw` shows it.
 
     Raises:
-        TreeError: there is none of such a value.
+        TreeError: There is no picture of a value of this type.
 
     Examples:
         >>> picture_of((SavedStep(100), SavedStep(200)), None).title

@@ -26,14 +26,14 @@ _MOST_STREAMS = 64
 
 
 def lens_picture(lens: Lens, shards: Sequence[ShardedTensor]) -> Picture:
-    """Return the picture of which rows go where by a lens.
+    """Return the picture of a lens: where each row of the local tensors is stored.
 
     Args:
-        lens: from what ranks hold to what is stored.
-        shards: what ranks hold, with data or without, beginning with rank 0's.
+        lens: The lens from local to stored tensors.
+        shards: Shards with or without data, beginning with rank 0's.
 
     Raises:
-        ShapeError: there is none, or one has more than four million elements.
+        ShapeError: There is no shard, or one has more than four million elements.
 
     Examples:
         >>> from shardtree.lenses import gate_and_up
@@ -56,10 +56,10 @@ def lens_picture(lens: Lens, shards: Sequence[ShardedTensor]) -> Picture:
 
 
 def factory_picture(factory: ShardedTensorFactory) -> Picture:
-    """Return the picture of which rows of a factory's tensor are stored where.
+    """Return the picture of a factory: where each row of its tensor is stored.
 
     Raises:
-        ShapeError: it has no data, or of more than four million elements.
+        ShapeError: The factory's tensor is missing, or has more than four million elements.
 
     Examples:
         >>> from shardtree.lenses import as_factory, transposed
@@ -91,14 +91,14 @@ def _stored_by(lens: Lens, shard: ShardedTensor) -> Callable[[torch.Tensor], Seq
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RankTensor:
-    """What one rank holds, and where each element is stored.
+    """A rank's local tensor, with the stored location of each element.
 
     Attributes:
-        name: of the rank.
-        shape: of the tensor.
-        shards: the shards.
-        shard: which of them has each element, -1 for none, int64 (elements,).
-        place: where in the global tensor, right-aligned, int64 (elements, axes).
+        name: Name of the rank.
+        shape: Shape of the local tensor.
+        shards: The shards that are stored.
+        shard: Index into `shards` for each element, -1 for an element that isn't stored, int64 (elements,).
+        place: Global index of each element, right-aligned, int64 (elements, axes).
     """
 
     name: str
@@ -111,7 +111,7 @@ class _RankTensor:
 def _rank_tensor(
     name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Sequence[ShardedTensor]]
 ) -> _RankTensor:
-    """Return where elements are stored: they are numbered, and the numbers found again in what a lens makes of them."""
+    """Return the stored location of each element, traced by numbering elements and looking at the lens's output."""
     count = prod(shape)
     if count > _MOST_ELEMENTS:
         more, fix = f"{count:,} elements", "Draw it with a smaller tensor: the lens does the same to that."
@@ -134,12 +134,12 @@ class _Run:
     """Consecutive rows that stay together.
 
     Attributes:
-        block: the number of the block on the left.
-        start: the first row.
-        rows: how many.
-        target: the key, the axis and the place along the other axes; None for rows that have no partner.
-        to_start: the first row there.
-        what: what is said of those without a partner; of others, what they go through besides.
+        block: Index of the block on the left.
+        start: First row in the block.
+        rows: Number of rows.
+        target: The key, the axis and the place along the other axes; None for rows without a counterpart.
+        to_start: First row in the target.
+        what: For rows without a counterpart, the reason; for others, the computation in between, if any.
     """
 
     block: int
@@ -170,15 +170,15 @@ def _flow_picture(
     shapes: dict[str, tuple[int, ...]],
     caption: str,
 ) -> Picture:
-    """Return the picture of which rows of blocks are which rows of tensors.
+    """Return the picture of flows from rows of blocks to rows of tensors.
 
     Args:
-        title: of the picture.
-        headings: above both sides.
-        blocks: the left side.
-        runs: of their rows.
-        shapes: of the tensors on the right side, by key.
-        caption: below.
+        title: The picture's title.
+        headings: Headings above the left and the right side.
+        blocks: Blocks on the left side.
+        runs: Runs of the blocks' rows.
+        shapes: Shapes of the tensors on the right side, by key.
+        caption: Text below the picture.
     """
     unique_targets = dict.fromkeys(run.target for run in runs if run.target is not None)
     targets = sorted(unique_targets, key=lambda target: (list(shapes).index(target[0]), target[1:]))
@@ -219,7 +219,7 @@ def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int,
 
 
 def _with_rows(name: str, span: str, apart: str = "") -> str:
-    """Return a block's name with the rows of a run in it."""
+    """Return a block's name with a run's rows inserted."""
     head, bracket, place = name.rpartition("[")
     has_place = bracket and "rows" in place.rstrip("]").split(", ")
     return printable(f"{head}[{place.replace('rows', span)}" if has_place else f"{name}{apart}[{span}]")
@@ -270,14 +270,14 @@ class _Span(NamedTuple):
 
 
 def trace_picture(trace: Trace, of: str | None = None) -> Picture:
-    """Return the picture of which rows of outputs are which rows of sources, along the axis that is cut most.
+    """Return the picture of a trace: the source rows of output rows, along the axis that is cut most.
 
     Args:
-        trace: what is drawn.
-        of: the one output that is; None for all.
+        trace: The trace to draw.
+        of: Name of the only output to draw; None for all outputs.
 
     Raises:
-        KeyMismatch: there is no such output.
+        KeyMismatch: The trace has no such output.
 
     Examples:
         >>> import torch, shardtree as st
@@ -323,7 +323,7 @@ _Row = tuple[tuple[_Span, ...], _Run]
 
 
 def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
-    """Return an output's runs of rows along one axis: of those along which it is cut, that with the longest runs."""
+    """Return the cut axis of an output that has the longest runs of rows, and these runs."""
     moves, shape = trace.moves[name], trace.outputs[name].shape or (1,)
     missing = coverage(moves, prod(shape))[0] if moves.numel < prod(shape) else []
     parts = [(move, shape, "is never written") for move in missing]
@@ -346,7 +346,7 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
 
 
 def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
-    """Yield a move as moves from sources, with what elements go through; of what is computed, its first operand's."""
+    """Yield a move's source moves with the computation in between; a computed value follows its first operand."""
     what = "".join(f".{step}" for step in move.via) + through
     operation = move.root if isinstance(move.root, Computed) else None
     operand = next((each for each in operation.tensors if not each.alone), None) if operation else None
@@ -386,7 +386,7 @@ def _places(to: int, at: int, loops: Sequence[Loop]) -> Iterator[tuple[int, int]
 
 
 def _spans(place: int, loops: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> list[_Span]:
-    """Return where elements from a place on, by loops, lie along each axis."""
+    """Return the interval along each axis that loops from a position cover."""
     spans = []
     for axis, (stride, size) in enumerate(zip(dense(shape).stride, shape, strict=True)):
         low = place // stride % size if size else 0

@@ -54,8 +54,8 @@ def html_page(title: str, parts: Iterable[str]) -> str:
     """Return a page.
 
     Args:
-        title: of the page, as text.
-        parts: as HTML, such as `table_html` gives.
+        title: Title of the page, as text.
+        parts: Parts of the page as HTML, such as `table_html` returns.
 
     Examples:
         >>> "&lt;script&gt;" in html_page("<script>", [])
@@ -70,7 +70,7 @@ def html_page(title: str, parts: Iterable[str]) -> str:
 
 
 def text_html(text: str) -> str:
-    """Return text as HTML, with what can't be seen escaped as in Python.
+    """Return text as HTML, with invisible characters escaped as in Python.
 
     Examples:
         >>> text_html("a<b")
@@ -111,12 +111,12 @@ def figure_html(picture: Picture) -> str:
 
 
 def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """Return a table of texts.
+    """Return an HTML table of texts.
 
     Args:
-        headings: of its columns; where all are empty, there is no such row.
-        rows: as many texts each.
-        numbers: the columns that hold numbers, which stand at the right.
+        headings: Headings of the columns; the header row is left out if all are empty.
+        rows: Rows of texts, one text for each column.
+        numbers: Indices of the columns that hold numbers, which are right-aligned.
 
     Examples:
         >>> table_html(["key"], [["a"]])

@@ -38,14 +38,14 @@ _MOST_FILES = 12
 
 
 def layout_picture(columns: ShardColumns, key: str | None = None) -> Picture:
-    """Return the picture of who holds which part of a tensor; holes and overlaps of main replicas are shown as faults.
+    """Return the picture of a tensor's layout across ranks; holes and overlaps of main replicas are shown as faults.
 
     Args:
-        columns: the shards of all ranks.
-        key: the tensor's; None for all, of which those with faults come first, then the largest.
+        columns: The shards of all ranks.
+        key: Key of the tensor; None for all tensors, those with faults first, then by size.
 
     Raises:
-        KeyMismatch: there is no such tensor.
+        KeyMismatch: There is no such tensor.
 
     Examples:
         >>> from shardtree.layouts import Mesh, P, layout_of
@@ -64,7 +64,7 @@ def layout_picture(columns: ShardColumns, key: str | None = None) -> Picture:
 
 
 def shard_picture(shard: ShardedTensor) -> Picture:
-    """Return the picture of where one shard lies in its global tensor.
+    """Return the picture of a shard's place in its global tensor.
 
     Examples:
         >>> import torch
@@ -82,7 +82,7 @@ def stored_picture(layout: StoredLayout) -> Picture:
     """Return the picture of which file holds which part of stored tensors.
 
     Args:
-        layout: of one tensor, or of several, of which the largest are drawn.
+        layout: The layout of one tensor, or of several: then the largest are drawn.
 
     Examples:
         >>> import torch
@@ -124,10 +124,10 @@ def _file_bars(layout: StoredLayout) -> Bars:
 
 
 def checked_key(keys: Sequence[str], key: object) -> str:
-    """Return a key that is there.
+    """Return the key if it is one of the keys.
 
     Raises:
-        KeyMismatch: it isn't.
+        KeyMismatch: The key is unknown.
     """
     if isinstance(key, str) and key in keys:
         return key
@@ -154,7 +154,7 @@ def _tensor_picture(columns: ShardColumns, key: str, holders: HolderNames, *, wi
 
 
 def _overview(columns: ShardColumns, holders: HolderNames, noun: str) -> Picture:
-    """Return the picture of several tensors, those with faults first, then the largest, each small."""
+    """Return the picture of several small tensors, those with faults first, then by size."""
     faulty = set(np.unique(sharding_faults(select_rows(columns, np.flatnonzero(columns.main))).key).tolist())
     length = [np.prod(kind.global_shape, dtype=np.float64) for kind in columns.kinds]
     order = sorted(range(len(length)), key=lambda number: (number not in faulty, -length[number], number))
@@ -164,7 +164,7 @@ def _overview(columns: ShardColumns, holders: HolderNames, noun: str) -> Picture
 
 
 def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], holders: HolderNames) -> Picture:
-    """Return the picture of the first of some tensors, each small; all of a rank's own, where that is all there is."""
+    """Return the picture of the first tensors in an order, each small; of all, where these are one rank's own."""
     is_one_rank = holders.absent is ELSEWHERE
     keys = [columns.keys[number] for number in order[:_MOST_TENSORS]]
     most = MOST_REGIONS // _MOST_TENSORS
@@ -183,7 +183,7 @@ def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], hold
 
 
 def _cut(columns: ShardColumns, number: int) -> str:
-    """Return how a tensor is cut, in a few words: its pieces, and the copies of each."""
+    """Return a tensor's cut in a few words: its pieces, and the copies of each."""
     own = select_rows(columns, np.flatnonzero(columns.key == number))
     rows = np.column_stack([own.offset, own.shape, own.start, own.stop])[own.elements > 0]
     _, copies = np.unique(rows, axis=0, return_counts=True)
@@ -197,7 +197,7 @@ def _cut(columns: ShardColumns, number: int) -> str:
 
 
 def tree_picture(columns: ShardColumns) -> Picture:
-    """Return the picture of one rank's tree: its largest tensors, each with the place of its shards.
+    """Return the picture of one rank's tree: its largest tensors, each with the places of its shards.
 
     Examples:
         >>> import torch
@@ -220,15 +220,15 @@ _MIXED = Entry("kept", "ranks that hold different pieces", "#")
 
 
 def mesh_picture(mesh: Mesh, spec: PartitionSpec | None = None, shape: Sequence[int] | None = None) -> Picture:
-    """Return the picture of a mesh's ranks, and with a spec, of which of them hold the same piece of a tensor.
+    """Return the picture of a mesh's ranks; with a spec, also of the ranks that hold each piece of a tensor.
 
     Args:
-        mesh: the ranks.
-        spec: how a tensor is cut.
-        shape: the tensor's; by default, one element for each piece along each axis.
+        mesh: The mesh.
+        spec: The spec that cuts the tensor.
+        shape: Shape of the tensor; by default, one element for each piece along each axis.
 
     Raises:
-        MetadataError: the spec fits neither the mesh nor the shape.
+        MetadataError: The spec doesn't fit the mesh or the shape.
 
     Examples:
         >>> from shardtree.layouts import P
@@ -263,7 +263,7 @@ def _in_rows(planes: Sequence[Plane], most: int = 4) -> tuple[tuple[Plane, ...],
 
 
 def _pieces(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
-    """Return the smallest shape that a spec cuts into as many pieces as it can; of two axes at least."""
+    """Return the smallest shape, with at least two axes, that the spec cuts into its full number of pieces."""
     sizes = [
         prod(mesh.shape.get(split.axis, 1) * split.split_factor for split in splits(entry)) for entry in spec.entries
     ]
@@ -271,7 +271,7 @@ def _pieces(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
 
 
 def _leads(columns: ShardColumns) -> dict[int, int]:
-    """Return the first holder of the piece that each rank holds."""
+    """Return the first holder of each rank's piece, by rank."""
     boxes = np.concatenate([columns.offset, columns.shape], axis=1)
     _, number = np.unique(boxes, axis=0, return_inverse=True)
     first = np.full(len(boxes), np.iinfo(np.int64).max)

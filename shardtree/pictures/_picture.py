@@ -18,14 +18,14 @@ class Cell:
     """A rectangle of a plane.
 
     Attributes:
-        left: as a fraction of the plane's width, like `right`.
-        top: as a fraction of its height, like `bottom`.
-        right: where it ends.
-        bottom: where it ends.
-        tone: how it is filled.
-        title: all that there is to say of it, shown on hover.
-        labels: what may be written into it, the longest first: the first that fits is.
-        mark: the character that fills it in text.
+        left: Left edge, as a fraction of the plane's width.
+        top: Top edge, as a fraction of the plane's height.
+        right: Right edge, as a fraction of the plane's width.
+        bottom: Bottom edge, as a fraction of the plane's height.
+        tone: Name of the fill colour.
+        title: The full text, shown on hover.
+        labels: Texts for the cell, the longest first; the first that fits is written.
+        mark: The character that fills the cell in text.
     """
 
     left: float
@@ -40,20 +40,20 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Cells that lie side by side: a tensor cut into pieces, ranks on a mesh, or who sends how much to whom.
+    """Cells that lie side by side: a tensor cut into pieces, ranks on a mesh, or the traffic between ranks.
 
     Attributes:
-        heading: above it.
-        cells: none of which overlap.
-        columns: how many cells are side by side, at most.
-        rows: how many are above each other, at most.
-        aspect: its height, as a multiple of its width.
-        across: what runs from left to right.
-        down: what runs from top to bottom.
-        across_names: of the columns, where each is something by itself.
-        down_names: of the rows, likewise.
-        caption: below it.
-        short_heading: for where the heading doesn't fit; empty for the heading without its middle.
+        heading: Text above the plane.
+        cells: Cells, none of which overlap.
+        columns: Largest number of cells side by side.
+        rows: Largest number of cells above each other.
+        aspect: The plane's height, as a multiple of its width.
+        across: Meaning of the horizontal axis.
+        down: Meaning of the vertical axis.
+        across_names: Names of the columns; empty if they have none.
+        down_names: Names of the rows; empty if they have none.
+        caption: Text below the plane.
+        short_heading: A heading for where `heading` doesn't fit; if empty, `heading` loses its middle.
     """
 
     heading: str
@@ -71,14 +71,14 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An amount.
+    """An amount in a bar chart.
 
     Attributes:
-        name: what it is of.
-        amount: 0 or more.
-        text: the amount, as it is written.
-        tone: how it is filled.
-        title: all that there is to say of it.
+        name: The bar's label.
+        amount: The amount, at least 0.
+        text: The amount as text.
+        tone: Name of the fill colour.
+        title: The full text, shown on hover.
     """
 
     name: str
@@ -90,12 +90,12 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Amounts that are compared by length.
+    """A bar chart.
 
     Attributes:
-        heading: above them.
-        bars: from top to bottom.
-        caption: below them.
+        heading: Text above the bars.
+        bars: Bars from top to bottom.
+        caption: Text below the bars.
     """
 
     heading: str
@@ -105,11 +105,11 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A tensor of which rows come or go, in a flow.
+    """A tensor on one side of a flow.
 
     Attributes:
-        name: what it is.
-        rows: how many it has.
+        name: Name of the tensor.
+        rows: Number of rows.
     """
 
     name: str
@@ -118,18 +118,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows that lie together on both sides of a flow.
+    """Rows that are consecutive on both sides of a flow.
 
     Attributes:
-        block: on the left.
-        start: the first row there.
-        rows: how many there are.
-        to_block: on the right; -1 for rows that go nowhere.
-        to_start: the first row there.
-        tone: how both ends are filled.
-        title: all that there is to say of them.
-        label: what is written into the left end, if it fits.
-        to_label: what is written into the right end, if it fits.
+        block: Index of the block on the left.
+        start: First row in that block.
+        rows: Number of rows.
+        to_block: Index of the block on the right; -1 for rows without a counterpart.
+        to_start: First row in that block.
+        tone: Name of the colour that fills both ends.
+        title: The full text, shown on hover.
+        label: Text for the left end, written if it fits.
+        to_label: Text for the right end, written if it fits.
     """
 
     block: int
@@ -145,15 +145,15 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Which rows of the blocks on the left are which rows of those on the right.
+    """A mapping from rows of the blocks on the left to rows of the blocks on the right.
 
     Attributes:
-        heading: above the left side.
-        to_heading: above the right side.
-        blocks: on the left, from top to bottom.
-        to_blocks: on the right.
-        streams: between them.
-        caption: below.
+        heading: Text above the left side.
+        to_heading: Text above the right side.
+        blocks: Blocks on the left, from top to bottom.
+        to_blocks: Blocks on the right, from top to bottom.
+        streams: Streams from left to right.
+        caption: Text below the flow.
     """
 
     heading: str
@@ -166,15 +166,15 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened at a place of a line, such as a save.
+    """An event on a line, such as a save.
 
     Attributes:
-        at: where, as a fraction of the line.
-        name: what it is called.
-        height: of its measure, as a fraction; None where it has none.
-        tone: how it is filled; "goes" is hollow.
-        title: all that there is to say of it.
-        is_pinned: whether it is marked as one that stays.
+        at: Position on the line, as a fraction of its length.
+        name: Text below the line.
+        height: Height of the measured value, as a fraction; None if nothing was measured.
+        tone: Name of the fill colour; "goes" is hollow.
+        title: The full text, shown on hover.
+        is_pinned: Whether the moment is marked as pinned.
     """
 
     at: float
@@ -187,13 +187,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Moments in their order.
+    """Moments in order, on a line.
 
     Attributes:
-        heading: above it.
-        moments: from left to right.
-        measure: what heights mean, from bottom to top; empty where there are none.
-        caption: below it.
+        heading: Text above the line.
+        moments: Moments from left to right.
+        measure: Meaning of the heights, from bottom to top; empty if moments have none.
+        caption: Text below the line.
     """
 
     heading: str
@@ -208,12 +208,12 @@ Panel: TypeAlias = Plane | Bars | Flow | Line
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a legend.
+    """An entry of a legend.
 
     Attributes:
-        tone: what is explained.
-        text: what it means.
-        mark: the character that fills such cells in text.
+        tone: The colour that is explained.
+        text: Meaning of the colour.
+        mark: The character that fills such cells in text.
     """
 
     tone: Tone
@@ -223,14 +223,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is drawn: panels in rows, under a title.
+    """Panels in rows, under a title.
 
     Attributes:
-        title: what it shows.
-        rows: panels that belong side by side; a renderer may put them below each other.
-        notes: sentences below, such as what was left out.
-        legend: what tones mean that aren't written into their cells.
-        is_step: whether the panels of a row follow from each other, which an arrow between them says.
+        title: Text above all panels.
+        rows: Rows of panels; a renderer may put panels of a row below each other.
+        notes: Sentences below the panels, such as what was left out.
+        legend: Meanings of tones that cells don't explain themselves.
+        is_step: Whether an arrow leads from each panel of a row to the next.
     """
 
     title: str

@@ -22,15 +22,15 @@ _MOST_STEPS = 24
 
 
 def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
-    """Return the picture of a plan: a tensor's layout before and after, who sends how much to whom, and the bound.
+    """Return the picture of a plan: a tensor's layout before and after, the traffic between ranks, and the bound.
 
     Args:
-        plan: what moves.
+        plan: The plan to draw.
         key: Key of the tensor whose layouts are shown, or another name that `plan.explain` takes; by default, that of
             the tensor with the most bytes to move.
 
     Raises:
-        KeyMismatch: the target has no such tensor.
+        KeyMismatch: The target has no such tensor.
 
     Examples:
         >>> from shardtree.layouts import Mesh, P, abstract, shard
@@ -70,7 +70,7 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
 
 
 def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
-    """Return a tensor before and after, with one tone for each rank on both sides."""
+    """Return a tensor's planes before and after, with one tone for each rank on both sides."""
     sides = [
         tensor_sheets(columns, key, most=_MOST_REGIONS) if key in columns.keys else []
         for columns in (plan.source, plan.target)
@@ -86,7 +86,7 @@ def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
 
 
 def _links(plan: ReshardPlan) -> Plane:
-    """Return the heat map of who sends how much to whom; ranks that share a row are consecutive."""
+    """Return the heat map of the traffic between ranks; ranks that share a row are consecutive."""
     ranks = np.array(plan.ranks, dtype=np.int64)
     groups = group_count(max(ranks.size, 1), _MOST_RANKS)
     moves = plan.transfers
@@ -121,7 +121,7 @@ def _heat_cells(traffic: Column, stays: Column, names: list[Column]) -> tuple[Ce
 
 
 def schedule_picture(schedule: Schedule) -> Picture:
-    """Return the picture of a schedule: how much moves in each step, and how much the fullest rank sends and gets.
+    """Return the picture of a schedule: the bytes that move in each step, and those of the busiest rank.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor

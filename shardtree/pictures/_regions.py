@@ -20,9 +20,9 @@ class PlaneRegion:
     """A rectangle of a plane.
 
     Attributes:
-        rows: its first band from above, and one past its last.
-        columns: its first band from the left, and one past its last.
-        boxes: the numbers of all boxes that have elements in it, ascending, int64 (boxes,).
+        rows: Range (first, stop) of the plane's horizontal bands.
+        columns: Range (first, stop) of the plane's vertical bands.
+        boxes: Indices of all boxes that have elements in the region, ascending, int64 (boxes,).
     """
 
     rows: tuple[int, int]
@@ -32,13 +32,13 @@ class PlaneRegion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaneRegions:
-    """A plane in regions that don't overlap and leave nothing out.
+    """Regions that tile a plane.
 
     Attributes:
-        row_edges: where bands begin and end, int64 (bands + 1,).
-        column_edges: likewise.
-        regions: row by row.
-        is_merged: whether some have several boxes beside each other.
+        row_edges: Edges of the horizontal bands, in elements, int64 (bands + 1,).
+        column_edges: Edges of the vertical bands, in elements, int64 (bands + 1,).
+        regions: Regions in row-major order.
+        is_merged: Whether some regions contain several boxes side by side.
     """
 
     row_edges: Column
@@ -47,21 +47,21 @@ class PlaneRegions:
     is_merged: bool
 
     def place(self, region: PlaneRegion) -> tuple[slice, slice]:
-        """Return which elements a region has, along both axes."""
+        """Return the elements of a region, as a slice of each axis."""
         (top, bottom), (left, right) = region.rows, region.columns
         row, column = self.row_edges.tolist(), self.column_edges.tolist()
         return slice(row[top], row[bottom]), slice(column[left], column[right])
 
 
 def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Column, most: int) -> PlaneRegions:
-    """Return a plane's regions: as the boxes cut it, or coarser where there would be too many.
+    """Return a plane's regions: cut as the boxes are, or coarser where there would be too many.
 
     Args:
-        begin: of the boxes, int64 (boxes, 2).
-        end: of the boxes, int64 (boxes, 2).
-        extent: of the plane, in elements; at least 1 along both axes.
-        edges: places that stay edges in a coarse plane, by corner and axis, int64 (places, 2).
-        most: how many regions there may be, about.
+        begin: First index of each box, int64 (boxes, 2).
+        end: Stop index of each box, int64 (boxes, 2).
+        extent: Size of the plane, in elements; at least 1 along both axes.
+        edges: Corners (pairs of places) that remain edges in a coarse plane, int64 (places, 2).
+        most: Approximate upper bound on the number of regions.
 
     Examples:
         >>> halves = np.array([[0, 0], [2, 0]]), np.array([[2, 3], [4, 3]])
@@ -94,7 +94,7 @@ def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Colum
 
 
 def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
-    """Return into how many bands to cut both axes."""
+    """Return the numbers of bands along both axes."""
     if rows <= MOST_BANDS and columns <= MOST_BANDS and rows * columns <= most:
         return rows, columns
     # A long axis of few others gets more bands than one of two long axes.
@@ -103,14 +103,14 @@ def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
 
 
 def group_count(count: int, most: int) -> int:
-    """Return how many groups to make of so many, equal ones if that is near."""
+    """Return the number of groups, at most `most`, for so many items; groups of equal size where possible."""
     if count <= most:
         return count
     return next((groups for groups in range(most, most // 2, -1) if count % groups == 0), most)
 
 
 def _coarser(places: Column, count: int, edges: Column) -> Column:
-    """Return some of the places, evenly chosen, and those that are kept."""
+    """Return evenly chosen places, together with the edges that must stay."""
     some = places[np.linspace(0, places.size - 1, count + 1).round().astype(np.int64)]
     return distinct(np.concatenate([some, np.clip(edges[:MOST_BANDS], 0, places[-1])]))
 
@@ -141,11 +141,11 @@ def _rectangles(names: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 
 def places(edges: Column, least: float) -> tuple[float, ...]:
-    """Return where edges are drawn, from 0 to 1: to scale, but that no band is thinner than it can be seen.
+    """Return the positions of edges, from 0 to 1: to scale, except that every band is at least `least` thick.
 
     Args:
-        edges: ascending, int64 (bands + 1,).
-        least: the thinnest band, as a fraction of all.
+        edges: Edges of the bands, ascending, int64 (bands + 1,).
+        least: Smallest thickness of a band, as a fraction of the whole.
 
     Examples:
         >>> places(np.array([0, 50, 100]), 0.1), [round(each, 3) for each in places(np.array([0, 1, 1000]), 0.1)]

@@ -1,4 +1,4 @@
-"""How pictures look: colours for light and dark, of which grey is enough; ranks in few words; names that fit."""
+"""The style of pictures: colours for light and dark (legible in grey too), short texts for ranks, names that fit."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ _LONGEST = 48
 
 
 def rank_words(ranks: Column) -> str:
-    """Return ranks as text that is never long: ranges, equal steps, or the first few.
+    """Return ranks as short text: ranges, equal steps, or the first few.
 
     Args:
-        ranks: ascending, each once, int64 (ranks,).
+        ranks: Ranks in ascending order without repeats, int64 (ranks,).
 
     Examples:
         >>> rank_words(np.arange(128)), rank_words(np.arange(0, 80, 8)), rank_words(np.array([3]))
@@ -131,7 +131,7 @@ def rank_words(ranks: Column) -> str:
 
 
 def rank_labels(ranks: Column) -> tuple[str, ...]:
-    """Return what may be written into the cell of some ranks, the longest first.
+    """Return the candidate labels for a cell that some ranks hold, the longest first.
 
     Examples:
         >>> rank_labels(np.array([0, 4])), rank_labels(np.arange(0, 80, 8))
@@ -147,9 +147,9 @@ def shortened(text: str, room: float, width: Callable[[str], float] = len) -> st
     """Return text that fits, without its middle if it doesn't.
 
     Args:
-        text: a key, say, whose beginning and end both matter.
-        room: how much there is.
-        width: how much a text takes; characters, by default.
+        text: Text whose beginning and end both matter, such as a key.
+        room: Available width.
+        width: Function that measures a text; by default, its number of characters.
 
     Examples:
         >>> shortened("decoder.layers.0.mlp.linear_fc1.weight", 20)
@@ -167,7 +167,7 @@ def shortened(text: str, room: float, width: Callable[[str], float] = len) -> st
 
 
 def fitted(text: str, short: str, room: float, width: Callable[[str], float] = len) -> str:
-    """Return a text if it fits, else the short one, which loses its middle if it must.
+    """Return a text if it fits, else the short one, without its middle if necessary.
 
     Examples:
         >>> fitted("'w' (4, 2) float32", "'w'", 20), fitted("'w' (4, 2) float32", "'w'", 10)
@@ -194,13 +194,13 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[]/ -"), frozenset("mwMW@%")
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the width that text takes at most, in the unit of its size.
+    """Return an upper bound on a text's width, in the unit of its size.
 
     Advances are those of DejaVu Sans, the widest of the usual system fonts; bold text is set smaller.
 
     Args:
-        text: in any script.
-        size: of the font.
+        text: A text in any script.
+        size: Size of the font.
 
     Examples:
         >>> round(text_width("rank 0", 10), 1), text_width("", 10)

@@ -93,7 +93,7 @@ def _xml(text: str) -> str:
 def _text(
     x: float, y: float, text: str, room: float, style: str, size: float, *, hover: bool = True, short: str = ""
 ) -> str:
-    """Return text that fits; what had to be shortened is whole on hover."""
+    """Return text that fits; shortened text is whole on hover."""
     text = printable(text)
     fits = fitted(text, printable(short), room, partial(text_width, size=size))
     if not fits:
@@ -113,7 +113,7 @@ def _rect(tone: str, x: float, y: float, width: float, height: float, title: str
 
 
 def _legend(entries: Sequence[Entry], room: float) -> tuple[str, float]:
-    """Return swatches with their texts, in as many lines as they take, and the height of all."""
+    """Return swatches with their texts, in as many lines as they take, and their total height."""
     parts, x, y = [], 0.0, 0.0
     for entry in entries:
         width = 18 + text_width(entry.text, _LABEL) + 16
@@ -166,7 +166,7 @@ def _plane_size(plane: Plane, beside: int) -> tuple[float, float]:
 
 
 def _above(plane: Plane, left: float, width: float) -> tuple[list[str], float]:
-    """Return a plane's heading and the names of its columns, and where the cells begin below them."""
+    """Return a plane's heading and column names, and the vertical position where the cells begin."""
     parts, y = [], 0.0
     if plane.heading:
         parts.append(_text(0, 11, plane.heading, left + width, "heading", _HEADING, short=plane.short_heading))
@@ -181,9 +181,9 @@ def _above(plane: Plane, left: float, width: float) -> tuple[list[str], float]:
 
 
 def _levels(plane: Plane, width: float) -> dict[float, int]:
-    """Return, for each width of cells, how many of their labels are left out: cells that are alike are labelled alike.
+    """Return the number of labels to skip for each width of cells, so that cells of one width are labelled alike.
 
-    Among cells of one width, "rank 9" may fit and "rank 10" not: then all have numbers.
+    If "rank 9" fits in cells of one width and "rank 10" doesn't, all of them get numbers.
     """
     levels: dict[float, int] = {}
     for cell in plane.cells:
@@ -309,7 +309,7 @@ def _flow(flow: Flow) -> _Drawn:
 
 
 def _stack(heights: Sequence[float]) -> tuple[list[float], float]:
-    """Return where blocks begin, with room for their names, and where the last one ends."""
+    """Return the positions of blocks, with room for their names, and the end of the last one."""
     tops, y = [], 22.0
     for height in heights:
         y += 18
@@ -371,7 +371,7 @@ def _line(line: Line) -> _Drawn:
 
 
 def _moment_names(line: Line, places: Sequence[float], y: float) -> str:
-    """Return the names below the line: the last one, and of the others those that have room."""
+    """Return the names below the line: the last moment's, and those of others that have room."""
     spans: list[tuple[float, float]] = []
     parts = []
     for x, moment in sorted(zip(places, line.moments, strict=True), key=lambda each: each[1].tone == "goes"):

@@ -1,4 +1,4 @@
-"""Tensors: planes of a global tensor, cut as its shards or stored chunks cut it, in slices where it has more axes."""
+"""Planes of a global tensor, cut as its shards or stored chunks are; a tensor with more axes is shown in slices."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ELSEWHERE = Entry("none", "on other ranks", ".")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HolderNames:
-    """How those who hold pieces are named: ranks, or files.
+    """Names for the holders of pieces, which are ranks or files.
 
     Attributes:
-        words: names some, on hover.
-        labels: what may be written into their cell, the longest first.
-        absent: what a cell is that none holds.
+        words: Function that names some holders, for the text on hover.
+        labels: Function that returns candidate labels for their cell, the longest first.
+        absent: Name of a cell without a holder.
     """
 
     words: Callable[[Column], str]
@@ -41,17 +41,17 @@ RANKS = HolderNames(rank_words, rank_labels)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sheet:
-    """A plane before its regions have tones: those depend on all planes of a picture.
+    """A plane without tones, which depend on all planes of a picture.
 
     Attributes:
-        heading: of the plane.
-        kind: of the tensor.
-        axes: the drawn ones, rows and columns; None for the rows of what has one axis.
-        others: the elements along the other axes.
-        regions: of the plane.
-        holders: of each region, ascending, int64.
-        lead: of each region, its first main holder; -1 where none holds it.
-        faults: of each region, "hole", "overlap" or empty.
+        heading: Heading of the plane.
+        kind: Dtype and shape of the tensor.
+        axes: Axes drawn as rows and columns; None for the rows of a tensor with one axis.
+        others: Slices along the other axes, by axis.
+        regions: Regions of the plane.
+        holders: Holders of each region, ascending, int64.
+        lead: First main holder of each region; -1 for a region without one.
+        faults: Fault of each region: "hole", "overlap" or empty.
     """
 
     heading: str
@@ -66,14 +66,14 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """Different boxes of one tensor, with who holds them.
+    """The distinct boxes of one tensor, with their holders.
 
     Attributes:
-        begin: int64 (boxes, axes).
-        end: int64 (boxes, axes).
-        holders: of each box, ascending.
-        lead: of each box, its first main holder, or its first one.
-        faults: begins and ends of boxes that aren't held once, and whether they are held twice.
+        begin: First index of each box, int64 (boxes, axes).
+        end: Stop index of each box, int64 (boxes, axes).
+        holders: Holders of each box, ascending.
+        lead: First main holder of each box, or its first holder if none is.
+        faults: Begins and ends of boxes that aren't held exactly once, and whether they are held twice.
     """
 
     begin: Column
@@ -87,10 +87,10 @@ def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool
     """Return the planes of one tensor, and none if it has no elements.
 
     Args:
-        columns: all shards, or those of one rank.
-        key: the tensor's.
-        most: how many regions a plane may have, about.
-        with_gaps: whether what isn't held is a fault.
+        columns: All shards, or those of one rank.
+        key: Key of the tensor.
+        most: Approximate upper bound on the regions of a plane.
+        with_gaps: Whether elements without a holder are a fault.
     """
     number = columns.keys.index(key)
     kind, own = columns.kinds[number], select_rows(columns, np.flatnonzero(columns.key == number))
@@ -112,7 +112,7 @@ MERGED = "Pieces too small to be told apart share a cell, which names all that h
 
 
 def notes_on(sheets: Sequence[Sheet]) -> tuple[str, ...]:
-    """Return what isn't seen on some planes of one tensor."""
+    """Return notes on what the planes of one tensor leave out or merge."""
     notes = [MERGED] if any(sheet.regions.is_merged for sheet in sheets) else []
     if len(sheets) == _MOST_SLICES:
         notes.append(f"The first {_MOST_SLICES} slices alone; others may be cut otherwise.")
@@ -163,7 +163,7 @@ def _sheet(
     span_of: dict[int, slice],
     most: int,
 ) -> Sheet:
-    """Return the plane of two axes at one place of all others."""
+    """Return the plane of two axes, at one place along all other axes."""
     bad_begin, bad_end, is_double = pieces.faults
     here, bad = (_meeting(begin, end, others) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
     begin, end = (_on_plane(column[here], axes, fill) for column, fill in ((pieces.begin, 0), (pieces.end, 1)))
@@ -201,7 +201,7 @@ def _on_plane(column: Column, axes: tuple[int | None, int], fill: int) -> Column
 
 
 def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
-    """Return the tone of each holder that comes first in a region; consecutive ones differ."""
+    """Return the tone of each holder that leads a region; consecutive holders get different tones."""
     leads = sorted({lead for sheet in sheets for lead in sheet.lead if lead >= 0})
     return {lead: f"t{number % TONES}" for number, lead in enumerate(leads)}
 
@@ -218,12 +218,12 @@ def plane_of(
     """Return a sheet as a plane.
 
     Args:
-        sheet: of the tensor.
-        tones: of holders.
-        holders: how they are named.
-        heading: before the sheet's own.
-        short_heading: where that doesn't fit.
-        caption: below the plane.
+        sheet: The plane without tones.
+        tones: Tone of each holder.
+        holders: Names for the holders.
+        heading: Text before the sheet's own heading.
+        short_heading: Text for where the heading doesn't fit.
+        caption: Text below the plane.
     """
     regions = sheet.regions
     across, down = places(regions.column_edges, 0.012), places(regions.row_edges, 0.02)
@@ -248,7 +248,7 @@ def plane_of(
 
 
 def _aspect(sheet: Sheet) -> float:
-    """Return the height of a plane, as a multiple of its width: of a long matrix, it isn't to scale."""
+    """Return a plane's height as a multiple of its width; a long matrix isn't drawn to scale."""
     if sheet.axes[0] is None:
         return 0.14
     rows, columns = (int(edges[-1]) for edges in (sheet.regions.row_edges, sheet.regions.column_edges))
@@ -274,7 +274,7 @@ def _looks(
 
 
 def digit(holder: int) -> str:
-    """Return the character that a holder's cells are filled with in text.
+    """Return the character that fills a holder's cells in text.
 
     Examples:
         >>> digit(3), digit(35), digit(36), digit(-1)
@@ -284,13 +284,13 @@ def digit(holder: int) -> str:
 
 
 def _box(sheet: Sheet, region: PlaneRegion) -> tuple[slice, ...]:
-    """Return a region's place in the global tensor."""
+    """Return a region's box in the global tensor."""
     rows, columns = sheet.regions.place(region)
     spans = sheet.others | {sheet.axes[1]: columns} | ({} if sheet.axes[0] is None else {sheet.axes[0]: rows})
     return tuple(spans[axis] for axis in range(len(sheet.kind.global_shape or (1,))))
 
 
 def faults_legend(planes: Sequence[Plane]) -> tuple[Entry, ...]:
-    """Return what the tones of faults mean, for those that occur."""
+    """Return legend entries for the faults that occur."""
     tones = {cell.tone for plane in planes for cell in plane.cells}
     return tuple(entry for entry in (HOLE, OVERLAP, ELSEWHERE) if entry.tone in tones)

@@ -18,8 +18,8 @@ class Span:
     """Characters of one line that look alike.
 
     Attributes:
-        text: the characters.
-        tone: behind them; empty where there is none.
+        text: The characters.
+        tone: Name of the background colour; empty for none.
     """
 
     text: str
@@ -38,8 +38,8 @@ def text_of(picture: Picture, width: int = 80) -> str:
     r"""Return a picture as plain text.
 
     Args:
-        picture: what to draw.
-        width: in characters.
+        picture: The picture to draw.
+        width: Number of characters in a line.
 
     Examples:
         >>> from shardtree.layouts import Mesh, P, layout_of
@@ -68,9 +68,9 @@ def picture_lines(picture: Picture, width: int = 80, *, filled: bool = False) ->
     """Return a picture as lines of spans.
 
     Args:
-        picture: what to draw.
-        width: in characters.
-        filled: whether cells are filled with their marks, to be read without colours.
+        picture: The picture to draw.
+        width: Number of characters in a line.
+        filled: Whether cells are filled with their marks, so that they can be read without colours.
 
     Examples:
         >>> picture_lines(Picture("nothing", ()))
@@ -148,7 +148,7 @@ def _plane(plane: Plane, width: int, *, filled: bool) -> list[Spans]:
 
 
 def _row_name(names: Sequence[str], line: int, height: int) -> str:
-    """Return the name of a row on the middle one of its lines."""
+    """Return a row's name on its middle line, empty on others."""
     for number, name in enumerate(names):
         top, bottom = round(number * height / len(names)), round((number + 1) * height / len(names))
         if line == (top + bottom - 1) // 2:
@@ -211,7 +211,7 @@ def _flow(flow: Flow, width: int) -> list[Spans]:
 
 
 def _title(title: str, width: int) -> list[str]:
-    """Return the lines of a stream's title: long names go on in the next line, since one that is cut names nothing."""
+    """Return the lines of a stream's title: wrapped rather than cut, since a cut name identifies nothing."""
     if len(title) <= width:
         return [title]
     left, middle, right = title.partition(" is ")
@@ -227,7 +227,7 @@ _SHOWN = 20
 
 
 def _line(line: Line, width: int) -> list[Spans]:
-    """Return the last moments, one a line, with a mark further right the higher they are measured."""
+    """Return the last moments, one per line, with marks further right for higher measures."""
     moments, left = line.moments[-_SHOWN:], len(line.moments) - _SHOWN
     names = max((len(moment.name) for moment in moments), default=0)
     room = max(min(width - names - 4, 40), 1)
