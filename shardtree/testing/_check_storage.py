@@ -1,4 +1,4 @@
-"""What every storage promises: it does what memory does, and a save that dies at any call leaves a whole checkpoint."""
+"""The promises of every storage: it behaves like memory, and a save that dies at any call leaves a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def check_storage(
     """Raise unless storages keep every promise of `Storage`, and of the `Capabilities` that they have.
 
     Args:
-        new_storage: returns an empty storage, another one at each call.
-        reopen: returns another object for the same place, as another process would have it; without it, what a storage
-            remembers of its own changes isn't told from what is there.
+        new_storage: Function that returns a new empty storage at each call.
+        reopen: Function that returns another object for the same place, as another process would have it. Without it, a
+            storage that answers from its own memory of changes passes.
 
     Raises:
-        AssertionError: names all promises that are broken, and what was found.
+        AssertionError: names all broken promises, and what was found.
 
     Examples:
         >>> check_storage(MemoryStorage)
@@ -96,7 +96,7 @@ _FOLDERS = ("", "b", "b/d", "[1]", "many", "empty", "new", "new/d", "no", "a")
 
 
 def _steps(there: Capabilities) -> Iterator[partial[Any]]:
-    """Yield what is done to a storage that can do so much."""
+    """Yield the operations to try on a storage with these capabilities."""
     yield partial(_write_all, names=(*_FILES[:-3], *(f"many/{number:03}" for number in range(120))))
     many = [bytes([number % 251]) * (number % 7) for number in range(3000)]
     yield partial(_write, name="a", parts=many, length=sum(map(len, many)))
@@ -141,7 +141,7 @@ def _remove(storage: Storage, name: str) -> None:
 
 
 def _does_as_memory(storage: Storage, seen: Seen) -> None:
-    """What is done is there, and nothing else."""
+    """After each operation a storage holds exactly the files that memory would hold."""
     there, model = can(storage), cast(Storage, MemoryStorage())
     if there.make_folder is None:
         model = wrapped(model, make_folder=None, is_folder=None, remove_folder=None)
@@ -155,7 +155,7 @@ def _does_as_memory(storage: Storage, seen: Seen) -> None:
 
 
 def _look(storage: Storage) -> dict[str, object]:
-    """Return all that a storage says."""
+    """Return the complete content of a storage, by the call that returns it."""
     answers: dict[str, object] = {}
     for name in _FOLDERS:
         answers[f"names({name!r})"] = storage.names(name)
@@ -169,7 +169,7 @@ def _look(storage: Storage) -> dict[str, object]:
 
 
 def _answer(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, in few characters, or the error that it raises."""
+    """Return the result of a call, shortened, or the error that it raises."""
     try:
         result = call()
     except StorageError:
@@ -210,7 +210,7 @@ def _writes_at_once(storage: Storage, seen: Seen) -> None:
 
 
 def _breaks_off(storage: Storage, seen: Seen) -> None:
-    """A write raises what its buffers raise, and what is there then is told."""
+    """A write passes on the error of its buffers, and the file that remains is reported."""
 
     def broken() -> Iterator[memoryview]:
         yield memoryview(bytes(70_000))
@@ -316,7 +316,7 @@ def _locks(storage: Storage, seen: Seen) -> None:
 
 
 def _honours_conditions(storage: Storage, seen: Seen) -> None:
-    """`replace_if` replaces what is as it was."""
+    """`replace_if` replaces a file only while it is unchanged."""
     there = can(storage)
     if there.replace_if is None or there.mark is None:
         return
@@ -327,7 +327,7 @@ def _honours_conditions(storage: Storage, seen: Seen) -> None:
 
 
 def _lists(storage: Storage, seen: Seen) -> None:
-    """`entries` and `content` see what is there."""
+    """`entries` and `content` list the existing files."""
     there = can(storage)
     if there.entries is None or there.content is None:
         return

@@ -1,4 +1,4 @@
-"""What every world promises: values of the right rank, in order, as copies; ranks that wait, and errors on all."""
+"""The promises of every world: values of the right rank, in order, as copies; ranks that wait; errors on all ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_world(run: Run, *, hears_of_the_dead: bool = False, hangs_after: float
 
 
 def _error_of(run: Run, check: Callable[[World], None], seconds: float) -> Exception | None:
-    """Return what is raised as a check runs on all ranks: a TimeoutError if it doesn't end, None if nothing is."""
+    """Return the error of a check that runs on all ranks, or None; a TimeoutError if the check doesn't end."""
     errors: list[BaseException] = []
 
     def attempt() -> None:
@@ -95,7 +95,7 @@ _PLANTED = "planted by check_world"
 
 
 def _is_told(world: World) -> None:
-    """What ranks raise is raised by the function that runs them."""
+    """An error of a rank is raised by the function that runs the ranks."""
     # By all of them: where each process is a rank, it hears of its own errors alone.
     raise ValueError(f"{_PLANTED} on rank {world.rank}")
 
@@ -144,7 +144,7 @@ def _broadcasts(world: World) -> None:
 
 
 def _passes_to_all(world: World) -> None:
-    """`all_to_all` gives each rank what each other one has for it."""
+    """`all_to_all` gives each rank the value that every other rank has for it."""
     rounds = [world.all_to_all([(turn, world.rank, to) for to in range(world.size)]) for turn in range(4)]
     uneven = world.all_to_all([bytes(50_000 * world.rank + to) for to in range(world.size)])
     for turn, values in enumerate(rounds):
@@ -268,7 +268,7 @@ def _raises(world: World) -> None:
 
 
 def _tells_failures(world: World) -> None:
-    """What fails on one rank is an error on every rank, which names it."""
+    """A failure on one rank is an error on every rank, which names the rank that failed."""
     heard = []
     for bad in range(world.size):
         try:

@@ -1,4 +1,4 @@
-"""What a rank holds of a training job, by key: weights, buffers, optimizer states, settings, and everything else."""
+"""A rank's state of a training job, by key: weights, buffers, optimizer states, settings, and everything else."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _key(name: str, parts: Mapping[str, ShardedTensor]) -> str:
 
 
 def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
-    """Return a copy of what a rank holds of a tensor: shards if it is cut, else the tensor."""
+    """Return a copy of a rank's part of a tensor: shards if the tensor is cut, else the tensor."""
     if hasattr(tensor, "to_local"):
         leaves = shards_of(apply_factories(from_dtensors({"tensor": tensor.detach()}, strided="fsdp2"))).values()
         return tuple(replace(leaf, data=leaf.data.detach().cpu().clone()) for leaf in leaves)

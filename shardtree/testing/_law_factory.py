@@ -40,11 +40,11 @@ def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: Repli
     Then the number of ranks may change. It also builds from flat ranges.
 
     Args:
-        key: the tensor's name.
-        data: gate rows above value rows, shape (2 * rows, ...).
-        rank: the rank's number among those that share the rows.
-        ranks: how many share them.
-        replica_id: see ShardedTensor.
+        key: Name of the tensor.
+        data: Gate rows above value rows, shape (2 * rows, ...).
+        rank: Index of this rank among the ranks that share the rows.
+        ranks: Number of ranks that share the rows.
+        replica_id: Replica number, as in `ShardedTensor`.
 
     Examples:
         >>> [shard.global_offset for shard in glu("w", torch.zeros(4, 3), 1, 2).build()]
@@ -96,10 +96,10 @@ def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> S
     """Return the factory of stacked layers that are stored one by one, along an axis of the global tensor.
 
     Args:
-        key: the tensor's name.
-        data: shape (local layers, ...).
-        first: the number of the first local layer.
-        layers: of the whole model; the local ones by default.
+        key: Name of the tensor.
+        data: The local layers, shape (local layers, ...).
+        first: Index of the first local layer.
+        layers: Number of layers in the whole model; by default, that of the local layers.
 
     Examples:
         >>> [shard.global_offset for shard in stacked("w", torch.zeros(2, 3), first=1, layers=4).build()]
@@ -126,7 +126,7 @@ def factories(*, dtype: SearchStrategy[torch.dtype] | None = None) -> SearchStra
     Elements that a lens doesn't store, such as padding, are zero in the tensors.
 
     Args:
-        dtype: a strategy for dtypes; by default those that torch can print, so that failures can be shown.
+        dtype: A strategy for dtypes; by default those that torch can print, so that failures can be shown.
 
     Examples:
         >>> from hypothesis import find
@@ -151,9 +151,9 @@ def lens_factories(
     """Return a strategy for the factories of a predefined lens, on any box of its example's tensor.
 
     Args:
-        draw: Hypothesis's own.
-        name: of the example in `LENS_CASES`.
-        dtype: as for `factories`.
+        draw: Hypothesis's own function.
+        name: Name of an example in `LENS_CASES`.
+        dtype: A strategy for dtypes, as in `factories`.
 
     Examples:
         >>> from hypothesis import find
@@ -248,7 +248,7 @@ def _states(factory: ShardedTensorFactory) -> list[torch.Tensor]:
 
 
 def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
-    """Return which elements of a factory's tensor it stores, bool of the tensor's shape.
+    """Return a mask of the elements that a factory stores, bool of its tensor's shape.
 
     Examples:
         >>> from shardtree.lenses import as_factory, padded_axis
@@ -309,7 +309,7 @@ def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
 
 
 def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return, for each stored element (key, global index), the number of the tensor's element that it is."""
+    """Return the index of the factory's element for each stored element (key, global index)."""
     elements: dict[tuple[str, tuple[int, ...]], int] = {}
     for shard in shards_of(_build(factory)).values():
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)

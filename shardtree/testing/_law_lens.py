@@ -1,4 +1,4 @@
-"""The laws of lenses: what is stored depends only on the tensor, not on how it is cut, and comes back unchanged.
+"""The laws of lenses: stored tensors depend only on the global tensor, not on its layout, and come back unchanged.
 
 And an example of each predefined lens, with a tensor that it fits.
 """
@@ -26,13 +26,13 @@ from ._tensors import random_bits
 
 @dataclass(frozen=True, slots=True)
 class LensCase:
-    """A lens, and tensors as the model has them.
+    """A lens, and the tensors that it takes.
 
     Attributes:
-        lens: the lens.
-        shape: of the global tensors.
-        keys: of the global tensors that the lens stores together.
-        prepended: how many leading axes are prepended.
+        lens: The lens.
+        shape: Shape of the global tensors.
+        keys: Keys of the global tensors that the lens stores together.
+        prepended: Number of prepended leading axes.
     """
 
     lens: lenses.Lens
@@ -151,11 +151,11 @@ def check_lens(
     - *Idempotent*: what is stored is stored again unchanged, once it was loaded.
 
     Args:
-        lens: any.
+        lens: Any lens.
         shards: all ranks' shards of a tensor as the model has it, with data; boxes or flat ranges, also replicas. Of
             several tensors, if the lens stores them as one.
-        lossy: from a whole tensor, as the model has it, to the largest error that each of its elements may get, in the
-            same shape or one that broadcasts to it. None for a lens that loses nothing.
+        lossy: Function from a whole tensor, as the model has it, to the largest error allowed for each element, in a
+            shape that broadcasts to the tensor's. None for a lens without loss.
 
     Raises:
         AssertionError: names the law, and says what differs.
@@ -302,11 +302,11 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
     trips pass, but on other numbers ranks get each other's elements without any error.
 
     Args:
-        whole: the logical tensor, or any value that `hold` accepts; use numbers that are all different.
+        whole: The logical tensor, or any value that `hold` accepts; use numbers that are all different.
         hold: ``hold(whole, ranks)`` returns the model's local tensor for each of that many ranks: the oracle, written
             without this library.
-        build: ``build(local, rank, ranks)`` describes one for saving: a ShardedTensor or a ShardedTensorFactory.
-        ranks: the numbers of ranks. Each saves, and each loads what each saved.
+        build: ``build(local, rank, ranks)`` describes a local tensor for saving: a shard or a factory.
+        ranks: Numbers of ranks; every number saves and loads, in all pairs.
 
     Raises:
         AssertionError: names the numbers of ranks, the rank and the first element that differs.
@@ -349,7 +349,7 @@ def _stored_by_ranks(tensors: Sequence[torch.Tensor], build: Build) -> dict[str,
 
 
 def _load(tree: Any, tensors: Mapping[str, torch.Tensor], what: str) -> torch.Tensor:
-    """Return what a rank loads from the stored tensors."""
+    """Return a rank's tensor, loaded from the stored tensors."""
 
     def fill(leaf: Any) -> Any:
         if isinstance(leaf, LocalNonpersistentObject):

@@ -31,9 +31,9 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
     The reference visits every element, so keep shapes small.
 
     Args:
-        requests: the shards to fill.
-        chunks: what is stored; chunks may not overlap.
-        plan: what `plan_load` returned.
+        requests: Shards to fill.
+        chunks: Stored chunks without overlaps.
+        plan: The result of `plan_load`.
 
     Raises:
         AssertionError: names the shard and the byte.
@@ -66,9 +66,9 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
     Balanced: of the shards that are held by the same ranks, no rank writes more than the mean plus the largest shard.
 
     Args:
-        columns: all ranks' shards.
-        ranks: the number of ranks.
-        writes: which rows are written.
+        columns: The shards of all ranks.
+        ranks: Number of ranks.
+        writes: Mask of the rows that are written.
 
     Raises:
         AssertionError: names the shard or the ranks.
@@ -161,11 +161,11 @@ def check_layout(layout: Layout) -> None:
     """Raise unless main replicas tile the tensor, and all pieces have the right elements.
 
     Args:
-        layout: of a tensor that is small enough to be checked element by element.
+        layout: The layout of a tensor that is small enough to be checked element by element.
 
     Raises:
         IntegrityError: an element has no main replica, or several.
-        AssertionError: a piece has other elements.
+        AssertionError: a piece has the wrong elements.
 
     Examples:
         >>> from shardtree.testing import even_layout
@@ -186,7 +186,7 @@ def check_buffer_plan(plan: BufferPlan) -> None:
     Counts element by element, so keep shapes small.
 
     Args:
-        plan: what `plan_buffers` returned.
+        plan: The result of `plan_buffers`.
 
     Raises:
         AssertionError: names the parameter, and the elements on no rank or several, or at another position.
@@ -245,10 +245,10 @@ def check_flat_shards(
     The reference packs the buffer element by element. Arguments must not change, and shards must be views of slices.
 
     Args:
-        plan: of these tensors.
-        tensors: the whole parameters, all of one dtype; or one state of each parameter.
-        shards: called as ``shards(plan, rank, slices, parameters, prefix=...)``.
-        slices: called as ``slices(plan, rank, tree, dtype=...)``.
+        plan: The plan of these tensors.
+        tensors: The whole parameters, all of one dtype; or one state of each parameter.
+        shards: Function under test, called as ``shards(plan, rank, slices, parameters, prefix=...)``.
+        slices: Function under test, called as ``slices(plan, rank, tree, dtype=...)``.
 
     Raises:
         AssertionError: names the rank and the bucket, or the parameter, and the difference.
@@ -284,8 +284,8 @@ def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list
     """Return each rank's slices, one for each bucket, of a buffer that is filled element by element; padding is 0.
 
     Args:
-        plan: of these tensors.
-        tensors: the whole parameters, all of one dtype.
+        plan: The plan of these tensors.
+        tensors: The whole parameters, all of one dtype.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers
@@ -327,8 +327,8 @@ def buffer_options(draw: st.DrawFn, most_ranks: int = 8) -> BufferOptions:
     These include scalars, parameters without elements, more ranks than elements, and no parameters at all.
 
     Args:
-        draw: Hypothesis's own.
-        most_ranks: the largest number of data-parallel ranks.
+        draw: Hypothesis's own function.
+        most_ranks: Upper bound on the number of data-parallel ranks.
 
     Examples:
         >>> from hypothesis import find

@@ -29,9 +29,9 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
     result.
 
     Args:
-        fn: any function.
-        args: its arguments.
-        options: its keyword arguments.
+        fn: The function under test.
+        args: Positional arguments for the function.
+        options: Keyword arguments for the function.
 
     Raises:
         AssertionError: names the argument, the path in it and what changed.
@@ -106,8 +106,8 @@ def check_commutes(
     No argument may change. Everything is moved from each layout to each other one, so keep tensors small.
 
     Args:
-        transform: from a rank's tree to its new tree.
-        state: a tree of global tensors and plain values, as for `shard`.
+        transform: Function from a rank's tree to its new tree.
+        state: A tree of global tensors and plain values, as for `shard`.
         layouts: pairs of a mesh and specs, as for `shard`; by default one rank, and each tensor cut by rows, by columns
             and by both. If the transform refuses some of them, pass those that it supports.
         rtol: Relative tolerance for floating-point and complex elements. By default that of the dtype, as

@@ -130,7 +130,7 @@ def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[Element, int, 
 
 
 def wanted_bytes(plan: ReshardPlan) -> Counter[int]:
-    """Return how many bytes each rank holds after resharding and not before, for ranks with any."""
+    """Return the bytes that each rank holds after resharding and not before, for ranks with any."""
     lacking: Counter[int] = Counter()
     sizes = {key: kind.dtype.itemsize for key, kind in zip(plan.target.keys, plan.target.kinds, strict=True)}
     for rank, key, _ in _elements_by_rank(plan.target) - _elements_by_rank(plan.source):
@@ -170,10 +170,10 @@ def check_reshard(
     results must not share memory with them or with each other. Objects must keep their shapes.
 
     Args:
-        plan_or_trees: a plan; or each rank's tree, by rank: a mapping, or a list that begins with rank 0.
-        targets: likewise the targets.
-        reshard: called as ``reshard(trees, targets)``. If it casts, `torch.Tensor.to` gives the expected values, and
-            resharding back isn't checked.
+        plan_or_trees: A plan; or each rank's tree, by rank: a mapping, or a list that begins with rank 0.
+        targets: Each rank's target, by rank, in the same form as the trees.
+        reshard: The function under test, called as ``reshard(trees, targets)``. If it casts, `torch.Tensor.to` gives
+            the expected values, and resharding back isn't checked.
 
     Raises:
         AssertionError: names the rank and the path, and the difference.

@@ -23,8 +23,8 @@ def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
     reference visits every element, so keep shapes small.
 
     Args:
-        plan: the plan.
-        schedule: of that plan.
+        plan: The plan.
+        schedule: A schedule of the plan.
 
     Raises:
         AssertionError: names the transfer, or the rank and the step.
@@ -55,11 +55,11 @@ def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
     """Run a plan and its schedule on source shards with numbered elements, and return the target shards.
 
     Args:
-        plan: the plan.
-        schedule: of that plan.
+        plan: The plan.
+        schedule: A schedule of the plan.
 
     Returns:
-        for each target shard the numbers of its elements, -1 where nothing arrived, int64 (elements,).
+        The numbers of the elements of each target shard, -1 where nothing arrived, int64 (elements,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -95,8 +95,8 @@ def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
     """Raise unless target shards have the right elements, by number.
 
     Args:
-        plan: whose target shards they are.
-        after: for each target shard the numbers of its elements, as `moved` returns them.
+        plan: The plan of the target shards.
+        after: Numbers of the elements of each target shard, as `moved` returns them.
 
     Raises:
         AssertionError: names the shard and the element.
@@ -122,9 +122,9 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
     or a few times `shortest_cut`. The reference visits every element, so keep shapes small.
 
     Args:
-        plan: without relays.
-        passed_on: with relays.
-        shortest_cut: as for `with_relays`.
+        plan: The plan without relays.
+        passed_on: The plan with relays.
+        shortest_cut: The argument of `with_relays`.
 
     Raises:
         AssertionError: names the ranks, or the element.
@@ -174,9 +174,9 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
     """Return a number for each element of a shard, the same in every shard that has it, int64 (elements,).
 
     Args:
-        columns: the shards.
-        row: of the shard.
-        keys: the order in which tensors are numbered; others get the next number.
+        columns: The shards.
+        row: Row of the shard.
+        keys: Order in which tensors are numbered; other tensors get the next number.
 
     Examples:
         >>> import torch, shardtree as st

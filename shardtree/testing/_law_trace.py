@@ -34,8 +34,8 @@ def check_trace(
     - *The way back*: where the trace has an inverse, it gives the sources; its own inverse is the trace.
 
     Args:
-        function: from tensors by name to tensors by name; it may be called several times.
-        sources: tensors with data: best with elements that all differ.
+        function: Function from tensors by name to tensors by name; it may be called several times.
+        sources: Tensors with data, best with elements that all differ.
 
     Raises:
         AssertionError: names the law, and says what differs.
@@ -105,11 +105,11 @@ def check_quantised(
     - *Scales are the values' own*: weights are about what they were made of.
 
     Args:
-        form: of the weights.
-        tensors: whole, by key; small, since many cuts are tried.
-        held: from a box of a weight, a shard without data, to what your code has on that rank, by key. None for boxes
-            that begin and end where values are packed, cut by the form.
-        expected: the weights that were quantised, by key.
+        form: The form of the weights.
+        tensors: Whole stored tensors, by key; small, since many cuts are tried.
+        held: Function from a box of a weight (a shard without data) to your code's tensors on that rank, by key. None
+            cuts by the form, for boxes whose edges lie between packed values.
+        expected: The weights that were quantised, by key.
         most: how far an element may be from that, as a fraction of the largest of its block: half of a step of FP4 is
             a quarter, of FP8 a sixteenth.
         same_codes: whether what comes back must be stored as it was, not only have the same values: for what the form
