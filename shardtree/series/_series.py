@@ -107,8 +107,7 @@ class CheckpointSeries:
     def latest_verified(self) -> SavedStep | None:
         """Return the newest finished step in which `verify` finds no damage; None if there is none.
 
-        Rank 0 reads whole checkpoints, the newest first, and logs the rejected ones with reasons. The other ranks wait,
-        for no longer than the world's timeout.
+        Rank 0 reads whole checkpoints, newest first, and logs why it rejects one; the others wait, up to the timeout.
         """
         return on_rank_zero(self._ranks(), "series: verify", self._latest_verified)
 
