@@ -199,17 +199,17 @@ FAULTS: dict[Fault, str] = {
     keeps_what_is_removed: "after remove of 'a.b'",
     has_no_clock: r"changed\('a'\) is None, not 'a time'",
     writes_through_one_buffer: "Threads write files at the same time: other bytes",
-    says_so_before_it_is_written: "what is there then is told: ",
+    says_so_before_it_is_written: "the file that remains is reported: ",
     replaces_in_two_steps: "in one step: another reads",
     leaves_temporary_files: r"in one step: there is \('m', 'm.new'\)",
     raises_what_it_gets: "KeyError",
     says_it_can_half: r"\['sibling'\] alone of \['sibling', 'siblings'\]",
     copies_what_it_should_move: "after move of 'm'",
-    makes_no_folders: "What is done is there",
+    makes_no_folders: "holds exactly the files",
     exchanges_nothing: "in one step: afterwards",
     locks_nobody_out: "one in at a time: another thread came in",
-    passes_over_conditions: "replaces what is as it was",
-    lists_deep_in_any_case: "see what is there",
+    passes_over_conditions: "replaces a file only while",
+    lists_deep_in_any_case: "list the existing files",
     reads_too_far: "reads as far as the file goes",
     writes_behind: "(?s)all or nothing.*counts as a checkpoint, and isn't whole",
 }
@@ -239,5 +239,5 @@ def test_another_object_for_the_place_tells_what_is_there_from_what_is_remembere
         return storage
 
     check_storage(new_storage)
-    with pytest.raises(AssertionError, match="What is done is there"):
+    with pytest.raises(AssertionError, match="holds exactly the files"):
         check_storage(new_storage, lambda storage: places[id(storage)])

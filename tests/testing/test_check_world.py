@@ -227,7 +227,7 @@ class AllAreZero(QueueWorld):
 FAULTS = {
     ByArrival: r"`all_gather` returns the values of all ranks, by rank: .* in round 0",
     OneRoundBehind: r"`all_gather` returns the values of all ranks, by rank: .* in round 7",
-    EveryoneIsMe: r"What fails on one rank is an error on every rank.*: rank 0 hears .*rank 2: ValueError: planted on",
+    EveryoneIsMe: r"A failure on one rank is an error on every rank.*: rank 0 hears .*rank 2: ValueError: planted on",
     ByReference: r"Values of other ranks are copies.*: another rank changed what rank 0 passed to .*send",
     TensorsByReference: r"Values of other ranks are copies.*: another rank changed a tensor of rank",
     Hasty: r"`barrier` waits until every rank is there: rank . leaves 0\.\d+ seconds before rank . comes",
@@ -236,7 +236,7 @@ FAULTS = {
     SendsHalf: r"A value that can't be sent is an error of its rank.*: the call after it returns .*half",
     FromZero: r"`broadcast` returns the root's value, whatever other ranks pass: .*9",
     PacksAll: r"`broadcast` returns the root's value, whatever other ranks pass: WorldError: rank 1 sends nothing",
-    Transposed: r"`all_to_all` gives each rank what each other one has for it: .* in round 0",
+    Transposed: r"`all_to_all` gives each rank the value that every other rank has for it: .* in round 0",
     LastInFirstOut: r"`recv` returns what `send` sent, in the order in which it was sent: .* was sent",
     Brief: r"`all_gather` returns the values of all ranks, by rank: gather returns .*brief",
     Rolled: r"`exchange` fills each buffer with what its peer sent.*: rank 0 has other bytes than rank 1 sent",
@@ -289,7 +289,9 @@ def test_a_launcher_that_loses_errors_is_told() -> None:
         except Exception:
             return
 
-    with pytest.raises(AssertionError, match="What ranks raise is raised by the function that runs them: nothing is"):
+    with pytest.raises(
+        AssertionError, match="An error of a rank is raised by the function that runs the ranks: nothing is"
+    ):
         check_world(run)
 
 
