@@ -60,13 +60,16 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
         return Picture(title, (links,), (), legend)
     moves = plan.transfers.from_rank != plan.transfers.to_rank
     total = group_sums(plan.transfers.key[moves], plan.transfers.nbytes[moves], len(plan.target.keys))
-    keys = plan.target.keys
-    if key is not None:
-        # One name may be that of several stored tensors, into which a factory splits it.
-        keys = () if key in keys else plan.names.get(key, ())
-        keys = keys or (checked_key([*plan.target.keys, *plan.names], key),)
-    layouts = _layouts(plan, max(keys, key=lambda each: total[plan.target.keys.index(each)]))
-    return Picture(title, (layouts, links), (), (*legend, *faults_legend(layouts)), is_step=True)
+    keys = (plan.target.keys[int(total.argmax())],) if key is None else _keys(plan, key)
+    layouts = [_layouts(plan, each) for each in keys]
+    faults = dict.fromkeys(entry for planes in layouts for entry in faults_legend(planes))
+    return Picture(title, (*layouts, links), (), (*legend, *faults), is_step=True)
+
+
+def _keys(plan: ReshardPlan, name: str) -> tuple[str, ...]:
+    """Return the keys of the tensors that a plan has by a name: several where a factory stores one as several."""
+    names = {**plan.names, **{key: (key,) for key in plan.target.keys}}
+    return names[checked_key(tuple(names), name)]
 
 
 def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:

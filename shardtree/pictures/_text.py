@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -10,7 +9,7 @@ from typing import TypeAlias
 
 from ..errors import printable
 from ._picture import Bars, Entry, Flow, Line, Panel, Picture, Plane, Tone
-from ._style import first_fitting, fitted, shortened
+from ._style import first_fitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +75,55 @@ def picture_lines(picture: Picture, width: int = 80, *, filled: bool = False) ->
         >>> picture_lines(Picture("nothing", ()))
         ((Span(text='nothing', tone=''),),)
     """
-    lines: list[Spans] = [_plain(picture.title, width)]
+    lines: list[Spans] = [*_plain(picture.title, width)]
     for number, row in enumerate(picture.rows):
         arrow = picture.is_step and number == 0
         lines += _row(row, width, filled=filled, arrow=arrow)
-    lines += (_plain(note, width) for note in picture.notes)
+    lines += [line for note in picture.notes for line in _plain(note, width)]
     lines += _legend(picture.legend, width, filled=filled)
     return tuple(lines)
 
 
-def _plain(text: str, width: int, short: str = "") -> Spans:
-    return (Span(fitted(printable(text), printable(short), width)),)
+def _plain(text: str, width: int, short: str = "") -> list[Spans]:
+    """Return the lines of a text, of its short form if only that fits into one."""
+    fitting = first_fitting((printable(text), printable(short)), width) or printable(short or text)
+    return [(Span(line),) for line in wrapped(fitting, width)]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return a text in lines, cut between words; only a word that is wider than a line goes on in the next one.
+
+    Examples:
+        >>> wrapped("decoder.linear_qkv.weight [0:4] is decoder.q.weight[0:4]", 32)
+        ['decoder.linear_qkv.weight [0:4]', '  is decoder.q.weight[0:4]']
+        >>> wrapped("decoder.linear_qkv.weight", 16)
+        ['decoder.linear_q', '  kv.weight']
+    """
+    lines = [""]
+    for number, word in enumerate(text.split(" ")):
+        line = f"{lines[-1]} {word}" if number else word
+        if len(line) > width and lines[-1].strip():
+            lines, line = [*lines, ""], f"  {word}"
+        while len(line) > max(width, 3):
+            lines, line = [*lines[:-1], line[:width], ""], f"  {line[width:]}"
+        lines[-1] = line
+    return lines
 
 
 def _legend(entries: Sequence[Entry], width: int, *, filled: bool) -> Iterator[Spans]:
     for entry in entries:
         mark = Span(f" {entry.mark or ' '} " if not filled else entry.mark, entry.tone)
         if entry.mark or not filled:
-            yield (mark, Span(shortened(f" {entry.text}", width - len(mark.text))))
+            first, *rest = wrapped(entry.text, max(width - len(mark.text) - 1, 1))
+            yield (mark, Span(f" {first}"))
+            yield from ((Span(" " * (len(mark.text) + 1) + line),) for line in rest)
 
 
 def _row(row: Sequence[Panel], width: int, *, filled: bool, arrow: bool) -> list[Spans]:
     """Return panels side by side where they fit, else below each other."""
     room = (width - _GAP * (len(row) - 1)) // max(len(row), 1)
-    if len(row) > 1 and room < 20:
+    names = [word for panel in row for word in _heading(panel).split(" ")]
+    if len(row) > 1 and (room < 20 or max(map(len, names)) > room):
         return [line for panel in row for line in _row([panel], width, filled=filled, arrow=False)]
     most = _PLANE if len(row) == 1 else 40
     blocks = [_panel(panel, min(room, most) if isinstance(panel, Plane) else room, filled=filled) for panel in row]
@@ -115,6 +139,10 @@ def _row(row: Sequence[Panel], width: int, *, filled: bool, arrow: bool) -> list
             line += [*([gap] if place else []), *part, Span(" " * (wide - _length(part)))]
         lines.append(tuple(span for span in line if span.text))
     return lines
+
+
+def _heading(panel: Panel) -> str:
+    return printable((panel.short_heading if isinstance(panel, Plane) else "") or panel.heading)
 
 
 def _length(line: Spans) -> int:
@@ -140,11 +168,11 @@ def _plane(plane: Plane, width: int, *, filled: bool) -> list[Spans]:
     # A character is about twice as high as it is wide.
     tall = max(plane.rows, round(inner * min(plane.aspect, 1.0) * 0.3), 3)
     above = ((plane.heading, plane.short_heading), (plane.across, ""))
-    lines = [_plain(text, width, short) for text, short in above if text]
+    lines = [line for text, short in above if text for line in _plain(text, width, short)]
     for number, line in enumerate(cell_lines(plane, inner, tall, filled=filled)):
         lines.append((*([Span(_row_name(names, number, tall).rjust(gutter - 1) + " ")] if gutter else []), *line))
     below = (f"{plane.down} (down)" if plane.down else "", plane.caption)
-    return lines + [_plain(text, width) for text in below if text]
+    return lines + [line for text in below if text for line in _plain(text, width)]
 
 
 def _row_name(names: Sequence[str], line: int, height: int) -> str:
@@ -185,41 +213,29 @@ def cell_lines(plane: Plane, width: int, height: int, *, filled: bool) -> list[S
 
 
 def _bars(panel: Bars, width: int, *, filled: bool) -> list[Spans]:
-    lines = [_plain(panel.heading, width)] if panel.heading else []
+    lines = _plain(panel.heading, width) if panel.heading else []
     most = max([bar.amount for bar in panel.bars], default=0) or 1
     names = min(max((len(printable(bar.name)) for bar in panel.bars), default=0), width // 2)
     texts = max((len(bar.text) for bar in panel.bars), default=0)
     room = max(width - names - texts - 2, 1)
     for bar in panel.bars:
         length = round(min(room, 40) * bar.amount / most)
-        name = shortened(printable(bar.name), names).rjust(names)
+        *above, name = wrapped(printable(bar.name), names)
+        lines += [(Span(line),) for line in above]
+        name = name.rjust(names)
         lines.append((Span(f"{name} "), Span(("#" if filled else " ") * length, bar.tone), Span(f" {bar.text}")))
-    return lines + ([_plain(panel.caption, width)] if panel.caption else [])
+    return lines + (_plain(panel.caption, width) if panel.caption else [])
 
 
 def _flow(flow: Flow, width: int) -> list[Spans]:
-    lines = [
-        (Span(text, stream.tone if stream.to_block >= 0 else ""),)
-        for stream in flow.streams
-        for text in _title(stream.title, width)
-    ]
     return [
-        _plain(f"{flow.heading}, {flow.to_heading}", width),
-        *lines,
-        *([_plain(flow.caption, width)] if flow.caption else []),
-    ]
-
-
-def _title(title: str, width: int) -> list[str]:
-    """Return the lines of a stream's title: wrapped rather than cut, since a cut name identifies nothing."""
-    if len(title) <= width:
-        return [title]
-    left, middle, right = title.partition(" is ")
-    pairs = [(left, ""), (f"is {right}", "  ")] if middle else [(left, "")]
-    return [
-        line
-        for text, indent in pairs
-        for line in textwrap.wrap(text, width, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False)
+        *_plain(f"{flow.heading}, {flow.to_heading}", width),
+        *(
+            (Span(line, stream.tone if stream.to_block >= 0 else ""),)
+            for stream in flow.streams
+            for line in wrapped(stream.title, width)
+        ),
+        *(_plain(flow.caption, width) if flow.caption else []),
     ]
 
 
@@ -231,8 +247,8 @@ def _line(line: Line, width: int) -> list[Spans]:
     moments, left = line.moments[-_SHOWN:], len(line.moments) - _SHOWN
     names = max((len(moment.name) for moment in moments), default=0)
     room = max(min(width - names - 4, 40), 1)
-    lines = [_plain(text, width) for text in (line.heading, line.measure) if text]
-    lines += [_plain(f"{left} earlier ones", width)] if left > 0 else []
+    lines = [part for text in (line.heading, line.measure) if text for part in _plain(text, width)]
+    lines += _plain(f"{left} earlier ones", width) if left > 0 else []
     for moment in moments:
         mark = "*" if moment.is_pinned else "x" if moment.tone == "goes" else "o"
         place = round((moment.height or 0.0) * room)

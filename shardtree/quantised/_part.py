@@ -1,4 +1,20 @@
-"""Part: one of the tensors in which a weight is stored, what of it a box needs, and what ranks have of it."""
+"""Part: one of the tensors in which a weight is stored, what of it a box needs, and what ranks have of it.
+
+A form is the list of a weight's parts. One with values and a scale for each block of two by three, of which the box of
+rows 1 to 2 and columns 3 to 5 is asked for::
+
+    weight (4, 6)             values: per=(1, 1)        scales: per=(2, 3), so (2, 2)
+     .  .  .   .  .  .         .  .  .   .  .  .
+     .  .  .  [W][W][W]        .  .  .  [v][v][v]        .  [s]
+                                                                    W = v * s, s of its block
+     .  .  .  [W][W][W]        .  .  .  [v][v][v]        .  [s]
+     .  .  .   .  .  .         .  .  .   .  .  .
+
+    box (1:3, 3:6)             needs (1:3, 3:6)          needs (0:2, 1:2): rows // 2, columns // 3
+
+With `pack=(1, 2)`, the values are stored as (4, 3), two in each element, and the box needs the columns 1 to 2 of them:
+what one holds beside the box is read with it and left out. Nobody changes a part: `of` returns another.
+"""
 
 from __future__ import annotations
 

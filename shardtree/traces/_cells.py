@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,56 +11,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.codec import dtype_name, format_tag, is_tagged
-from ..errors import TraceError, error_text, shorten
+from ..core.lazy import dense
+from ..errors import shorten
 from ._arguments import is_ordinary, tensors_in
-from ._constants import MetaConstants
-from ._moves import Move, Written, read_of, through, whole
-from ._problems import lost
+from ._memory_cell import MOST_KNOWN, MemoryCell, constant_move, constant_of
+from ._moves import Move, Moves, Written, read_of, through, whole
 from ._refusals import RunRefusals, caller
-from ._steps import Constant, Kind, bits, reread, seen_through
+from ._steps import Constant, Kind, operator_name, reread, seen_through
 
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
-
-
-class MemoryCell:
-    """The elements of a storage while code runs.
-
-    Attributes:
-        numel: Number of elements of the storage.
-        dtype: Unit of the storage: the dtype of the tensor by which it was first met.
-        writes: what was written to it.
-        overwritten: what of sources was there, and then something else over it.
-        keep: the storage of an ordinary tensor.
-        before: what an ordinary tensor held when it was met.
-        is_ahead: whether an ordinary tensor's memory isn't what `writes` says, so that it mustn't be read.
-        versions: ordinary tensors by which it was met or written to, with torch's count of changes then, and how many
-            more the record made.
-    """
-
-    __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "versions", "writes")
-
-    def __init__(self, numel: int, dtype: torch.dtype, writes: Iterable[Move] = (), keep: Any = None) -> None:
-        self.numel, self.dtype, self.writes, self.keep = numel, dtype, Written(writes), keep
-        self.overwritten: list[Move] = []
-        self.before: Constant | None = None
-        self.is_ahead = False
-        self.versions: list[tuple[torch.Tensor, int, int]] = []
-
-    def note(self, tensor: torch.Tensor, changes: int = 0) -> None:
-        """Note what torch counts of a tensor's changes, and how many more the record makes."""
-        if self.keep is not None and not tensor.is_inference():  # those have no count
-            self.versions.append((tensor, tensor._version, changes))
-
-    def was_changed(self) -> bool:
-        """Return whether an ordinary tensor was changed more often than the record knows."""
-        known: dict[int, tuple[int, int]] = {}  # by the count now, which views share: the lowest before, and changes
-        for tensor, before, changes in self.versions:
-            # A parameter whose data were replaced isn't of this memory any longer.
-            if is_ordinary(tensor) and tensor.untyped_storage()._cdata == self.keep._cdata:
-                lowest, more = known.get(tensor._version, (before, 0))
-                known[tensor._version] = min(lowest, before), more + changes
-        return any(count - lowest > changes for count, (lowest, changes) in known.items())
+_FIX_ENDED = "It has no elements: load them, or make the tensor anew."
 
 
 class Tracer(torch.Tensor):
@@ -75,7 +36,7 @@ class Tracer(torch.Tensor):
         if torch.is_inference_mode_enabled():
             # Sources are made outside of it, and torch takes no inference tensors for slices of others.
             with torch.inference_mode(mode=False):
-                return Tracer(record, cell, meta)
+                return cls(record, cell, meta)
         self: Tracer = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -128,8 +89,24 @@ class Tracer(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        record = next(each.record for each in tensors_in(args, kwargs or {}) if isinstance(each, Tracer))
+        tensors = tensors_in(args, kwargs or {})
+        record = next(each.record for each in tensors if isinstance(each, Tracer))
+        if record.is_done:
+            record.refuse(operator_name(func), tensors)
         return record.run(func, args, kwargs or {})
+
+
+class Number(Tracer):
+    """What `item` of a traced tensor of one element gives: it fills tensors, and whatever else needs a number refuses.
+
+    As a tensor without axes, it would decide dtypes otherwise than Python's numbers do.
+    """
+
+
+def number_of(tracer: Tracer) -> Number:
+    """Return what `item` of a traced tensor of one element gives."""
+    with torch._C._DisableTorchDispatch():
+        return Number(tracer.record, tracer.cell, tracer.meta.reshape(()))
 
 
 def become(tensor: torch.Tensor, tracer: Tracer) -> None:
@@ -137,9 +114,8 @@ def become(tensor: torch.Tensor, tracer: Tracer) -> None:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
     new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
-    if not isinstance(tensor, Tracer):
-        tracer.record.replaced.append((tensor, new))
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    tracer.record.replaced.append((tensor, new))
 
 
 def _refuses(word: str, what: str) -> None:
@@ -174,8 +150,6 @@ class Cells(TorchDispatchMode):
         cells: Cells of ordinary storages, by their addresses.
         lent: Storages whose memory others have, who see no traced value there: by what they got it, and where.
         refusals: What was refused.
-        constants: Known elements of meta tensors.
-        replaced: Pairs of a tensor that was made a tracer and the one that has its memory since.
     """
 
     def __init__(self) -> None:
@@ -183,11 +157,11 @@ class Cells(TorchDispatchMode):
         self.cells: dict[int, MemoryCell] = {}
         self.lent: dict[int, tuple[StorageWeakRef, str]] = {}
         self.refusals = RunRefusals()
-        self.constants = MetaConstants()
-        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
         self.storages: dict[int, torch.TypedStorage] = {}  # what code was given for storages, by their addresses
+        self.modules: dict[int, tuple[torch.nn.Module, list[dict[str, Any]]]] = {}  # and what each held before
+        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, and what has what they held before
         self.is_done = False
         self.lock = threading.RLock()  # loaders use threads
 
@@ -214,13 +188,13 @@ class Cells(TorchDispatchMode):
         cell = self.cells.get(tensor.untyped_storage()._cdata)
         if cell is not None and cell.dtype.itemsize != tensor.itemsize:
             if len(cell.writes):
-                self.refuse("a view as a dtype of another size", [])
+                self._read_as(cell, tensor.dtype)
             # A buffer of bytes, say, that is cut into tensors: its unit is that of what is written first.
             cell.numel, cell.dtype = cell.numel * cell.dtype.itemsize // tensor.itemsize, tensor.dtype
         return cell
 
     def cell(self, tensor: torch.Tensor) -> MemoryCell:
-        """Return a tensor's cell; an ordinary one gets its own, with its present elements if these are known."""
+        """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
         cell = self.find_cell(tensor)
         if cell is None:
             if not is_ordinary(tensor):
@@ -230,24 +204,13 @@ class Cells(TorchDispatchMode):
             cell = MemoryCell(count, tensor.dtype, keep=storage)
             if storage._cdata not in self.lent:  # those may have other elements at any time
                 self.cells[storage._cdata] = cell
-            elements = self._elements(storage, tensor) if count else None
-            if elements is not None:
-                cell.before = Constant(elements)
-                loops = ((count, 1, 0 if elements.numel() == 1 else 1),) if count > 1 else ()
-                cell.writes.add(Move(cell.before, 0, 0, loops))
+            if tensor.device.type != "meta" and count:
+                with torch._C._DisableTorchDispatch():
+                    elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
+                    move = constant_move(elements.cpu())
+                cell.before = move.root
+                cell.writes.add(move)
         return cell
-
-    def _elements(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the flat elements of a storage, one if all are equal; None on meta, unless they are known."""
-        if tensor.device.type == "meta":
-            known = self.constants.elements(storage)
-            return known if known is not None and known.dtype is tensor.dtype else None
-        count = storage.nbytes() // tensor.itemsize
-        with torch._C._DisableTorchDispatch():
-            elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
-            elements = elements.cpu().clone()
-            rows = bits(elements).reshape(count, -1)  # by bits: 0.0 isn't -0.0
-            return elements[:1].clone() if count > 1 and bool((rows == rows[0]).all()) else elements
 
     def as_tracer(self, value: Any) -> Any:
         """Return an ordinary tensor that was written to as a tracer of the same cell."""
@@ -265,8 +228,27 @@ class Cells(TorchDispatchMode):
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
         """Return the moves that bring a tensor's elements to places with these steps."""
         view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
-        moves = cell.writes.find([read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)])[0]
+        read = read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)
+        cell.used.append(read)
+        moves = cell.writes.find([read])[0]
         return list(through(moves, self.seen(cell, view)))
+
+    def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor's elements on the CPU, None if they are a source's, never written or on meta, or too many."""
+        cell = self.find_cell(tensor)
+        if cell is None or not (cell.is_ahead or isinstance(tensor, Tracer)):
+            with torch._C._DisableTorchDispatch():
+                return None if tensor.is_meta else tensor.cpu()
+        moves = Moves(self.reads(tensor, dense(tuple(tensor.shape)).stride))
+        return constant_of(moves, Kind(tuple(tensor.shape), tensor.dtype))
+
+    def _read_as(self, cell: MemoryCell, dtype: torch.dtype) -> None:
+        """Give the cell of a constant on meta another unit, in which its bytes are other elements."""
+        value = None if cell.before is not None else constant_of(cell.writes, Kind((cell.numel,), cell.dtype))
+        if value is None or cell.numel > MOST_KNOWN:
+            self.refuse("a view as a dtype of another size", [])
+        with torch._C._DisableTorchDispatch():
+            cell.writes = Written([constant_move(value.contiguous().view(dtype))])
 
     def exchange(
         self, into: torch.Tensor, holes: Sequence[Move], moves: Sequence[Move], *, keeps: bool = False
@@ -287,8 +269,7 @@ class Cells(TorchDispatchMode):
             old = cell.writes.clear()
         else:
             old = [move for hole in holes if count and len(cell.writes) for move in cell.writes.take(hole)]
-        if not keeps and (sourced := [move for move in old if not isinstance(move.root, Constant)]):
-            cell.overwritten += lost(sourced, moves)
+        cell.note_overwritten([] if keeps else old, holes, moves)
         for move in through(moves, (*seen_through(view), *reread(view.dtype, cell.dtype))):
             cell.writes.add(move)
         cell.is_ahead = True
@@ -326,11 +307,6 @@ class Cells(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
 
-    def close(self) -> None:
-        """Give ordinary tensors the memory back that they had before their data were set to tracers."""
-        while self.replaced:
-            torch.utils.swap_tensors(*self.replaced.pop())  # type: ignore[no-untyped-call]
-
     # Refusals.
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
@@ -343,32 +319,45 @@ class Cells(TorchDispatchMode):
         roots = dict.fromkeys(repr(str(move.root)) for move in moves)
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
 
-    def refuse(self, name: str, tensors: Sequence[torch.Tensor], why: str | None = None) -> NoReturn:
+    def is_blank(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on meta, and no source's elements are in its memory."""
+        return not isinstance(tensor, Tracer) and tensor.is_meta and not self.has_sources(tensor)
+
+    def has_sources(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's memory has elements of sources."""
+        cell = self.find_cell(tensor)
+        return cell is not None and not all(isinstance(move.root, Constant) for move in cell.writes)
+
+    def refuse(
+        self, name: str, tensors: Sequence[torch.Tensor], why: str | None = None, instead: str | None = None
+    ) -> NoReturn:
         """Raise the error for an operation that isn't recorded.
 
         Args:
             name: Name of the operation.
             tensors: Tensors that it was given.
             why: Reason, if it isn't that elements are needed.
+            instead: Advice for this operation.
 
         Raises:
             TraceError: names it, the sources and the caller's line.
         """
         names = self.names(tensors)
+        if self.is_done:
+            what = f"{name} of a tensor that a trace left, made of {names}: its recording has ended"
+            self.refusals.refuse(name, what, _FIX_ENDED)
         what = f"{name} needs elements of {names}, which has none while it is traced"
         what = what if why is None else f"{name} can't be recorded for {names}: {why}"
-        self.refusals.refuse(name, what, _FIX)
+        self.refusals.refuse(name, what, instead or _FIX)
 
-    def refuse_late(self, tensors: Sequence[torch.Tensor]) -> NoReturn:
-        """Raise the error for an operation on what a trace has left behind.
+    def refuse_meta(self, name: str) -> NoReturn:
+        """Raise the error for an operation that asks for elements of a tensor on meta that nothing was loaded to.
 
         Raises:
-            TraceError: Names the sources and the caller's line.
+            TraceError: names it and the caller's line.
         """
-        names = self.names([each for each in tensors if isinstance(each, Tracer)])
-        what = f"a tensor without data, of {names}, is used after its trace has ended"
-        fix = "Have the code write to tensors in place, or assign the real tensor in its stead before it is used."
-        raise TraceError(error_text(f"trace: {what}", found=caller(), fix=fix))
+        fix = "Build the engine on the CPU, where the trace sees what its tensors hold before the load."
+        self.refusals.refuse(name, f"{name} needs elements of a tensor on the meta device, which has none", fix)
 
     def refuse_write(self, lent: str, moves: Sequence[Move]) -> NoReturn:
         """Raise the error for traced values that go to memory that others have.

@@ -1,108 +1,133 @@
-"""The elements of meta tensors that code makes of numbers alone: indices, masks, rows of padding.
-
-A meta tensor has no memory. So where an engine is built on meta, what `torch.arange` or a comparison makes there is
-computed once more on the CPU, and kept beside the storage.
-"""
+"""What operations make of constants on the meta device: no memory there has it, so it is computed on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..core.lazy import EXACT, dense
 from ._arguments import is_ordinary, mapped, tensors_in, written
-from ._steps import operator_name
+from ._cells import MOST_KNOWN, Cells, Tracer, constant_move
+from ._moves import Moves, read_of
+from ._steps import number, operator_name
+from ._writes import copy_into, put
 
-_MOST = 1 << 22
-"""The largest result that is computed; indices and masks of a loader are smaller."""
-
-Known = Callable[[torch.Tensor], torch.Tensor | None]
-
-_FILLS = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
-_FILLED_AT = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
-
-
-class MetaConstants:
-    """Known elements of meta storages of one run, by the storages' addresses."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
-
-    def elements(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """Return the flat elements of a storage, or one element that all of them equal; None if they aren't known."""
-        reference, elements = self._known.get(storage._cdata, (None, None))
-        return elements if reference is not None and not reference.expired() else None  # type: ignore[no-untyped-call]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a meta tensor's elements as a view in the CPU's memory, None if they aren't known."""
-        elements = self.elements(tensor.untyped_storage()) if is_ordinary(tensor) else None
-        if elements is None or elements.dtype is not tensor.dtype or tensor.is_conj() or tensor.is_neg():
-            return None
-        if elements.numel() == 1:
-            return elements.reshape(()).expand(tensor.shape)
-        return elements.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, known: Known) -> None:
-        """Keep what an operation made on meta, if its arguments are known; forget what it changed.
-
-        Args:
-            func: Operator, which has run.
-            args: Its arguments.
-            kwargs: Its keywords.
-            result: Its result.
-            known: Function that returns the elements of a tensor in the CPU's memory, or None.
-        """
-        for changed in written(func, args, kwargs):
-            self.forget(changed)
-        is_new = isinstance(result, torch.Tensor) and result.is_meta and is_ordinary(result) and not func.is_view
-        if is_new and result.numel() and (value := _computed(func, args, kwargs, result, known)) is not None:
-            self.keep(result, value)
-
-    def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Keep the elements of a new meta tensor: a tensor like it, or one element that all of its elements equal."""
-        storage = tensor.untyped_storage()
-        if value.numel() > 1:
-            flat = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=value.dtype, device="cpu")
-            flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset())).copy_(value)
-            value = flat
-        self._known[storage._cdata] = StorageWeakRef(storage), value.reshape(-1)  # type: ignore[no-untyped-call]
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Let the elements of a tensor's storage be unknown."""
-        if is_ordinary(tensor):
-            self._known.pop(tensor.untyped_storage()._cdata, None)
+EMPTY = {"empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided"}
+FILLED = {
+    "zeros": (0, 0),
+    "zeros_like": (0, 0),
+    "new_zeros": (0, 0),
+    "ones": (1, 0),
+    "ones_like": (1, 0),
+    "new_ones": (1, 0),
+    "scalar_tensor": (None, 0),
+    "full": (None, 1),
+    "full_like": (None, 1),
+    "new_full": (None, 2),
+}
+"""Operations that fill a new tensor: with which number, or with the argument at which place."""
+_OF_ELEMENTS = EXACT | {"clone", "_to_copy"}
 
 
-def _computed(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, known: Known
-) -> torch.Tensor | None:
-    """Return an operation's result on the CPU, or one element that all of its elements equal; None if unknown."""
+def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """Note what tensors on meta hold that an operation made, unless that is random, or made of what isn't known."""
     name = operator_name(func)
-    if torch.Tag.nondeterministic_seeded in func.tags or "empty" in name:
-        return None
-    fill = args[_FILLED_AT[name]] if name in _FILLED_AT else _FILLS.get(name)
-    if fill is not None and not isinstance(fill, torch.Tensor):
-        return torch.zeros(1, dtype=result.dtype, device="cpu").fill_(fill)
-    if result.numel() > _MOST:
-        return None
-    value = on_cpu(func, args, kwargs, known)
-    return value if value is not None and value.shape == result.shape and value.dtype is result.dtype else None
+    tensors = tensors_in([result])
+    if name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags or not any(each.is_meta for each in tensors):
+        return
+    if any(not is_ordinary(each) or record.find_cell(each) is not None for each in tensors):
+        return
+    if name in FILLED:
+        value, place = FILLED[name]
+        copy_into(record, result, number(args[place] if value is None else value, result.dtype))
+    elif not tensors_in(args, kwargs) and sum(each.numel() for each in tensors) > MOST_KNOWN:
+        return
+    elif (values := _computed(record, func, args, kwargs)) is not None:
+        for tensor, own in zip(tensors, tensors_in([values]), strict=True):
+            write_constant(record, tensor, own.expand(tensor.shape))
 
 
-def on_cpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Known) -> Any:
-    """Return the result of an operation on the CPU, None if an argument isn't known or the CPU can't compute it."""
-    values = {id(each): known(each) for each in tensors_in(args, kwargs)}
-    if any(each is None for each in values.values()):
-        return None
+def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> None:
+    """Record that a view holds a tensor's elements, which the code has by itself."""
+    view = into.meta if isinstance(into, Tracer) else into
+    if not view.numel():
+        return
+    with torch._C._DisableTorchDispatch():
+        is_one = not any(value.stride())
+        move = constant_move(value.flatten()[:1] if is_one else value.contiguous().reshape(-1))
+    steps = (0,) * view.ndim if is_one else dense(tuple(view.shape)).stride
+    read = read_of(0, view.shape, view.stride(), steps, int(view.storage_offset()))
+    put(record, into, Moves([move]).find([read])[0])
 
-    def value_of(value: Any) -> Any:
-        return values[id(value)] if isinstance(value, torch.Tensor) else value
 
-    options = {word: mapped(value_of, value) for word, value in kwargs.items() if word != "device"}
-    options |= {"device": torch.device("cpu")} if "device" in kwargs else {}
-    try:
-        return func(*(mapped(value_of, value) for value in args), **options)
-    except (RuntimeError, NotImplementedError):  # torch can't compute some dtypes
+def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operation gives of constants, where they would be; None if not all elements are known."""
+    value = _computed(record, func, args, kwargs)
+    is_away = not any(isinstance(each, Tracer) or not each.is_meta for each in tensors_in(args, kwargs))
+    if value is None or not is_away or "device" in kwargs:
+        return value
+
+    def moved(part: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        with torch._C._DisableTorchDispatch():
+            new = torch.empty(part.shape, dtype=part.dtype, device="meta")
+        write_constant(record, new, part)
+        return new
+
+    return mapped(moved, value)
+
+
+def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Record what an operation in place makes of constants on meta; of others, that it is never written."""
+    values = _known(record, args, kwargs)
+    targets = written(func, args, kwargs)
+    if values is None or torch.Tag.nondeterministic_seeded in func.tags:
+        for tensor in targets:
+            put(record, tensor, ())
+        return
+    with torch._C._DisableTorchDispatch():
+        own_args = [mapped(_cloned, each) for each in values[0]]
+        own_kwargs = {word: mapped(_cloned, each) for word, each in values[1].items()}
+        func(*own_args, **own_kwargs)
+    for tensor, value in zip(targets, written(func, own_args, own_kwargs), strict=True):
+        write_constant(record, tensor, value)
+
+
+def _cloned(value: Any) -> Any:
+    return value.contiguous().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _known(record: Cells, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return arguments with tensors' elements on the CPU, and what is made there; None if some aren't known."""
+    is_known = True
+
+    def known(value: Any) -> Any:
+        nonlocal is_known
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = record.known_value(value) if is_ordinary(value) or isinstance(value, Tracer) else None
+        is_known = is_known and own is not None
+        return own
+
+    values = [mapped(known, each) for each in args], {word: mapped(known, each) for word, each in kwargs.items()}
+    if values[1].get("device") == torch.device("meta"):
+        values[1]["device"] = torch.device("cpu")
+    return values if is_known else None
+
+
+def _computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if (values := _known(record, args, kwargs)) is None:
         return None
+    own, options = values
+    tensors = tensors_in(own, options)
+    is_one = tensors and not any(any(each.stride()) or not each.numel() for each in tensors)
+    if is_one and operator_name(func) in _OF_ELEMENTS:
+        # One number each, of any shape: one element of the result is all of it.
+        own = [each.flatten()[:1].reshape((1,) * each.ndim) if isinstance(each, torch.Tensor) else each for each in own]
+    elif sum(each.numel() for each in tensors) > MOST_KNOWN:
+        return None
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return func(*own, **options)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.offences import offence_text
+from ..errors import plural
 from ._evaluate import gone_through, operand_moves, strided
 from ._fields import Fields
 from ._moves import Move, Moves, in_place, turned
@@ -45,7 +46,9 @@ class Difference:
     @property
     def what(self) -> str:
         """The number of elements that differ, and what each trace makes of them."""
-        return f"{self.elements} elements are {self.here}, not {self.there}"
+        return (
+            f"{plural(self.elements, 'element')} {'is' if self.elements == 1 else 'are'} {self.here}, not {self.there}"
+        )
 
 
 def differences(one: Fields, other: Fields) -> dict[str, tuple[Difference, ...]]:

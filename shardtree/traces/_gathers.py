@@ -12,9 +12,8 @@ import torch
 from ..core.lazy import dense
 from ._arguments import mapped, tensors_in
 from ._cells import Cells, Tracer
-from ._evaluate import filled
 from ._moves import Moves, in_place, read_of, rolled, through
-from ._steps import Constant, number, operator_name
+from ._steps import number, operator_name
 from ._writes import copy_into, put
 
 Array = np.ndarray[Any, Any]
@@ -25,6 +24,14 @@ MOST_NUMBERS = 1 << 26
 """The largest tensor whose elements are numbered, for what isn't a gather along one axis."""
 _INDICES = {"index", "indices", "mask", "repeats"}
 """The arguments of torch's operations that are indices."""
+_INSTEAD = {
+    **dict.fromkeys(("masked_fill", "masked_fill_"), "Write torch.where(mask, value, tensor) in its place."),
+    **dict.fromkeys(
+        ("scatter", "scatter_", "gather", "index_copy_", "index_select", "index_put_", "index"),
+        "Write it with an index that isn't read from a checkpoint: of torch.arange, or a list of numbers.",
+    ),
+}
+"""What to write instead of operations whose index is made of sources."""
 
 
 # Indices must be known.
@@ -36,38 +43,24 @@ def known(
     """Return an operation's arguments with all indices as ordinary tensors on the CPU.
 
     Raises:
-        TraceError: an index is made of sources, or on the meta device.
+        TraceError: an index is made of sources, or its elements are nowhere.
     """
     places = zip(func._schema.arguments, args, strict=False)
-    take = partial(_known, record)
+    take = partial(_known, record, func)
     new = [mapped(take, value) if argument.name in _INDICES else value for argument, value in places]
     return tuple(new), {word: mapped(take, value) if word in _INDICES else value for word, value in kwargs.items()}
 
 
-def _known(record: Cells, index: Any) -> Any:
+def _known(record: Cells, func: Any, index: Any) -> Any:
     if not isinstance(index, torch.Tensor):
         return index
-    if (elements := known_elements(record, index)) is None:
-        why = None
-        if not isinstance(index, Tracer) and index.is_meta:
-            why = "it was made on meta of what isn't known; build the engine on the CPU, or make the index there"
-        record.refuse("an index", [index], why)
-    return elements
-
-
-def known_elements(record: Cells, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's elements in the CPU's memory, None if sources are among them or they aren't known."""
-    cell = record.find_cell(tensor)
-    if cell is None or (not isinstance(tensor, Tracer) and not tensor.is_meta and not cell.is_ahead):
-        if tensor.is_meta:
-            return record.constants.of(tensor)
-        with torch._C._DisableTorchDispatch():
-            return tensor.cpu()
-    moves = Moves(record.reads(tensor, dense(tuple(tensor.shape)).stride))
-    if moves.numel < tensor.numel() or any(not isinstance(move.root, Constant) for move in moves):
-        return None
-    with torch._C._DisableTorchDispatch():
-        return filled(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), moves, {}, lambda _: 0)
+    if (value := record.known_value(index)) is not None:
+        return value
+    cell = record.find_cell(index)  # the index itself is a tracer by now if something was written to it on meta
+    is_from_meta = cell is not None and cell.keep is not None and cell.keep.device.type == "meta"
+    if record.is_blank(index) or (is_from_meta and not record.has_sources(index)):
+        record.refuse_meta("an index")
+    return record.refuse("an index", [index], instead=_INSTEAD.get(operator_name(func)))
 
 
 # Along one axis: no element is looked at.
@@ -141,6 +134,7 @@ def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Trace
         steps = (*strides[:dim], *(step * strides[dim] for _, step in loops), *strides[dim + 1 :])
         reads = [read_of(start + int(index[0]) * strides[dim], sizes, into, steps)] if len(index) else []
     cell = record.cell(tensor)
+    cell.used += reads
     moves = rolled(cell.writes.find(rolled(reads))[0])
     put(record, new, list(through(moves, record.seen(cell, view))))
     return new

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ._arguments import is_ordinary, tensors_in
-from ._cells import Cells, Tracer, become
-from ._gathers import known_elements
+from ._cells import Cells, Number, Tracer, become, number_of
+from ._constants import write_constant
 from ._steps import kind_of
 from ._storages import LentStorage, is_asked_by_torch
 
@@ -60,51 +61,58 @@ def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Optio
     return become(args[0], args[1]) if isinstance(args[1], Tracer) else func(*args)
 
 
-def _read(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    _check(record, func, args)
-    return func(*args, **kwargs)
+def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Return the number that a tensor has, if the code has it by itself; `item` of a traced one is that one itself."""
+    tensor = args[0]
+    if record.held(tensor) is None and not (tensor.is_meta and is_ordinary(tensor)):
+        return func(*args, **kwargs)
+    with record.lock, torch._C.DisableTorchFunction():
+        if (value := record.known_value(tensor)) is not None:
+            with torch._C._DisableTorchDispatch():
+                return func(value, *args[1:], **kwargs)
+        if record.is_blank(tensor):
+            record.refuse_meta(_name(func))
+        if func is _T.item and tensor.numel() == 1:
+            return number_of(record.as_tracer(tensor))
+    return record.refuse(_name(func), [tensor])
 
 
 def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a tensor of data: another tensor reaches the dispatcher, and those in lists don't."""
-    _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))])
+    _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple, Number))])
     result = func(*args, **kwargs)
-    # On meta, torch forgets the numbers.
-    if func in _ON_DEVICE and result.is_meta and result.numel() and not tensors_in([*args, *kwargs.values()]):
-        with record.lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            record.constants.keep(result, func(*args, **{**kwargs, "device": "cpu"}))
+    if isinstance(result, torch.Tensor) and result.is_meta and is_ordinary(result):
+        data = args[func is _T.new_tensor] if len(args) > (func is _T.new_tensor) else kwargs.get("data")
+        if not isinstance(data, torch.Tensor):  # which is no list, and passes the dispatcher
+            with torch._C._DisableTorchDispatch():
+                value = torch.tensor(data, dtype=result.dtype, device="cpu")
+            record.own(result)
+            write_constant(record, result, value)
     return result
 
 
-def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a number that a tensor holds; of a source's one element, the tensor without axes, whatever it is then."""
-    tensor = args[0]
-    if func is _T.item and tensor.numel() == 1 and record.held(tensor) is not None:
-        return record.as_tracer(tensor).reshape(())
-    _check(record, func, args)
-    if not tensor.is_meta or not is_ordinary(tensor):
-        return func(*args, **kwargs)
-    if (elements := known_elements(record, tensor)) is None:
-        what = f"{_name(func)} needs elements of a tensor on the meta device, which has none"
-        record.refusals.refuse(_ITEM, what, "Build the engine on the CPU, where its own values are known.")
-    return func(elements, *args[1:], **kwargs)
-
-
 def _read_index(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Index by lists, which torch makes tensors of: on the CPU, since on meta it would forget the numbers."""
-    tensor, index, *rest = args
+    """Index by lists, which torch makes tensors of: on the meta device, without showing what is in them."""
+    tensor, index, *value = args
     if isinstance(index, (list, tuple)):
         _check(record, func, [each for each in index if isinstance(each, (list, tuple))])
-        if tensor.is_meta and not isinstance(tensor, Tracer):
-            index = _as_tensors(index)
-    return func(tensor, index, *rest, **kwargs)
+    if tensor.is_meta and not isinstance(tensor, Tracer):
+        index = tuple(map(_index_on_cpu, index)) if isinstance(index, tuple) else _index_on_cpu(index)
+    return func(tensor, index, *value, **kwargs)
 
 
-def _as_tensors(index: Sequence[Any]) -> Any:
-    """Return an index with tensors in the CPU's memory instead of lists."""
+def _index_on_cpu(index: Any) -> Any:
+    """Return an index as a tensor on the CPU if it is a list of numbers, or an array; as it is otherwise."""
+    if not isinstance(index, (list, np.ndarray)) or not len(index) or not _is_of_numbers(index):
+        return index
+    with torch._C._DisableTorchDispatch():
+        return torch.tensor(index, device="cpu")
+
+
+def _is_of_numbers(index: Any) -> bool:
     if isinstance(index, list):
-        return torch.tensor(index, device="cpu") if index and not tensors_in(index) else index
-    return tuple([_as_tensors(each) if isinstance(each, list) else each for each in index])
+        return all(map(_is_of_numbers, index))
+    return isinstance(index, (int, np.ndarray, np.integer))
 
 
 def _read_sizes(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
@@ -178,7 +186,7 @@ def _describe(record: Cells, func: Callable[..., Any], args: Args, kwargs: Optio
 def _copy_deeply(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     tensor, memo = args
     if record.held(tensor) is not None:
-        memo[id(tensor)] = copy = record.as_tracer(tensor).clone()
+        memo[id(tensor)] = copy = (tensor if record.is_blank(tensor) else record.as_tracer(tensor)).clone()
         return copy
     if not is_ordinary(tensor):
         return func(*args, **kwargs)
@@ -197,7 +205,6 @@ _OF_LISTS = (
     *(torch.sparse_coo_tensor, torch.sparse_compressed_tensor),
     *(torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_bsr_tensor, torch.sparse_bsc_tensor),
 )
-_ON_DEVICE = (torch.tensor, torch.as_tensor, torch.asarray)
 _RULES: dict[Any, Rule] = {
     _T.data.__set__: _set_data,  # type: ignore[attr-defined]
     _T.__deepcopy__: _copy_deeply,

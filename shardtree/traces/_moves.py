@@ -1,12 +1,28 @@
 """Moves: what copies do to elements, as strided loops from a flat tensor to a flat tensor, which compose exactly.
 
-Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`` are all lists of moves.
+Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`` are all lists of moves. One of them,
+``out[1:3, 0:2] = w.T[0:2, 1:3]``, of a root ``w`` (3, 4) to an output (4, 3), flat places in both::
+
+    w (3, 4)            at = 4                 out (4, 3)          to = 3
+     0  1  2  3                                 0  1  2
+    [4][5] 6  7     4 -> 3    8 -> 4           [3][4] 5
+    [8][9] 10 11    5 -> 6    9 -> 7           [6][7] 8
+                                                9 10 11
+
+    Move("w", to=3, at=4, loops=((2, 3, 1), (2, 1, 4)))
+                                  |  |  |
+                                  |  |  from_step: the next one is 1 further in w
+                                  |  to_step: and 3 further in out
+                                  count: two of them; the second loop runs inside, 1 further in out and 4 in w
+
+Nobody changes moves: functions of them return others. Only `Written`, while code runs, gets and loses some.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from math import gcd, prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -125,13 +141,13 @@ def nested(move: Move) -> Iterator[Move]:
 class Moves(Sequence[Move]):
     """Moves into one flat destination, nested and without a common place, in the order of where they begin there."""
 
-    __slots__ = ("_lows", "_moves", "_reach")
+    __slots__ = ("_lows", "_moves", "_tops")
 
     def __init__(self, moves: Iterable[Move] = ()):
         parts = [part for move in moves for part in ((move,) if is_nested(move) else nested(move))]
         self._moves = sorted(parts, key=attrgetter("to"))
         self._lows = [move.to for move in self._moves]
-        self._reach = max([move.end - move.to for move in self._moves], default=0)
+        self._tops = list(accumulate([move.end for move in self._moves], max))  # the last places up to each move
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -154,8 +170,8 @@ class Moves(Sequence[Move]):
 
     def near(self, low: int, high: int) -> slice:
         """Return which moves can have places in an interval, of which both ends belong to it."""
-        # By the longest move: without this, a model of 46,183 tensors, or a permutation of rows, would be quadratic.
-        return slice(bisect_left(self._lows, low - self._reach), bisect_right(self._lows, high))
+        # Without this, a model of 46,183 tensors, or a permutation of rows, would be quadratic.
+        return slice(bisect_left(self._tops, low), bisect_right(self._lows, high))
 
     def find(self, reads: Iterable[Move]) -> tuple[list[Move], list[Move]]:
         """Return reads of the destination as moves from what was written there, and the parts never written.
@@ -266,7 +282,17 @@ class Written(Moves):
         place = bisect_right(self._lows, move.to)
         self._lows.insert(place, move.to)
         self._moves.insert(place, move)
-        self._reach = max(self._reach, move.end - move.to)
+        self._tops.insert(place, -1)
+        self._renew_tops(place, place + 1)
+
+    def _renew_tops(self, first: int, least: int) -> None:
+        """Compute the last places anew from a move on, up to where they stay what they were."""
+        top = self._tops[first - 1] if first else -1
+        for number in range(first, len(self._moves)):
+            top = max(top, self._moves[number].end)
+            if number >= least and self._tops[number] == top:
+                return
+            self._tops[number] = top
 
     def take(self, out: Move) -> list[Move]:
         """Remove what is at the places of a nested move, and return it."""
@@ -284,7 +310,9 @@ class Written(Moves):
                 moves += alone.find(map(in_place, hit))[0]
                 changes.append((number, alone.find(rest)[0]))
         for number, _ in reversed(changes):  # from the back: numbers before stay right
-            del self._moves[number], self._lows[number]
+            del self._moves[number], self._lows[number], self._tops[number]
+        if changes:
+            self._renew_tops(changes[0][0], changes[-1][0])
         for _, rest_of in changes:
             for move in rest_of:
                 self.add(move)
@@ -293,7 +321,7 @@ class Written(Moves):
     def clear(self) -> list[Move]:
         """Remove all, and return it."""
         moves, empty = self._moves, type(self)()
-        self._moves, self._lows, self._reach = empty._moves, empty._lows, empty._reach
+        self._moves, self._lows, self._tops = empty._moves, empty._lows, empty._tops
         return moves
 
 

@@ -1,4 +1,20 @@
-"""Rules by which torch's operations are recorded: some move elements, some compute each of them, some need a rule."""
+"""Rules by which torch's operations are recorded: some move elements, some compute each of them, some need a rule.
+
+A tensor is a view of a cell, and an operation changes what the cell's places hold. ``p.data[2:4].copy_(w)``, of a
+source ``w`` (2, 3) that is written to a parameter ``p`` (6, 3)::
+
+    w: a view of its cell            p.data[2:4]: a view of p's cell
+    offset 0, strides (3, 1)         offset 6, strides (3, 1)
+    0 1 2                             0  1  2
+    3 4 5                             3  4  5
+       |                             [6][7][8]        hole: the places 6 to 11, what they held is taken out
+       +-- read, to the strides of --+[9][10][11]     then Move("w", to=6, at=0, loops=((6, 1, 1),)) is put there
+           the view of p              12 13 14
+                                      15 16 17
+
+A view is a meta tensor's alone and changes no cell; a function of each element adds a step to the moves' `via`, or
+makes a `Computed` root. Nobody changes moves: a cell has others afterwards.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +31,13 @@ from . import _gathers as gathers
 from . import _scatters as scatters
 from ._arguments import is_ordinary
 from ._cells import Cells, Tracer, meta_of
+from ._constants import EMPTY, FILLED
 from ._moves import Moves, read_of, whole
 from ._steps import Computed, Constant, Function, Operand, number, operator_name
 from ._writes import copy_into, put
 
 ELEMENTWISE = EXACT | INEXACT
 VIEWS = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "view"}
-EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 RANDOM = {"rand_like", "randn_like", "randint_like"}
 
 
@@ -127,35 +143,6 @@ def _roll(
     return new.reshape(tensor.shape)
 
 
-def _pinned(record: Cells, func: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> Tracer:
-    return _record_copy(record, torch.ops.aten.clone.default, tensor)  # devices aren't traced
-
-
-_FEW = "it compares a source's elements; write torch.maximum or torch.minimum of parts, or do it after the load"
-
-
-def _extreme(
-    record: Cells, func: Any, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False, **_: Any
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Record a maximum or minimum: of one element it is that element, of known ones a constant."""
-    if isinstance(dim, torch.Tensor):
-        pairwise: torch.Tensor = (torch.maximum if operator_name(func) == "max" else torch.minimum)(tensor, dim)
-        return pairwise
-    options = {"dim": dim, "keepdim": keepdim} if dim is not None and dim != [] else {}
-    if (known := gathers.known_elements(record, tensor)) is not None:
-        with torch._C._DisableTorchDispatch():
-            return func(known, **options)  # type: ignore[no-any-return]
-    meta = func(meta_of(tensor), **options)
-    values = meta if isinstance(meta, torch.Tensor) else meta[0]
-    if values.numel() != tensor.numel():
-        record.refuse(operator_name(func), [tensor], why=_FEW)
-    moved = tensor.reshape(values.shape)
-    if isinstance(meta, torch.Tensor):
-        return moved
-    result: tuple[torch.Tensor, ...] = type(meta)((moved, torch.zeros(values.shape, dtype=torch.int64, device="cpu")))
-    return result
-
-
 # Functions of each element.
 
 
@@ -191,6 +178,15 @@ def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return new
 
 
+def of_one(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer | None:
+    """Record the largest or smallest of one element, which is that element; return None for any other operation."""
+    if operator_name(func) not in INSTEAD or func._overloadname == "dim" or args[0].numel() != 1:
+        return None
+    new = _made_like(record, func, args, kwargs)
+    copy_into(record, new, args[0].reshape(new.shape))
+    return new
+
+
 # What operations write to.
 
 
@@ -220,12 +216,16 @@ def write_out(record: Cells, out: torch.Tensor, result: torch.Tensor) -> torch.T
     return out
 
 
-WRITES_AT = tuple(name for name in scatters.RULES if name.endswith("_"))
-"""The operations that write to places by indices or masks."""
-
+_REDUCED = "Write functools.reduce(torch.{}, tensor.unbind(dim)) in its place; without dim, of tensor.reshape(-1)."
+INSTEAD = {
+    **dict.fromkeys(("max", "amax"), _REDUCED.format("maximum")),
+    **dict.fromkeys(("min", "amin"), _REDUCED.format("minimum")),
+}
+"""What to write instead of operations that take the elements of one tensor together."""
 RULES: dict[str, Callable[..., Any]] = {
-    "clone": _record_copy,
-    "_to_copy": _record_copy,
+    **dict.fromkeys(("clone", "_to_copy"), _record_copy),
+    "is_pinned": lambda *_: False,
+    "_pin_memory": lambda record, func, tensor, *_: tensor.clone(),
     "cat": _cat,
     "stack": _stack,
     "copy_": _copy,
@@ -235,14 +235,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "roll": _roll,
     "repeat": _repeat,
     "constant_pad_nd": _pad,
-    "zeros_like": _fill_rule(0),
-    "ones_like": _fill_rule(1),
-    "new_zeros": _fill_rule(0),
-    "new_ones": _fill_rule(1),
-    "full_like": _fill_rule(None, 1),
-    "new_full": _fill_rule(None, 2),
-    "_pin_memory": _pinned,
-    **dict.fromkeys(("max", "min", "amax", "amin"), _extreme),
+    **{name: _fill_rule(*how) for name, how in FILLED.items()},
     **gathers.RULES,
     **scatters.RULES,
     **dict.fromkeys(EMPTY | RANDOM, lambda record, func, *args, **kwargs: _made_like(record, func, args, kwargs)),

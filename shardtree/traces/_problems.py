@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..errors import plural
 from ._evaluate import leaves, operand_moves
 from ._fields import Fields
 from ._moves import Move, Moves, Written, in_place, nested, turned
@@ -14,14 +15,14 @@ from ._steps import Computed, Constant
 from ._text import axis_of, factored, places_text
 
 _WHAT = {
-    "unused": "reach no output",
-    "repeated": "are used more than once",
-    "unwritten": "are never written",
-    "overwritten": "were written, then something else over them",
-    "bends": "are rows that became columns, as by a reshape where a transpose was meant",
-    "constant": "are no source's: read from a file, perhaps, that the code opens itself",
+    "unused": ("reaches no output", "reach no output"),
+    "repeated": ("is used more than once", "are used more than once"),
+    "unwritten": ("is never written", "are never written"),
+    "overwritten": ("was written, then something else over it", "were written, then something else over them"),
+    "bends": ("", "are rows that became columns, as by a reshape where a transpose was meant"),
+    "constant": ("", "are no source's: read from a file, perhaps, that the code opens itself"),
 }
-_OF_ONE = {"reach": "reaches", "are": "is", "were": "was"}
+"""What is said of one element, and of several."""
 _CONSTANT = 64
 """Of more different elements than this, a constant is said: as padding or a mask, it is usual."""
 
@@ -56,8 +57,7 @@ class Problem:
     @property
     def what(self) -> str:
         """The number of elements, and what the trace does to them."""
-        verb, _, rest = _WHAT[self.kind].partition(" ")
-        return f"1 element {_OF_ONE[verb]} {rest}" if self.elements == 1 else f"{self.elements} elements {verb} {rest}"
+        return f"{plural(self.elements, 'element')} {_WHAT[self.kind][self.elements != 1]}"
 
 
 def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
@@ -123,31 +123,6 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
         into[one].add(other)
         out_of[other].add(one)
     return any(len(into[one]) > 1 and len(out_of[other]) > 1 for one, other in pairs)
-
-
-def lost(old: Sequence[Move], new: Sequence[Move]) -> list[Move]:
-    """Return the elements of some moves that others, written over them, lose: as moves to the same places.
-
-    An element that a new one is computed from isn't lost.
-
-    Examples:
-        >>> row = Move("w", 0, 0, ((4, 1, 1),))
-        >>> lost([row], [Move("w", 0, 0, ((3, 1, 1),), ("exp",))])
-        [Move(root=None, to=3, at=3, loops=(), via=())]
-    """
-    used: dict[str, list[Move]] = defaultdict(list)
-    for leaf in leaves(new):
-        used[leaf.root].append(turned(leaf))
-    computed = {id(move.root) for move in new if isinstance(move.root, Computed)}
-    gone: list[Move] = []
-    for move in old:
-        if not isinstance(move.root, str) or move.root not in used:
-            gone += [move] if id(move.root) not in computed else []
-            continue
-        reads = used[move.root]
-        left, _ = coverage(reads, 1 + max(move.last, *(read.end for read in reads)))
-        gone += Moves(map(in_place, left)).find([move._replace(root=None, via=())])[0]
-    return gone
 
 
 # Places that moves have: counted exactly, without looking at each.

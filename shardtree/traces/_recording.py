@@ -10,19 +10,25 @@ from torch.overrides import _get_current_function_mode_stack
 from ..core.codec import dtype_name
 from ..core.lazy import is_view
 from ..errors import TraceError, error_text
+from . import _constants as constants
 from . import _operations as operations
+from . import _scatters as scatters
 from ._arguments import elements_of, is_composite, is_ordinary, is_plain, mapped, tensors_in, written
-from ._cells import Cells, MemoryCell, Tracer, meta_of
-from ._constants import on_cpu
-from ._gathers import known_elements
+from ._cells import Cells, MemoryCell, Number, Tracer, meta_of
 from ._memory import Watch
-from ._steps import Constant, operator_name
+from ._steps import operator_name
 from ._writes import copy_into
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
+_TAKE_NUMBERS = {"fill_", "copy_", "masked_fill_", "index_fill_"}
 _FILLS = ("copy_", "fill_", "zero_")
-_WRITES = {*_FILLS, *operations.WRITES_AT}
+_WRITES = {*_FILLS, *(name for name in scatters.RULES if name.endswith("_"))}
+
+
+def _needs_elements(func: Any, error: Exception) -> bool:
+    """Return whether an operation failed since a tensor on meta has no elements."""
+    return isinstance(error, NotImplementedError) or operator_name(func) == "_local_scalar_dense"
 
 
 class RecordingMode(Cells):
@@ -41,16 +47,12 @@ class RecordingMode(Cells):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation, and return its result."""
-        if self.is_done:
-            self.refuse_late(tensors_in(args, kwargs))
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
-        if func is torch.ops.aten.is_pinned.default and isinstance(args[0], Tracer):
-            return False
         # The record's own questions aren't the code's: `Watch` doesn't have them.
         with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
-            if self._is_traced(func, tensors):
+            if self._is_traced(func, tensors) and not self._is_of_constants(func, tensors):
                 result = self._recorded(func, args, kwargs, tensors)
                 if ordinary := [each for each in tensors if not isinstance(each, Tracer)]:
                     self._note_versions(ordinary, [] if is_composite(func) else written(func, args, kwargs))
@@ -60,12 +62,11 @@ class RecordingMode(Cells):
         # Not with the lock: it may take long, or wait for another thread.
         try:
             result = func(*args, **kwargs)
-        except NotImplementedError:  # on meta, whose elements may be known all the same
-            with self.lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                value = on_cpu(func, args, kwargs, self._known)
-            if not isinstance(value, torch.Tensor):
+        except (NotImplementedError, RuntimeError) as error:
+            if not any(each.is_meta for each in tensors) or not _needs_elements(func, error):
                 raise
-            return value  # an index or a number of elements that code goes on with
+            with self.lock, torch._C.DisableTorchFunction():
+                return self._of_constants(func, args, kwargs)
         if not func.is_view or func is _LIFT:
             with self.lock, torch._C.DisableTorchFunction():
                 self._note(func, args, kwargs, result)
@@ -92,14 +93,30 @@ class RecordingMode(Cells):
         # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
         return not func.is_view or is_composite(func) or isinstance(tensors[0], Tracer)
 
+    def _is_of_constants(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """Return whether an operation makes a new tensor of tensors on meta in which no source is."""
+        return not func._schema.is_mutable and all(map(self.is_blank, tensors))
+
+    def _of_constants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation gives that torch can't do on meta, as `nonzero`, of elements that are known.
+
+        Raises:
+            TraceError: they aren't.
+        """
+        if (result := constants.computed(self, func, args, kwargs)) is None:
+            self.refuse_meta(_NAMES.get(operator_name(func), operator_name(func)))
+        return result
+
     def _is_model_s(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an operation writes to a tensor that isn't the code's own: tracing changes no model."""
+        """Return whether an operation fills a tensor that isn't the code's own: tracing changes no model."""
         if operator_name(func) not in _WRITES or not is_ordinary(args[0]):
             return False
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         first, name, original = tensors[0], operator_name(func), (args, kwargs, tensors)
+        if Number in map(type, tensors) and name not in _TAKE_NUMBERS and not func.is_view:
+            self.refuse(_NAMES.get(name, name), tensors, instead="Leave item() out: compute with the tensor itself.")
         # In here the mode is off: what an ordinary tensor held would be taken for what it holds now.
         if not all(isinstance(each, Tracer) for each in tensors):
             args = tuple([mapped(self.as_tracer, each) for each in args])
@@ -124,18 +141,20 @@ class RecordingMode(Cells):
             operations.check_cast(self, name, result, tensors[0])
             copy_into(self, tensors[0], result, keeps=True)
             return first
-        if not func._schema.is_mutable and self._are_blank(original[2]):
-            result = func(*original[0], **original[1])
-            self._note(func, *original[:2], result)
-            return result
-        return self.refuse(_NAMES.get(name, name), tensors)
+        return self._record_constants(func, *original[:2], tensors)
 
-    def _are_blank(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether tensors are on meta and no source is in them: what is made of them counts as never written."""
-        if any(isinstance(each, Tracer) or each.device.type != "meta" for each in tensors):
-            return False
-        cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
-        return all(isinstance(move.root, Constant) for cell in cells for move in cell.writes)
+    def _record_constants(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """Record an operation of any kind on elements that no source has, or refuse it."""
+        name = operator_name(func)
+        if func._schema.is_mutable and all(map(self.is_blank, tensors_in(args, kwargs))):
+            constants.change_constants(self, func, args, kwargs)
+            return args[0]
+        for rule in () if func._schema.is_mutable else (constants.computed, operations.of_one):
+            if (result := rule(self, func, args, kwargs)) is not None:
+                return result
+        return self.refuse(_NAMES.get(name, name), tensors, instead=operations.INSTEAD.get(name))
 
     def _record_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: torch.Tensor) -> Any:
         name = operator_name(func)
@@ -164,8 +183,6 @@ class RecordingMode(Cells):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what an operation made or changed in which no source's element took part."""
         name = operator_name(func)
-        with torch._C._DisableTorchDispatch():
-            self.constants.note(func, args, kwargs, result, self._known)
         if name == "set_":
             # The code has the storage. Torch's own functions do this, too, but not in sight of the watch.
             modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -185,10 +202,8 @@ class RecordingMode(Cells):
             if not result.untyped_storage().resizable():
                 self.lend(result, "an array")
         elif not func._schema.is_mutable:
-            mapped(lambda each: self._note_new(each, is_empty=name in operations.EMPTY), result)
-
-    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return known_elements(self, tensor)
+            constants.note_constants(self, func, args, kwargs, result)
+            mapped(lambda each: self._note_new(each, is_empty=name in constants.EMPTY), result)
 
     def _note_new(self, result: Any, *, is_empty: bool) -> None:
         if isinstance(result, torch.Tensor) and is_ordinary(result):

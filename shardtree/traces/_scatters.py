@@ -95,7 +95,10 @@ def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         def zeros(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
-        others = [zeros(each) if isinstance(each, Tracer) else each for each in rest]
+        others = [
+            zeros(each) if isinstance(each, torch.Tensor) and each.is_meta | isinstance(each, Tracer) else each
+            for each in rest
+        ]
         return func(zeros(first), *others, **kwargs)
 
 

@@ -168,10 +168,23 @@ class Function:
         others = (str(each) for number, each in enumerate(self.args) if number != self.place)
         return f"{operator_name(self.func)}({', '.join(others)})"
 
-    def as_call(self, element: str) -> str:
-        """Return the function as text, with a name for the element: "mul(x, 2.0)"."""
-        values = (element if number == self.place else str(each) for number, each in enumerate(self.args))
-        return f"{operator_name(self.func)}({', '.join(values)})"
+    def of(self, text: str) -> str:
+        """Return the call as text, with all of its arguments."""
+        texts = (text if number == self.place else str(each) for number, each in enumerate(self.args))
+        return f"{operator_name(self.func)}({', '.join(texts)})"
+
+
+def via_text(text: str, via: Sequence[Any]) -> str:
+    """Return an element's text with what it goes through: as methods of it, unless it isn't their first argument.
+
+    Examples:
+        >>> power = Function(torch.ops.aten.pow.Scalar, 1, (2, None), (), alone=False)
+        >>> via_text("w[a]", [*cast(torch.bfloat16, torch.float32), power])
+        'pow(2, w[a].to(float32))'
+    """
+    for step in via:
+        text = step.of(text) if isinstance(step, Function) and step.place else f"{text}.{step}"
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,10 +345,10 @@ def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
     return (*conjugated, _NEGATE) if view.is_neg() else conjugated
 
 
-def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
-    """Return the way back of what elements go through, or why there is none."""
+def undone(via: tuple[Any, ...], root: str) -> tuple[Any, ...] | str:
+    """Return the way back of what elements of a root go through, or why there is none."""
     back: tuple[Any, ...] = ()
-    for step in via:
+    for number, step in enumerate(via):
         if isinstance(step, Cast) and step.keeps:
             own: Any = Cast(step.dtype, step.source, keeps=True)
         elif isinstance(step, Bits):
@@ -345,6 +358,6 @@ def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
         elif isinstance(step, Cast):
             return f"is rounded: {dtype_name(step.source)} -> {dtype_name(step.dtype)}"
         else:
-            return f"is computed: {step.as_call('x') if isinstance(step, Function) else step}"
+            return f"is computed: {step.of(via_text(root, via[:number]))}"
         back = joined((own,), back)
     return back

@@ -9,7 +9,7 @@ from ..core.lazy import dense
 from ..errors import plural
 from ._fields import Fields
 from ._moves import Loop, Move, rolled
-from ._steps import Constant
+from ._steps import Constant, via_text
 
 _SHOWN = 16
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -50,7 +50,7 @@ def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
     source = f"{move.root}[{read}]" if isinstance(move.root, str) else str(move.root)
     source += "" if is_one or isinstance(move.root, str) or move.last + 1 == move.numel else f"[{read}]"
     sizes = " ".join(f"{name}={count}" for (count, _, _), name in zip(loops, names, strict=True))
-    return f"[{into}] = {source}{''.join(f'.{step}' for step in move.via)}" + (f"  ({sizes})" if sizes else "")
+    return f"[{into}] = {via_text(source, move.via)}" + (f"  ({sizes})" if sizes else "")
 
 
 def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[Loop]:

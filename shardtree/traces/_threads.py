@@ -17,6 +17,7 @@ import torch
 from torch.utils import dlpack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from ._leftovers import note_module, put_back
 from ._memory import SHOWN, Watch
 
 _here = threading.local()
@@ -33,6 +34,7 @@ def recorded(watch: Watch) -> Iterator[None]:
             yield
         finally:
             watch.record.is_done = True  # for threads that go on
+            put_back(watch.record)
 
 
 def _watches() -> tuple[Watch, ...]:
@@ -116,6 +118,16 @@ def _add_done_callback(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_done_callback
 
 
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def noting(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for watch in _watches():
+            note_module(watch.record, module)
+        return original(module, *args, **kwargs)
+
+    return noting
+
+
 def _shown(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def shown(*args: Any, **kwargs: Any) -> Any:
@@ -129,6 +141,7 @@ _REPLACEMENTS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[...
     (threading.Thread, "start", _start),
     (ThreadPoolExecutor, "submit", _submit),
     (Future, "add_done_callback", _add_done_callback),
+    *((torch.nn.Module, name, _noting) for name in ("__setattr__", "register_buffer", "register_parameter")),
     *((torch, name, partial(_shown, name)) for name in SHOWN),
     *((dlpack, name, partial(_shown, name)) for name in ("from_dlpack", "to_dlpack")),
 )

@@ -191,7 +191,7 @@ class Trace(Fields):
             for move in moves if name not in self.tied else ():
                 if isinstance(move.root, Constant):
                     continue
-                via = f"is computed: {move.root}" if isinstance(move.root, Computed) else undone(move.via)
+                via = f"is computed: {move.root}" if isinstance(move.root, Computed) else undone(move.via, move.root)
                 if isinstance(via, str):
                     offenders.append(f"{name!r} {via}")
                 else:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import TraceError
-from ._cells import Tracer
+from ._leftovers import note_module
 from ._memory import Watch
 from ._outputs import checked_outputs, collected
 from ._recording import RecordingMode
@@ -29,7 +28,7 @@ def trace(
 
     The code may take views of tensors, join, copy, cast and gather them by known indices, and compute each element from
     those at its place. Whatever asks for what the elements are is refused. Tensors of its own that it writes to aren't
-    changed, unless it replaces them, so a model is best made on the meta device. Threads that it starts are recorded
+    changed, and what it assigns to modules is put back at the end. Threads that it starts are recorded
     too; what can't be seen, `docs/trace.md` lists.
 
     Args:
@@ -68,7 +67,10 @@ def trace(
     entries = getattr(sources, "metadata", sources)
     kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
-    with _attributes_kept(into), closing(record), recorded(Watch(record)):
+    if isinstance(model := getattr(into, "__self__", None), torch.nn.Module):
+        for module in model.modules():
+            note_module(record, module)
+    with recorded(Watch(record)):
         try:
             result = function(dict(tracers))
             tensors = into() if into is not None else result
@@ -82,19 +84,3 @@ def trace(
             found = collected(record, kinds, outputs, fills=into is not None)
     record.check_unchanged()
     return found
-
-
-@contextmanager
-def _attributes_kept(into: Callable[[], Mapping[str, torch.Tensor]] | None) -> Iterator[None]:
-    """Give modules back the attributes that code replaces by tracers, if `into` is a method of their model."""
-    model = getattr(into, "__self__", None)
-    modules = [*model.modules()] if isinstance(model, torch.nn.Module) else []
-    owners = [each for module in modules for each in (module.__dict__, module._parameters, module._buffers)]
-    before = [dict(owner) for owner in owners]
-    try:
-        yield
-    finally:
-        for owner, values in zip(owners, before, strict=True):
-            for name, value in owner.items():
-                if isinstance(value, Tracer) and name in values:
-                    owner[name] = values[name]

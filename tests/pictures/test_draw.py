@@ -10,6 +10,7 @@ import torch
 
 import shardtree as st
 from shardtree.core.layouts import tree_columns
+from shardtree.errors import KeyMismatch
 from shardtree.pictures import Picture
 from shardtree.retention import SavedStep, keep_last
 
@@ -69,3 +70,20 @@ def test_a_stored_tensor_that_was_changed_is_a_shard(opened: Any) -> None:
     assert st.draw(replace(HELD, data=None)).picture.title == "'w' (4, 2) float32"
     (cell,) = st.draw(half).picture.rows[0][0].cells
     assert cell.title == "[0:4, 0:6] this shard"
+
+
+def test_a_plan_is_drawn_by_each_name_that_it_explains() -> None:
+    def shard(key: str, rows: int) -> st.ShardedTensor:
+        return st.ShardedTensor.from_rank_offsets(key, torch.zeros(rows, 2))
+
+    lens = st.lenses.gate_and_up(tensor_parallel=1, part="gate_up", names=("gate", "up"))
+    engine = {"model": {"fused": st.lenses.as_factory(shard("mlp.gate_up", 8), lens)}}
+    plan = st.plan_reshard({0: {name: shard(name, 4) for name in ("mlp.gate", "mlp.up")}}, {0: {}, 1: engine})
+    names = [*plan.target.keys, *plan.names]
+    assert {"mlp.gate", "mlp.gate_up", "model.fused"} <= set(names)
+    for name in names:
+        drawn = [plane.heading for row in st.draw(plan, name).picture.rows[:-1] for plane in row]
+        for key in plan.explain(name).kinds:
+            assert any(repr(key) in heading for heading in drawn), name
+    with pytest.raises(KeyMismatch, match=r"Did you mean 'model\.fused'"):
+        st.draw(plan, "model.fuse")

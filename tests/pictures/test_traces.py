@@ -111,3 +111,14 @@ def test_of_many_outputs_some_are_drawn() -> None:
     assert picture.notes == ("And 4936 outputs more: draw(trace, name) draws one.",)
     assert trace_picture(st.trace(dict, {})).title == "0 sources, 0 outputs"
     assert st.draw(st.trace(dict, {})).svg()
+
+
+def test_names_are_never_cut() -> None:
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    given = {name: torch.empty(4, 3) for name in names}
+    lines = repr(st.draw(st.trace(lambda given: {fused: torch.cat([given[name] for name in names])}, given))).split(
+        "\n"
+    )
+    assert lines[2:8:2] == [f"{fused} [{4 * part}:{4 * part + 4}] is" for part in range(3)]
+    assert lines[3:8:2] == [f"  {name}[0:4]" for name in names]

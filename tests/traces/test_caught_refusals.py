@@ -49,7 +49,7 @@ def test_a_caught_refusal_is_named_at_the_end(load: Callable[[Tensors], Tensors]
         st.trace(load, GIVEN)
     first, second, last = str(caught.value).splitlines()[0], str(caught.value).splitlines()[1], str(caught.value)
     assert first == "trace: the code caught refusals and went on"
-    assert second.strip().startswith((f"{name} needs elements of ", f"{name} can't be recorded for "))
+    assert second.strip().startswith(f"{name} needs elements of ")
     assert f"test_caught_refusals.py:{load.__code__.co_firstlineno + line} in " in second
     assert f"may_catch=[{name!r}]" in last
 

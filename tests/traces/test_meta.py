@@ -129,13 +129,13 @@ def test_constants_on_meta_are_those_of_the_cpu(index: list[int], keep: list[boo
     assert torch.equal(traced(load, "meta")(STORED)["p"], filled)
 
 
-def test_a_known_tensor_that_is_changed_unseen_isn_t_known_any_more() -> None:
+def test_a_known_tensor_that_is_filled_at_random_isn_t_known_any_more() -> None:
     def load(p: torch.Tensor, given: Tensors) -> None:
         rows = torch.arange(4, device=p.device)
-        rows.add_(0)
+        rows.random_(0, 4)
         p.data.copy_(given["w"][rows])
 
-    with pytest.raises(TraceError, match="an index can't be recorded for a new tensor: it was made on meta"):
+    with pytest.raises(TraceError, match="an index needs elements of a tensor on the meta device"):
         traced(load, "meta")
 
 
@@ -150,7 +150,7 @@ def test_an_engine_s_own_number_on_meta_is_refused_with_the_line() -> None:
 
 
 def test_a_maximum_of_several_says_what_to_write() -> None:
-    with pytest.raises(TraceError, match=r"max can't be recorded for 'w': .*write torch.maximum"):
+    with pytest.raises(TraceError, match=r"(?s)max needs elements of 'w'.*Write functools.reduce\(torch.maximum"):
         traced(lambda p, given: p.data.fill_(given["w"].max()), "meta")
     pairs = traced(lambda p, given: p.data.copy_(torch.maximum(given["w"], given["w"].flip(0))), "meta")
     assert torch.equal(pairs(STORED)["p"], torch.maximum(STORED["w"], STORED["w"].flip(0)))
@@ -203,17 +203,14 @@ class Attention(torch.nn.Module):
         self.replaced.data = given["w"]
 
 
-def test_attributes_that_code_assigns_are_put_back_or_refuse_everything() -> None:
+def test_attributes_that_code_assigns_are_put_back() -> None:
     model = Attention()
     memory = model.replaced.data_ptr()
     found = st.trace(model.load_weights, STORED, into=model.state_dict)
     assert {*found.outputs} == {"kv", "replaced"}
     assert model.w_kc is None and model.replaced.data_ptr() == memory
     assert type(model.replaced) is torch.nn.Parameter and not model.replaced.any()
-    for use in (lambda one: one + 1, lambda one: one.copy_(torch.ones(2, 3)), torch.sum, lambda one: one[0]):
-        with pytest.raises(TraceError, match=r"of 'w', is used after its trace has ended\n  found at .*test_meta.py"):
-            use(model.w_vc)
-    assert repr(model.w_vc).startswith("Tracer('w'")
+    assert not hasattr(model, "w_vc"), "what wasn't there is taken out"
 
 
 def test_small_things_are_told_as_they_are() -> None:
@@ -221,5 +218,5 @@ def test_small_things_are_told_as_they_are() -> None:
     found = st.trace(lambda given: {"a": given["w"].pin_memory()}, number)
     assert list(map(str, found.check())) == ["'v': 1 element reaches no output: the scalar"]
     computed = st.trace(lambda given: {"a": given["w"].exp() * 2}, number)
-    with pytest.raises(TraceError, match=r"'a' is computed: exp\(x\)"):
+    with pytest.raises(TraceError, match=r"'a' is computed: exp\(w\)"):
         computed.inverse()

@@ -42,7 +42,7 @@ def held(tensors: Tensors, before: float = 0.0) -> torch.Tensor:
         "array": lambda p: torch.as_tensor(np.asarray(p) + 1),
         "tolist": lambda p: torch.tensor(p.tolist()),
         "tolist of a view": lambda p: torch.tensor(p[1:].T.tolist()),
-        "item": lambda p: torch.zeros(2) + float(p[1, 1]),
+        "item": lambda p: torch.zeros(2) + p[1, 1].item(),
         "data": lambda p: torch.from_numpy(p.data.numpy()),
         "a parameter's": lambda p: torch.from_numpy(nn.Parameter(p, requires_grad=False).numpy()),
         "untyped_storage": lambda p: torch.tensor(list(bytes(p.untyped_storage()))),

@@ -1,0 +1,123 @@
+"""What one storage holds while code runs: moves from sources, constants, and what was lost when others were written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..core.lazy import as_integers
+from ._arguments import is_ordinary
+from ._evaluate import filled, operand_moves
+from ._moves import Move, Moves, Written, in_place, turned
+from ._steps import Computed, Constant, Kind, bits
+
+MOST_KNOWN = 1 << 26
+"""The most elements of a constant that operations are done to, unless all are the same."""
+
+
+class MemoryCell:
+    """The elements of a storage while code runs.
+
+    Attributes:
+        numel: Number of elements of the storage.
+        dtype: Unit of the storage: the dtype of the tensor by which it was first met.
+        writes: what was written to it.
+        overwritten: what of sources was there, and then something else over it that isn't made of it.
+        used: reads of what is there, since it was written.
+        keep: the storage of an ordinary tensor.
+        before: what an ordinary tensor held when it was met.
+        is_ahead: whether an ordinary tensor's memory isn't what `writes` says, so that it mustn't be read.
+        versions: ordinary tensors by which it was met or written to, with torch's count of changes then, and how many
+            more the record made.
+    """
+
+    __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "used", "versions", "writes")
+
+    def __init__(self, numel: int, dtype: torch.dtype, writes: Iterable[Move] = (), keep: Any = None) -> None:
+        self.numel, self.dtype, self.writes, self.keep = numel, dtype, Written(writes), keep
+        self.overwritten: list[Move] = []
+        self.used: list[Move] = []
+        self.before: Constant | None = None
+        self.is_ahead = False
+        self.versions: list[tuple[torch.Tensor, int, int]] = []
+
+    def note_overwritten(self, old: Iterable[Move], holes: Sequence[Move], moves: Iterable[Move]) -> None:
+        """Note what is lost when moves are written to holes in the place of old ones."""
+        lost = [move for move in old if not isinstance(move.root, Constant)]
+        self.overwritten += _without_kept(lost, self.used, moves) if lost and self.used else lost
+        if self.used:
+            self.used = Moves(holes).find(self.used)[1]
+
+    def note(self, tensor: torch.Tensor, changes: int = 0) -> None:
+        """Note what torch counts of a tensor's changes, and how many more the record makes."""
+        if self.keep is not None and not tensor.is_inference():  # those have no count
+            self.versions.append((tensor, tensor._version, changes))
+
+    def was_changed(self) -> bool:
+        """Return whether an ordinary tensor was changed more often than the record knows."""
+        known: dict[int, tuple[int, int]] = {}  # by the count now, which views share: the lowest before, and changes
+        for tensor, before, changes in self.versions:
+            # A parameter whose data were replaced isn't of this memory any longer.
+            if is_ordinary(tensor) and tensor.untyped_storage()._cdata == self.keep._cdata:
+                lowest, more = known.get(tensor._version, (before, 0))
+                known[tensor._version] = min(lowest, before), more + changes
+        return any(count - lowest > changes for count, (lowest, changes) in known.items())
+
+
+def constant_move(elements: torch.Tensor) -> Move:
+    """Return the move of all of a flat tensor that the code has by itself: of one element where all are the same."""
+    count = elements.numel()
+    values = as_integers(elements)  # by bits: 0.0 isn't -0.0
+    rows = values if elements.itemsize < 16 else bits(elements).reshape(count, -1)
+    is_one = count > 1 and torch.equal(rows[1:], rows[:-1])
+    loops = ((count, 1, 0 if is_one else 1),) if count > 1 else ()
+    return Move(Constant((elements[:1] if is_one else elements).clone()), 0, 0, loops)
+
+
+def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
+    """Return the elements that moves write to a dense tensor, None if they aren't all constants', or too many."""
+    if moves.numel < kind.numel or not all(isinstance(move.root, Constant) for move in moves):
+        return None
+    is_one = len(moves) == 1 and not any(step for _, _, step in moves[0].loops)
+    if not is_one and kind.numel > MOST_KNOWN:
+        return None
+    moves = Moves([moves[0]._replace(loops=())]) if is_one else moves
+    with torch._C._DisableTorchDispatch():
+        new = torch.empty(() if is_one else kind.shape, dtype=kind.dtype, device="cpu")
+        return filled(new, moves, {}, lambda _: 0).expand(kind.shape)
+
+
+def _without_kept(old: Sequence[Move], used: Iterable[Move], moves: Iterable[Move]) -> list[Move]:
+    """Return the parts of old moves that are lost: those never read, or of elements that no new move is made of."""
+    places, lost = Moves(map(_sources_of, used)), list[Move]()
+    roots: dict[Any, list[Move]] = defaultdict(list)
+    for move in _all_moves(moves):
+        roots[_identity(move)].append(_sources_of(move))
+    there = {root: Moves(some) for root, some in roots.items()}
+    for move in old:
+        read, unread = places.find([in_place(move)])
+        lost += unread
+        parts = Moves([move]).find(map(in_place, read))[0]
+        lost += there.get(_identity(move), Moves()).find(parts)[1]
+    return lost
+
+
+def _identity(move: Move) -> Any:
+    return move.root if isinstance(move.root, str) else id(move.root)
+
+
+def _sources_of(move: Move) -> Move:
+    """Return the places that a move takes elements from, a move's own `to` side, without those that it takes again."""
+    loops = tuple([loop for loop in move.loops if loop[2]])
+    return turned(move._replace(loops=loops))
+
+
+def _all_moves(moves: Iterable[Move]) -> Iterator[Move]:
+    """Yield moves, and those to the operands of what they compute."""
+    for move in moves:
+        yield move
+        for operand in move.root.tensors if isinstance(move.root, Computed) else ():
+            yield from _all_moves(operand_moves(operand, move))
