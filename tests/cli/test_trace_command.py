@@ -77,7 +77,7 @@ def test_two_loaders_are_compared_by_what_they_do() -> None:
 def test_what_asks_for_elements_is_trouble_with_its_line() -> None:
     done = run("trace", "f.py:asks", "a")
     assert done.exit_code == 2 and done.stdout == ""
-    assert done.stderr.startswith("shardtree trace: max can't be recorded for 'q'")
+    assert done.stderr.startswith("shardtree trace: max needs elements of 'q'")
     assert "raised in asks, f.py, line 21" in done.stderr
     done = run("trace", "f.py:misspelt", "a")
     assert done.exit_code == 2 and "misspelt of f.py, line 24: KeyError: 'q.'\n  Did you mean 'q'?" in done.stderr
