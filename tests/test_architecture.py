@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,7 @@ def file_calls(source: str) -> list[str]:
 
 
 def test_layers_hold() -> None:
+    import_module("importlinter")  # a peer that the README's environment lacks
     # In a process of its own: the linter configures logging, and writes to streams that this one's capture exchanges.
     code = "import importlinter.cli as cli; raise SystemExit(cli.lint_imports(cache_dir=None, no_logo=True))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

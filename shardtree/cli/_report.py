@@ -53,10 +53,10 @@ class Side:
 
     Attributes:
         where: Path or URL as it was typed.
-        tree: the checkpoint; None where it can't be opened, as where its index is damaged.
-        findings: what is in it; None likewise.
-        problem: why it can't be opened, or not be checked for damage.
-        verification: what is damaged, and how much was checked; None where nothing was.
+        tree: The opened checkpoint; None if it can't be opened, say because its index is damaged.
+        findings: Contents of the checkpoint; None if it can't be opened.
+        problem: Reason why it can't be opened or checked for damage.
+        verification: Damage, and the number of bytes checked; None if nothing was checked.
     """
 
     where: str

@@ -67,7 +67,7 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
 
 
 def _checked_names(_: Checkpoint) -> set[str]:
-    """Return where the names of files go once they are checked."""
+    """Return the set that collects the names of checked files, empty at first."""
     return set()
 
 

@@ -188,7 +188,8 @@ def _fields(
         found = "no dict" if optimizer is None else f"'optimizer' with {', '.join(map(repr, optimizer))}"
         fix = "Pass common= with what is to be written."
         expected = "a dict, with 'param_groups' alone in 'optimizer'"
-        raise UnsupportedValue(error_text("save_universal: the common state", found=found, expected=expected, fix=fix))
+        heading = "save_universal: unusable common state"
+        raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     groups = [dict(group) for group in optimizer.get("param_groups", ())]
     names = [list(parts.states)] if parameter_groups is None else [list(group) for group in parameter_groups]
     counts = Counter(name for group in names for name in group)

@@ -130,7 +130,7 @@ def _without_number(key: str) -> str:
 def _arrange(
     parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None, names: Sequence[str]
 ) -> _Optimizers:
-    """Return the optimizers that parts belong to, joined or split as expert parallelism has them."""
+    """Return the optimizers of the parts: one for experts and one for the rest with expert parallelism, else one."""
     optimizers: dict[int | None, dict[str, Any]] = {}
     for (number, name), value in sorted(parts.items(), key=str):
         optimizers.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value

@@ -226,7 +226,7 @@ class Cells(TorchDispatchMode):
         return (*reread(cell.dtype, view.dtype), *seen_through(view))
 
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
-        """Return the moves that bring a tensor's elements to places with these steps."""
+        """Return the moves from a tensor's elements to a destination with strides `into` and offset `to`."""
         view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
         read = read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)
         cell.used.append(read)

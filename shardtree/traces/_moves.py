@@ -30,18 +30,18 @@ from typing import Any, NamedTuple
 from ._steps import joined
 
 Loop = tuple[int, int, int]
-"""How often, by how many elements in the destination, and by how many in the root."""
+"""Count of a loop, its step in the destination, and its step in the root, in elements."""
 
 
 class Move(NamedTuple):
     """Elements ``at + sum(i * from_step)`` of a root go to ``to + sum(i * to_step)``, for each index i of the loops.
 
     Attributes:
-        root: what is moved from: a source's name, a constant, something computed; None for a read of a destination.
-        to: where the first element goes, in the flat destination.
-        at: where it comes from, in the flat root.
-        loops: (count, to_step, from_step) of each; the steps of a destination are positive, a root's may be 0.
-        via: casts and functions that the elements go through, in order.
+        root: Source's name, constant, or computed tensor; None for a read of a destination.
+        to: Place of the first element in the flat destination.
+        at: Place of the first element in the flat root.
+        loops: Triples (count, to_step, from_step); steps in the destination are positive, those in the root may be 0.
+        via: Casts and functions that the elements go through, in order.
     """
 
     root: Any

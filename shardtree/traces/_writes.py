@@ -23,10 +23,11 @@ def copy_into(
     """Record a ``copy_``, which broadcasts and casts.
 
     Args:
-        into: what is written to.
-        tensor: what is.
-        via: what elements go through besides.
-        keeps: whether it is made of what was there, which so isn't lost.
+        record: Record of the run.
+        into: Destination.
+        tensor: Source.
+        via: Steps that the elements go through besides.
+        keeps: Whether the new values are computed from the old ones, which then aren't lost.
     """
     view = into.meta if isinstance(into, Tracer) else into
     tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
@@ -90,14 +91,14 @@ def write_places(
 
     Args:
         record: Record of the run.
-        into: a view of the storage.
-        places: where each element of the value goes, which is broadcast to it.
-        value: what is written.
-        via: what its elements go through.
-        keeps: whether it is made of what was there.
+        into: View of the storage.
+        places: Place of each element in the storage; the value is broadcast to its shape.
+        value: Source.
+        via: Steps that the elements go through.
+        keeps: Whether the new values are computed from the old ones, which then aren't lost.
 
     Raises:
-        TraceError: two elements of the value go to one place.
+        TraceError: Two elements of the value go to one place.
     """
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         value = value.narrow(dim, 0, 1) if size > 1 and not stride else value  # the same element has one number

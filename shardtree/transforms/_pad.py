@@ -130,7 +130,8 @@ def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], t
         if not isinstance(values, torch.Tensor) or tuple(values.shape) != shape:
             kind = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             expected = f"a tensor of {shape}, without axis {at}"
-            raise ShapeError(error_text(f"pad_tensors: fill of {shard.key!r}", found=kind, expected=expected))
+            heading = f"pad_tensors: fill returned an unusable value for {shard.key!r}"
+            raise ShapeError(error_text(heading, found=kind, expected=expected))
         return values.detach().to(data.dtype)
 
     return computed(checked, data, shape, data.dtype).unsqueeze(at)

@@ -158,7 +158,7 @@ def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) 
 
 
 def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, length: int) -> Shape:
-    """Return global numbers after each cell's `size` along an axis became `length`; an irregular grid raises.
+    """Return a global shape or offset after each cell of a regular grid shrank from `size` to `length` along an axis.
 
     Examples:
         >>> narrow_axis("narrow 'w'", "global_shape", (32, 2), 0, 4, 1)

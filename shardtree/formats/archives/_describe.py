@@ -35,12 +35,12 @@ from ._zip import Archive, Read, Record, open_archive
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor lies along one axis of a mesh.
+    """Placement of a tensor along one axis of a mesh.
 
     Attributes:
         kind: whether the axis cuts the tensor, cuts what other axes left, copies it, or holds terms of a sum.
         dim: the tensor's axis that is cut.
-        split_factor: of "strided": in how many pieces the axes to its right have cut before.
+        split_factor: Number of pieces into which the axes to its right have cut before; for "strided".
     """
 
     kind: Literal["shard", "strided", "replicate", "partial"]
@@ -56,7 +56,7 @@ class DTensorParts:
         placements: one for each axis of the mesh.
         sizes: lengths of the mesh's axes.
         position: the rank's, on each axis.
-        rank: its number among all ranks, None where the mesh doesn't tell.
+        rank: Number among all ranks, None where the mesh doesn't tell.
     """
 
     placements: tuple[Placement, ...]
@@ -74,7 +74,7 @@ class TensorSubclass:
     """A subclass of a tensor before its state is known.
 
     Attributes:
-        dtype: of the elements.
+        dtype: Dtype of the elements.
         shape: the global tensor's.
     """
 
@@ -216,7 +216,7 @@ class StoredDTensor:
     """A rank's part of a DTensor, which isn't read.
 
     Attributes:
-        local: its own elements.
+        local: The rank's own elements.
         shape: the global tensor's.
         parts: where they belong in it.
     """
@@ -254,7 +254,7 @@ def describe_archive(
 
     Args:
         read: returns the bytes from one byte of the archive up to another.
-        length: of the archive, in bytes.
+        length: Length of the archive in bytes.
         what: the archive, for messages.
         file: the archive's name, for `StoredTensor.file`.
         classes: further names that the pickle may have, and what they are.
@@ -306,7 +306,7 @@ class _Places:
 
     Attributes:
         archive: the archive.
-        file: its name.
+        file: Name of the file.
     """
 
     archive: Archive

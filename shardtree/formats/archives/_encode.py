@@ -223,7 +223,7 @@ class StreamedTensor:
     """A tensor in a value, whose bytes are asked for when they are written.
 
     Attributes:
-        dtype: of the elements.
+        dtype: Dtype of the elements.
         shape: lengths.
         buffers: returns the row-major bytes, in order.
     """

@@ -120,7 +120,7 @@ def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
         what: the archive, for messages.
 
     Raises:
-        CorruptCheckpoint: its bytes aren't there, or it is too large.
+        CorruptCheckpoint: The tensor's bytes aren't there, or it is too large.
     """
     if prod(tensor.shape) * tensor.dtype.itemsize > reach(tensor):
         # An expanded tensor stays one, as it was saved: a file of a few bytes may have many that would fill the memory.

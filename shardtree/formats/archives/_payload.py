@@ -51,7 +51,7 @@ class StoredTensor:
 
     Attributes:
         file: the archive's name, as the caller gave it.
-        dtype: of the elements.
+        dtype: Dtype of the elements.
         shape: lengths.
         stride: elements from one to the next, by axis.
         begin: the byte of the file where its first element is.
@@ -96,7 +96,7 @@ def tensor_place(read: Read, length: int, *, what: str) -> StoredTensor:
 
     Args:
         read: returns the bytes from one byte of the archive up to another.
-        length: of the archive, in bytes.
+        length: Length of the archive in bytes.
         what: the archive, for messages.
 
     Raises:
@@ -123,7 +123,7 @@ def tensor_place(read: Read, length: int, *, what: str) -> StoredTensor:
 
 
 def archive_ends(length: int) -> list[tuple[int, int]]:
-    """Return what `tensor_place` and `archive_records` usually read of an archive: first bytes, and one past the last.
+    """Return the byte ranges that `tensor_place` and `archive_records` usually read: first byte, one past the last.
 
     Examples:
         >>> archive_ends(1_000_000), archive_ends(2000)
@@ -137,7 +137,7 @@ def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, .
 
     Args:
         read: returns the bytes from one byte of the archive up to another.
-        length: of the archive, in bytes.
+        length: Length of the archive in bytes.
         what: the archive, for messages.
 
     Raises:
@@ -206,7 +206,7 @@ def stored_tensor(tensor: DescribedTensor, archive: Archive, file: str) -> Store
     """Return where the elements of a described tensor are in its archive.
 
     Raises:
-        ValueError: its storage isn't there.
+        ValueError: The tensor's storage isn't there.
     """
     record, place = archive.records.get(f"data/{tensor.storage.key}"), tensor.place
     if record is None or record.nbytes < tensor.storage.nbytes:
@@ -249,7 +249,7 @@ def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     Head, row-major little-endian bytes and tail together are an archive that `torch.load` reads.
 
     Args:
-        dtype: of the elements.
+        dtype: Dtype of the elements.
         shape: lengths.
 
     Returns:
@@ -275,9 +275,9 @@ def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
     """Return the bytes of an archive of one tensor that come after the tensor's bytes.
 
     Args:
-        dtype: of the elements.
+        dtype: Dtype of the elements.
         shape: lengths.
-        crc32: of the tensor's bytes, as `zlib.crc32` returns it.
+        crc32: CRC32 of the tensor's bytes, as `zlib.crc32` returns it.
 
     Examples:
         >>> len(archive_tail(torch.uint8, (2, 3), 0)) == len(archive_tail(torch.uint8, (2, 3), 2**32 - 1))

@@ -35,7 +35,7 @@ class StoredStorage:
 
     Attributes:
         bits: uint8 (bytes,).
-        dtype: of its elements, None if each tensor names its own.
+        dtype: Dtype of its elements, None if each tensor names its own.
     """
 
     bits: torch.Tensor
@@ -47,7 +47,7 @@ class TensorLayout:
     """Where a tensor's elements are in a storage.
 
     Attributes:
-        dtype: of the elements.
+        dtype: Dtype of the elements.
         offset: elements before the first one.
         shape: lengths.
         stride: elements from one to the next, by axis.
@@ -64,9 +64,9 @@ class StorageReference:
     """A persistent id, which describes a storage.
 
     Attributes:
-        key: its record is ``data/<key>``.
-        dtype: of its elements, None if each tensor names its own.
-        nbytes: its length in bytes.
+        key: Key of the storage, whose record is ``data/<key>``.
+        dtype: Dtype of its elements, None if each tensor names its own.
+        nbytes: Length in bytes.
     """
 
     key: str
@@ -92,8 +92,8 @@ def tensor_layout(storage_dtype: torch.dtype | None, nbytes: int, arguments: tup
     """Return where a tensor's elements are in its storage.
 
     Args:
-        storage_dtype: of the storage.
-        nbytes: of the storage.
+        storage_dtype: Dtype of the storage.
+        nbytes: Bytes of the storage.
         arguments: offset, shape, strides, and then the dtype if it isn't the storage's.
 
     Raises:
@@ -137,7 +137,7 @@ def lazy_bits(dtype: torch.dtype, extra: Any) -> tuple[bool, bool]:
     """Return torch's bits for lazy conjugation and negation.
 
     Args:
-        dtype: of the tensor.
+        dtype: Dtype of the tensor.
         extra: the pickle's mapping of them, None for none.
 
     Raises:
@@ -175,7 +175,7 @@ def rebuilders(
     Args:
         tensor: called with a storage, an offset, a shape, strides, and the dtype if it isn't the storage's.
         set_bits: called with what `tensor` returned, and torch's bits for lazy conjugation and negation, None for none.
-        kinds: of tensors, as parameters may hold.
+        kinds: Kinds of tensors that parameters may hold.
     """
 
     def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> T:

@@ -33,10 +33,10 @@ class Record:
     """One entry of an archive.
 
     Attributes:
-        name: in the archive, with the folder that all records are in.
-        crc32: of its bytes; 0 if none was recorded.
+        name: Name in the archive, with the folder that all records share.
+        crc32: CRC32 of its bytes; 0 if none was recorded.
         begin: the byte of the archive where its bytes begin, after its header.
-        nbytes: its length.
+        nbytes: Length in bytes.
     """
 
     name: str
@@ -50,7 +50,7 @@ def read_directory(read: Read, length: int, what: str) -> tuple[Record, ...]:
 
     Args:
         read: returns a byte range of the archive.
-        length: of the archive, in bytes.
+        length: Length of the archive in bytes.
         what: the archive, for messages.
 
     Raises:
@@ -79,7 +79,7 @@ def _unpack(struct: Struct, data: Any, at: int, signature: bytes, name: str) -> 
 
 
 def _directory_extent(read: Read, length: int) -> tuple[int, int, int]:
-    """Return how many entries the directory has, and where it begins and ends."""
+    """Return the number of entries of the directory, and its first byte and the one past its last."""
     # At its very end, never searched for: torch writes no comment, and a search could find a planted directory.
     last = length - _END.size
     if last < 0:
@@ -184,9 +184,9 @@ class WrittenRecord:
     """A record that was written, for the directory.
 
     Attributes:
-        name: in the archive.
-        crc32: of its bytes.
-        nbytes: its length.
+        name: Name in the archive.
+        crc32: CRC32 of its bytes.
+        nbytes: Length in bytes.
         at: the byte of the archive where its header begins.
     """
 

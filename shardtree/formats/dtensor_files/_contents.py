@@ -119,7 +119,7 @@ def _names(
     members = [[one.of(int, str) for one in group.member("params", []).items()] for group in _groups(file)]
     flat = [name for group in parameter_names for name in ([group] if isinstance(group, str) else group)]
     ids = [index for group in members for index in group]
-    doing = f"open: parameter_names for {checkpoint.storage.where(file.name)!r}"
+    doing = f"open: unusable parameter_names for {checkpoint.storage.where(file.name)!r}"
     if any(not isinstance(index, int) for index in ids):
         raise TreeError(error_text(doing, found="states that have names already", fix="Leave parameter_names out."))
     lengths = [len(group) for group in parameter_names if not isinstance(group, str)]

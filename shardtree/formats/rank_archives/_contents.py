@@ -1,4 +1,4 @@
-"""What is in a checkpoint of torch.save's files: pieces of tensors as an index, and what is shown but not stored."""
+"""Contents of a checkpoint of torch.save's files: pieces of tensors as an index, and tensors derived from them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Piece:
         key: the tensor's.
         file: number of the file.
         byte: where they begin in it.
-        offset: of the box; of a flat range zeros.
-        shape: of the box; of a flat range the tensor's.
+        offset: Offset of the box; zeros for a flat range.
+        shape: Shape of the box; the tensor's for a flat range.
         start: first element of the flat range, -1 for a whole box.
         stop: one past its last element, -1 for a whole box.
         scattered: The stored tensor whose bytes in another order are the box; None where they are in this one.
@@ -76,10 +76,10 @@ def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What is in a checkpoint.
+    """Contents of a checkpoint.
 
     Attributes:
-        files: of which the index has the numbers.
+        files: Files whose numbers the index has.
         checked: the same files, with the CRC32s of their records.
         stored: the tensors that have bytes of their own.
         shown: all tensors: those that are stored, derived or numbers.
@@ -116,13 +116,13 @@ class Tensors:
     """The tensors of a checkpoint, as they are found file by file.
 
     Attributes:
-        kinds: of all tensors that are shown, by key.
-        pieces: of those that are stored, in any order, none twice.
-        derived: as in `Contents`, like the others.
-        numbers: likewise.
-        compared: likewise.
-        refused: likewise.
-        copies: likewise, those too that are known to be the same.
+        kinds: Dtype and shape of each tensor that is shown, by key.
+        pieces: Pieces of the stored tensors, in any order, none twice.
+        derived: Field of `Contents`.
+        numbers: Field of `Contents`.
+        compared: Field of `Contents`.
+        refused: Field of `Contents`.
+        copies: Field of `Contents`, with copies that are known to be the same.
         told: numbers, with the file of each.
     """
 
@@ -181,15 +181,15 @@ def contents_of(
     check: Callable[[Checkpoint], None] | None = None,
     where: Callable[[str], str] = str,
 ) -> Contents:
-    """Return what is in a checkpoint, after checking that pieces cover their tensors.
+    """Return the contents of a checkpoint, after checking that pieces cover their tensors.
 
     Args:
         files: with tensors' bytes.
         tensors: what was found in them.
         common: the common state.
-        objects: as in `Contents`.
-        check: likewise.
-        where: from a file's name to its place, for messages.
+        objects: Field of `Contents`.
+        check: Field of `Contents`.
+        where: Function from a file's name to its place, for errors.
 
     Raises:
         CorruptCheckpoint: elements of a tensor are in no file, or in two.

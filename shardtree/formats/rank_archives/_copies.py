@@ -15,12 +15,12 @@ from ._files import filled, opened_at
 
 
 class Seen:
-    """What was compared of an open checkpoint so far.
+    """Results of an open checkpoint's comparisons so far.
 
     Attributes:
         files: whether each file is known to be its rank's own.
-        boxes: of masters that are their weights, once they are rounded.
-        copies: of the tensors whose copies were compared, what to say of those that differ, else nothing.
+        boxes: Boxes of masters that equal their weights, once they are rounded.
+        copies: Text about differing copies of each tensor that was compared; empty if they are the same.
     """
 
     __slots__ = ("boxes", "copies", "files")
@@ -36,12 +36,12 @@ Stored = StoredTensor | float
 
 
 class Copy(NamedTuple):
-    """What two files have of one box of a tensor, which should be copies of each other.
+    """Two files' parts of one box of a tensor, which should be copies of each other.
 
     Attributes:
         one: what is loaded.
         other: another file's; None where it has none.
-        places: of the two files, for messages.
+        places: Places of the two files, for errors.
         offset: where the box begins in the tensor.
         same: whether they are; None where only reading tells.
     """
@@ -54,7 +54,7 @@ class Copy(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """What to say if they differ."""
+        """Text of the error if they differ."""
         return f"{self.places[1]!r} and {self.places[0]!r} have different copies of it"
 
 
@@ -127,7 +127,7 @@ def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[st
 
 
 def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
-    """Return how ranks compare all copies together, each a share by bytes; None where there are none to compare."""
+    """Return the shares in which ranks compare all copies together; None where there are none to compare."""
     if checkpoint.options.verify is None or keys.isdisjoint(copies):
         return None
     unsure = [(key, copy) for key, each in sorted(copies.items()) for copy in each if not copy.same]

@@ -31,8 +31,8 @@ class ValueAt:
 
     Attributes:
         value: anything.
-        file: for messages.
-        path: in what was saved.
+        file: Place of the file, for errors.
+        path: Path in the saved value.
 
     Examples:
         >>> ValueAt({"groups": [{"lr": "high"}]}, "optim.pt").member("groups").items()[0].member("lr").of(int, float)
@@ -70,16 +70,16 @@ class ValueAt:
         return lengths
 
     def items(self) -> list[ValueAt]:
-        """Return what a list or a tuple has."""
+        """Return the items of a list or a tuple."""
         return [ValueAt(item, self.file, (*self.path, at)) for at, item in enumerate(self.of(list, tuple))]
 
     def member(self, name: str, default: Any = None) -> ValueAt:
-        """Return what a dict has under a name; the default where that is None or isn't there."""
+        """Return the value of a dict under a name; the default where that is None or isn't there."""
         value = self.of(dict).get(name)
         return ValueAt(default if value is None else value, self.file, (*self.path, name))
 
     def members(self, *keys: type[Any]) -> dict[Any, ValueAt]:
-        """Return what a dict has, whose keys are of these types; those that are numbers count something."""
+        """Return the values of a dict whose keys are of these types; integer keys count something."""
         entries = self.of(dict)
         for key in entries:
             if not isinstance(key, keys):
@@ -120,11 +120,11 @@ class ArchiveFile:
     """A file of torch.save.
 
     Attributes:
-        name: in the checkpoint's storage.
-        where: its place, for messages.
-        length: in bytes.
+        name: Name in the checkpoint's storage.
+        where: Place of the file, for errors.
+        length: Length in bytes.
         value: what was saved, with `StoredTensor` and `StoredDTensor` in place of tensors.
-        records: of the zip, in the order of their bytes.
+        records: Records of the zip, in the order of their bytes.
     """
 
     name: str
@@ -144,7 +144,7 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
 
     Args:
         checkpoint: where they are, and how it is read.
-        names: of the files.
+        names: Names of the files.
         classes: names that pickles of the format may have, beside tensors and plain data.
 
     Raises:

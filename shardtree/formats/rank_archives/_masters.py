@@ -20,7 +20,7 @@ Read = Callable[[Sequence[ShardedTensor]], ReadReport]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What shows that a state's bytes belong to its parameter.
+    """Evidence that a state's bytes belong to its parameter.
 
     Attributes:
         master: the key of the parameter's master, whose bytes lie in the same files as the state's.
@@ -40,7 +40,7 @@ def first_difference(
         read: reads stored tensors.
         pair: the master and the weight.
         box: a part of the tensor, as a shard of either.
-        dtype: of the weight.
+        dtype: Dtype of the weight.
 
     Returns:
         The indices in the global tensor, and what was read.

@@ -33,7 +33,7 @@ def placed_box(shape: tuple[int, ...], parts: DTensorParts) -> Box:
     """Return the box that a rank holds.
 
     Args:
-        shape: of the global tensor.
+        shape: Shape of the global tensor.
         parts: the placements, and the rank's position.
 
     Raises:
@@ -77,7 +77,7 @@ RankPart = tuple[int, StoredTensor | StoredDTensor]
 
 
 def local_part(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
-    """Return what a rank has of a tensor as a tensor of its own."""
+    """Return a rank's part of a tensor as a standalone tensor."""
     return tensor.local if isinstance(tensor, StoredDTensor) else tensor
 
 

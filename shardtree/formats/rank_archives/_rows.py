@@ -101,8 +101,8 @@ def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[st
 
     Args:
         checkpoint: where they are; with ``verify=None`` copies aren't compared.
-        contents: of it.
-        keys: of the tensors that are meant.
+        contents: Contents of the checkpoint.
+        keys: Keys of the tensors.
         reads: whether copies are compared whose checksums don't say whether they are equal.
     """
     unique_keys = dict.fromkeys(keys)
@@ -209,7 +209,7 @@ def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
 
 
 def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], shown: LoadPlan) -> ReadCost:
-    """Return what loading shards would read; what a comparison of masters with weights reads isn't counted."""
+    """Return the cost of loading shards, without the comparison of masters with weights."""
     # What is shown has the masters' places in derived tensors' rows, so that it is planned anew.
     sources = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
     columns = shard_columns(sources)
@@ -231,7 +231,7 @@ ReadContents = Callable[[Checkpoint], Contents]
 
 
 def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
-    """Return what a format does that can say what is in its files: six functions, in the order of the last line.
+    """Return the rows of a format that lists its files' contents: six functions, in the order of the last line.
 
     Args:
         read_contents: called once for an open checkpoint.
@@ -267,7 +267,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return tuple(_verified(checkpoint, content))
 
     def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-        """Return how ranks compare copies together, if some of the tensors have any that only reading tells apart."""
+        """Return the shares in which ranks compare copies, if some have copies that only reading tells apart."""
         return resolution(checkpoint, contents(checkpoint).copies, keys)
 
     return load_common, load, load_objects, metadata, verify, resolve

@@ -99,7 +99,7 @@ def read_scattered(checkpoint: Checkpoint, scattered: ByKey, shards: Sequence[Sh
 
 
 def scattered_cost(scattered: ByKey, shards: Sequence[ShardedTensor]) -> ReadCost:
-    """Return the cost of what shards have of scattered tensors, assuming that all bytes which a box spans are read."""
+    """Return the cost of reading shards of scattered tensors, each box from its first byte to its last."""
     cost = ReadCost()
     for shard in shards:
         for _, tensor in _parts(scattered.get(shard.key, ()), shard):

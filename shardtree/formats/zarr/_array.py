@@ -69,7 +69,7 @@ class StoredArray:
 
     @property
     def box(self) -> Shape:
-        """The shape, of a scalar (1,)."""
+        """Shape of the array; (1,) for a scalar."""
         return self.shape or (1,)
 
     @property
