@@ -5,20 +5,25 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
-import transformers
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers.trainer_callback import CallbackHandler
 
 import shardtree as st
 from shardtree.errors import NotACheckpoint
 from tests.docs.test_blocks import fences
 from tests.docs.test_fsdp2 import ROOT, SCRIPTS, finished, killed, resumed, start
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torchao, which this imports, has invalid escapes, told when it is compiled
+    import transformers
+    from transformers.trainer import Trainer
+    from transformers.trainer_callback import CallbackHandler
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.peers]
 
@@ -111,9 +116,9 @@ CONTRACT = [
     (transformers.TrainerCallback.on_train_begin, "self args state control kwargs"),
     (transformers.TrainerCallback.on_step_begin, "self args state control kwargs"),
     (transformers.TrainerCallback.on_epoch_end, "self args state control kwargs"),
-    (transformers.Trainer.train, "self resume_from_checkpoint trial ignore_keys_for_eval"),
-    (transformers.Trainer.save_model, "self output_dir _internal_call"),
-    (transformers.Trainer.is_world_process_zero, "self"),
+    (Trainer.train, "self resume_from_checkpoint trial ignore_keys_for_eval"),
+    (Trainer.save_model, "self output_dir _internal_call"),
+    (Trainer.is_world_process_zero, "self"),
     (transformers.TrainerState.save_to_json, "self json_path"),
     (transformers.TrainerState.load_from_json, "json_path"),
     (accelerate.Accelerator.prepare, "self args device_placement"),
@@ -153,7 +158,7 @@ def test_callbacks_get_what_the_callback_saves() -> None:
 
 
 def test_trainer_reads_what_the_callback_writes() -> None:
-    names = transformers.trainer.TRAINER_STATE_NAME, inspect.getsource(transformers.Trainer._load_rng_state)
+    names = transformers.trainer.TRAINER_STATE_NAME, inspect.getsource(Trainer._load_rng_state)
     assert names[0] == "trainer_state.json", f"transformers.trainer.TRAINER_STATE_NAME has changed: {names[0]}"
     for name in ('"rng_state.pth"', 'f"rng_state_{process_index}.pth"', '["python"]', '["numpy"]', '["cpu"]'):
-        assert name in names[1], f"transformers.Trainer._load_rng_state has changed: it doesn't read {name}"
+        assert name in names[1], f"Trainer._load_rng_state has changed: it doesn't read {name}"
