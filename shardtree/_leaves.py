@@ -1,4 +1,4 @@
-"""What core and shell find by name, once they need it: the only place from which they reach what hangs from them.
+"""Names by which core and shell reach a leaf once they need it: the only place from which they do.
 
 A save or load of our own format needs none of these; whoever does imports it then. Each name is a module of the
 package and, after a colon, what of it is meant.

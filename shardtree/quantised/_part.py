@@ -77,7 +77,7 @@ class Part:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """How many of the weight's elements, along its last two axes, need one that is stored; 0 is all of them."""
+        """Elements of the weight, along its last two axes, that share one stored element; 0 means the whole axis."""
         return tuple(max(0, per) * pack for per, pack in zip(self.per or (), self.pack, strict=False))
 
     def box(self, offset: Sequence[int], shape: Sequence[int]) -> Box:
@@ -196,9 +196,9 @@ def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], t
     """Yield parts of a box, of one matrix each, as (offset, shape) in it; rows are cut at multiples in the whole.
 
     Args:
-        box: of matrices.
-        high: how many rows a part has at most.
-        wide: how many columns.
+        box: Box of matrices.
+        high: Upper bound of the rows of a part.
+        wide: Upper bound of its columns.
     """
     *front, rows, columns = box.shape
     edges = sorted({0, rows, *range(-box.offset[-2] % high, rows, high)})
@@ -254,7 +254,7 @@ def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
 
 
 def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
-    """Return what is stored of a part that a rank holds as one box, of which other ranks have some too."""
+    """Return the stored form of a part that a rank holds as one box, pieces of which other ranks hold too."""
     front, shards = shard.prepend_axis_num, []
     for box, is_own in pieces:
         inside = [low - base for low, base in zip(box.offset, shard.global_offset, strict=True)][front:]

@@ -110,7 +110,7 @@ def check_quantised(
         held: Function from a box of a weight (a shard without data) to your code's tensors on that rank, by key. None
             cuts by the form, for boxes whose edges lie between packed values.
         expected: The weights that were quantised, by key.
-        most: how far an element may be from that, as a fraction of the largest of its block: half of a step of FP4 is
+        most: Upper bound of an element's error, as a fraction of the largest of its block: half of a step of FP4 is
             a quarter, of FP8 a sixteenth.
         same_codes: whether what comes back must be stored as it was, not only have the same values: for what the form
             itself has quantised.

@@ -65,10 +65,10 @@ class Layout:
 
     Attributes:
         ranks: the number of ranks, including those without pieces.
-        global_shape: of the tensor.
-        pieces: of all ranks; main replicas tile the tensor.
-        prepended: how many leading axes the local tensors lack.
-        grid: how many equal pieces each axis is cut into; None if irregular.
+        global_shape: Shape of the global tensor.
+        pieces: Pieces of all ranks; their main replicas tile the tensor.
+        prepended: Number of leading axes that the local tensors lack.
+        grid: Number of equal pieces along each axis; None for an irregular layout.
     """
 
     ranks: int
@@ -90,7 +90,7 @@ def cut(layout: Layout, key: str, whole: torch.Tensor, rank: int) -> list[Sharde
     """Return a rank's shards of a global tensor; boxes are views of it.
 
     Args:
-        layout: of a tensor of that shape.
+        layout: Layout of a tensor of that shape.
         key: the tensor's name.
         whole: the global tensor.
         rank: the rank.
@@ -188,9 +188,9 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
 
     Args:
         draw: Hypothesis's own.
-        global_shape: of the tensor.
+        global_shape: Shape of the global tensor.
         ranks: the number of ranks; some may hold nothing.
-        prepended: how many leading axes are prepended; any number by default.
+        prepended: Number of leading axes that are prepended; any number by default.
 
     Examples:
         >>> from hypothesis import find
@@ -240,7 +240,7 @@ def flat_layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> 
 
     Args:
         draw: Hypothesis's own.
-        global_shape: of the tensor.
+        global_shape: Shape of the global tensor.
         ranks: the number of ranks.
 
     Examples:
@@ -292,7 +292,7 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
     """Return the layout that cuts one axis into a piece for each rank, or replicates the tensor on all ranks.
 
     Args:
-        global_shape: of the tensor.
+        global_shape: Shape of the global tensor.
         ranks: the number of ranks; must divide the axis.
         axis: the one that is cut; None for replicas.
 
@@ -313,7 +313,7 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
 
 
 def prependable(shape: tuple[int, ...], most: int) -> int:
-    """Return how many leading axes may be prepended: each index along them is a shard, and there may be so many."""
+    """Return the largest number of leading axes to prepend, given that each index along them is a shard."""
     return next((axes for axes in range(len(shape), 0, -1) if 0 < math.prod(shape[:axes]) <= most), 0)
 
 

@@ -43,10 +43,10 @@ class OptimizerState:
 
     Attributes:
         params: global parameters by name, in order.
-        prepended: how many leading axes of each one are prepended.
-        moments: by parameter and state key, tensors of the parameter's global shape and any dtype.
-        numbers: likewise, tensors of the shape of the prepended axes; scalars if there are none.
-        values: likewise Python values, one for each index along prepended axes.
+        prepended: Number of leading axes of each parameter that are prepended.
+        moments: Moments by parameter and state key: tensors of the parameter's global shape and any dtype.
+        numbers: States by parameter and state key of the shape of the prepended axes; scalars if there are none.
+        values: Python values by parameter and state key, one for each index along prepended axes.
         groups: hyperparameters, with the names of their parameters as ``params``.
     """
 
@@ -180,7 +180,7 @@ def rank_optimizer(
 
     Args:
         state: the global values.
-        layout: by parameter name; at most one piece on each rank.
+        layout: Layout of each parameter, by name; at most one piece on each rank.
         rank: the rank.
 
     Examples:
@@ -233,12 +233,12 @@ def check_optimizer_roundtrip(
 
     Args:
         state: the global values.
-        save_layout: by parameter name, for saving; a rank has at most one piece of each parameter.
-        load_layout: likewise, for loading.
+        save_layout: Layout of each parameter while saving, by name; a rank has at most one piece of each parameter.
+        load_layout: Layout of each parameter while loading, by name.
         by_name: whether state dicts use names rather than ids.
         directory: where the checkpoint goes; memory by default.
-        convert: as `optim_state_to_sharding_state`.
-        back: as `sharding_state_to_optim_state`.
+        convert: Function in the place of `optim_state_to_sharding_state`.
+        back: Function in the place of `sharding_state_to_optim_state`.
 
     Raises:
         AssertionError: names the rank and the state that differs, or what doesn't have one main replica.
@@ -274,7 +274,7 @@ def check_held_once(trees: list[Any]) -> None:
     """Raise unless each element and each object has exactly one main replica over all ranks.
 
     Args:
-        trees: of all ranks, without factories.
+        trees: Trees of all ranks, without factories.
 
     Raises:
         AssertionError: names what doesn't.

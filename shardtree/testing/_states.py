@@ -64,7 +64,7 @@ class GlobalState:
 
     Attributes:
         tensors: global tensors by key.
-        objects: for each key of sharded objects, the array's objects in order.
+        objects: Objects of each key's array, in order.
         common: values that are the same on every rank.
     """
 
@@ -118,7 +118,7 @@ def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> di
 
     Args:
         state: the global values.
-        layout: by tensor key.
+        layout: Layout of each tensor, by key.
         rank: the rank.
 
     Examples:
@@ -170,8 +170,8 @@ class ShardedTrees:
 
     Attributes:
         state: the global values, the oracle.
-        layout: by tensor key.
-        trees: by rank.
+        layout: Layout of each tensor, by key.
+        trees: Trees by rank.
     """
 
     state: GlobalState
@@ -237,8 +237,8 @@ def check_roundtrip(
 
     Args:
         state: the global values.
-        save_layout: by tensor key, for saving.
-        load_layout: likewise, for loading.
+        save_layout: Layout of each tensor while saving, by key.
+        load_layout: Layout of each tensor while loading, by key.
         backend: the format; the native one by default.
         version: the format's version.
         strategies: the dispatch table that has its rows.

@@ -58,7 +58,7 @@ def shapes(*, max_axes: int = 4, sizes: tuple[int, ...] = _SIZES) -> st.SearchSt
 
     Args:
         max_axes: the most axes.
-        sizes: of an axis; it shrinks to the first one.
+        sizes: Sizes of an axis to draw from; it shrinks to the first one.
 
     Examples:
         >>> from hypothesis import find
@@ -72,7 +72,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     """Return a tensor of random bits, the same for the same arguments; a quarter of floats are NaNs with payloads.
 
     Args:
-        shape: of the tensor.
+        shape: Shape of the tensor.
         dtype: any that isn't quantised.
         seed: with 0, bytes count up instead of being random, so that a failure is easy to read.
 
@@ -175,7 +175,7 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simp
 
     Args:
         draw: Hypothesis's own.
-        shape: of the tensor.
+        shape: Shape of the tensor.
         mesh: the ranks.
         simple: whether each axis is cut by at most one mesh axis, into equal parts, on all ranks.
 
@@ -222,7 +222,7 @@ class MeshCase:
     Attributes:
         whole: global tensors by key, the oracle for `shard`.
         mesh: the ranks.
-        specs: by key.
+        specs: Spec of each tensor, by key.
     """
 
     whole: Mapping[str, torch.Tensor]

@@ -31,7 +31,7 @@ The absolute one is an upper bound: see `Tolerances`.
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """How far elements may be from the expected ones: by ``atol + rtol * abs(expected)``.
+    """Allowed deviation of elements from the expected ones: ``atol + rtol * abs(expected)``.
 
     Attributes:
         rtol: Relative tolerance; None for the default of each dtype.
@@ -94,7 +94,7 @@ def largest_element(tensor: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """What is wrong with a tensor.
+    """Deviation of a tensor from the expected one.
 
     Attributes:
         excess: The largest error, as a multiple of the allowed one; infinite where none is allowed.

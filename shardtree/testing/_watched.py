@@ -19,8 +19,8 @@ class Call:
 
     Attributes:
         number: counted from 0.
-        method: of `Storage`, of `Capabilities`, or, as ``sibling.exchange``, of a `Sibling`.
-        name: of the file or folder, or of the save that makes the sibling.
+        method: Method of `Storage`, of `Capabilities`, or, as ``sibling.exchange``, of a `Sibling`.
+        name: Name of the file or folder, or of the save that makes the sibling.
     """
 
     number: int

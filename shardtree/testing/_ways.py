@@ -54,7 +54,7 @@ def check_ways(
 
     Args:
         trees: each rank's.
-        targets: likewise, of as many ranks as you like.
+        targets: Target tree of each rank, for any number of ranks.
         backend: the files' format; the native one by default.
         version: the format's version.
         strategies: the dispatch table that has its rows.

@@ -97,14 +97,14 @@ class Tracer(torch.Tensor):
 
 
 class Number(Tracer):
-    """What `item` of a traced tensor of one element gives: it fills tensors, and whatever else needs a number refuses.
+    """Result of `item` of a traced tensor of one element: it fills tensors, and refuses whatever else needs a number.
 
     As a tensor without axes, it would decide dtypes otherwise than Python's numbers do.
     """
 
 
 def number_of(tracer: Tracer) -> Number:
-    """Return what `item` of a traced tensor of one element gives."""
+    """Return the result of `item` of a traced tensor of one element."""
     with torch._C._DisableTorchDispatch():
         return Number(tracer.record, tracer.cell, tracer.meta.reshape(()))
 

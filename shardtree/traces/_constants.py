@@ -1,4 +1,4 @@
-"""What operations make of constants on the meta device: no memory there has it, so it is computed on the CPU."""
+"""Constants on the meta device: no memory there holds them, so operations on them are computed on the CPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> No
 
 
 def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operation gives of constants, where they would be; None if not all elements are known."""
+    """Return the result of an operation on constants, on their device; None if not all elements are known."""
     value = _computed(record, func, args, kwargs)
     is_away = not any(isinstance(each, Tracer) or not each.is_meta for each in tensors_in(args, kwargs))
     if value is None or not is_away or "device" in kwargs:

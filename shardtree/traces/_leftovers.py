@@ -1,4 +1,4 @@
-"""What code leaves of a trace in modules: it is taken out again, and what was there before is put back."""
+"""Tracers that code leaves in modules: they are taken out when a trace ends, and earlier values are put back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one storage holds while code runs: moves from sources, constants, and what was lost when others were written."""
+"""The elements of one storage while code runs: moves from sources, constants, and those that later writes lost."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class RecordingMode(Cells):
         return not func._schema.is_mutable and all(map(self.is_blank, tensors))
 
     def _of_constants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation gives that torch can't do on meta, as `nonzero`, of elements that are known.
+        """Return the result of an operation on known elements that torch can't do on meta, such as `nonzero`.
 
         Raises:
             TraceError: they aren't.

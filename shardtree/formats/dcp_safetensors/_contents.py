@@ -52,7 +52,7 @@ _WHY = "this format carries no checksums, shapes or count of files: headers, len
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartContents:
-    """What ranks' files hold together.
+    """Tensors that the files of all ranks make together.
 
     Attributes:
         index: Tensors, each with its parts as chunks.
@@ -88,7 +88,7 @@ class Part:
 
 
 def read_contents(checkpoint: Checkpoint) -> PartContents:
-    """Return what ranks' files hold together; their headers are read once.
+    """Return the tensors that the files of all ranks make together; their headers are read once.
 
     Raises:
         CorruptCheckpoint: A file is gone or not sound, parts overlap or leave holes, or they contradict what
@@ -105,7 +105,7 @@ def _as_told(checkpoint: Checkpoint) -> PartContents:
 
 
 def parse(checkpoint: Checkpoint) -> PartContents:
-    """Return what one rank reads of all files for all ranks.
+    """Return the contents of all files, which one rank reads for all.
 
     Raises:
         CorruptCheckpoint: A file is gone or not sound, or parts overlap or leave holes.
@@ -118,7 +118,7 @@ def parse(checkpoint: Checkpoint) -> PartContents:
 
 
 def joined(where: str, files: Sequence[WeightFile]) -> PartContents:
-    """Return what files hold together, given their headers.
+    """Return the tensors that files make together, from their headers.
 
     Args:
         where: The folder, for messages.

@@ -81,17 +81,17 @@ class Contents:
     Attributes:
         files: Files whose numbers the index has.
         checked: the same files, with the CRC32s of their records.
-        stored: the tensors that have bytes of their own.
-        shown: all tensors: those that are stored, derived or numbers.
-        derived: the master's key, of a tensor that is its master rounded.
-        numbers: tensors without axes that files hold as Python numbers.
-        compared: by the key of a state, what shows that its bytes are the parameter's.
-        refused: why a tensor can't be loaded, by its key, though it is there.
-        copies: of a tensor, by its key, that are compared when it is read; all of it, where any may differ.
-        objects: sharded objects by unique key, their tensors not filled.
-        common: the common state, its tensors not filled.
-        scattered: the boxes whose bytes are in another order, by the key of their tensor; the index has them behind
-            the end of their file.
+        stored: Tensors that have bytes of their own.
+        shown: All tensors: those that are stored, derived or numbers.
+        derived: Key of the master, by the key of a tensor that is its master rounded.
+        numbers: Tensors without axes that files hold as Python numbers.
+        compared: Evidence that a state's bytes are the parameter's, by the state's key.
+        refused: Reason that a stored tensor can't be loaded, by its key.
+        copies: Copies of a tensor that are compared when it is read, by its key; all of them if any may differ.
+        objects: Sharded objects by unique key; their tensors aren't filled.
+        common: Common state; its tensors aren't filled.
+        scattered: Boxes whose bytes are in another order, by the key of their tensor; the index has them behind the end
+            of their file.
         check: reads a little, once, before any tensor is read, and raises if a file isn't its rank's own; None where
             other comparisons show that.
     """

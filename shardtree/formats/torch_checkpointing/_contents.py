@@ -39,9 +39,10 @@ class Listing:
 
     Attributes:
         files: File of each rank that has one, by rank, for each item.
-        boxes: by item and path, as JSON, what metadata.pkl says of tensors that are no DTensors but parts of a global
-            one: by rank, the global shape, and its boxes: their offsets in that, and in the rank's tensor, and shapes.
-        described: by item and path, as JSON, the ranks whose files hold a tensor, as metadata.pkl says.
+        boxes: Descriptions in metadata.pkl of tensors that aren't DTensors but parts of a global one, by item and path
+            as JSON, then by rank. Each has the global shape and the boxes: offset there, offset in the rank's tensor,
+            and shape.
+        described: Ranks whose files hold a tensor, by item and path, as JSON from metadata.pkl.
     """
 
     files: Mapping[str, Mapping[int, str]]

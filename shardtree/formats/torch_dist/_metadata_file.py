@@ -251,7 +251,7 @@ def _refusal(file: str, transforms: Any) -> str:
 def _content(
     tensors: _TensorTable, place_table: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
 ) -> MetadataFile:
-    """Return what is listed with its places, shapes looked up in the table."""
+    """Return the content of `.metadata`, with shapes looked up in the scan's table."""
     axes, table = tensors.scan_columns.shapes.table(_MOST_NUMBERS)
     place_offset, places = place_table.columns()
     shape, count, offset, size = (

@@ -58,10 +58,10 @@ class Group:
 
     Attributes:
         index: Index of its tensors and objects; some of its files are virtual.
-        arrays: all of them.
-        sources: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for
-            bytes of the fill value.
-        untaken: why an array or a file isn't taken, by its name.
+        arrays: All arrays.
+        sources: Source of each virtual file, by its number: the array, and the cell whose file must be decoded, or None
+            for bytes of the fill value.
+        untaken: Reason that an array or a file isn't taken, by its name.
         gaps: Reasons that elements of a tensor have no values where no chunk holds them, by its key.
     """
 

@@ -234,7 +234,7 @@ def _check_random(subject: Subject) -> None:
 
 
 def _failure(subject: Subject, case: Reload) -> Exception | None:
-    """Return what a case raises, unless the format refuses it."""
+    """Return the error that a case raises, None if it passes or the format refuses it."""
     try:
         check_reloaded(subject, case.state, case.save_layout, case.load_layout)
     except Refused:

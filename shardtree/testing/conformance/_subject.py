@@ -53,7 +53,7 @@ class Subject:
         strategies: the dispatch table; None for the process's.
         directory: returns a new place for a checkpoint.
         save: writes all ranks' trees to a place, for a format without a row for saving; else None.
-        examples: how many random states are tried.
+        examples: Number of random states to try.
         protocols: signatures of the actions that the caller added, as protocols.
         holds_common: whether it holds plain values, once that was tried.
     """
@@ -199,19 +199,19 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_trees(subject: Subject, targets: Trees, place: Directory, **options: Any) -> list[Any]:
-    """Return what each rank loads for its target."""
+    """Return the tree that each rank loads for its target."""
     load = loader(subject)
     return simulate(len(targets), lambda world: load(targets[world.rank], place, world=world, **options))
 
 
 def trees_of(state: GlobalState, layout: Layouts, ranks: int | None = None) -> list[Any]:
-    """Return what each rank saves of a state."""
+    """Return the tree of a state that each rank saves."""
     count = ranks_of(layout) if ranks is None else ranks
     return [rank_tree(state, layout, rank) for rank in range(count)]
 
 
 def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
-    """Return what each rank asks for."""
+    """Return the target tree of each rank."""
     return [target_tree(state, layout, rank) for rank in range(ranks_of(layout))]
 
 

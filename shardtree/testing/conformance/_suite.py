@@ -24,8 +24,8 @@ class RefusedCase:
     """A case that a format can't represent.
 
     Attributes:
-        promise: of the case.
-        case: its name.
+        promise: Promise that the case tests.
+        case: Name of the case.
         why: the first line of the error.
     """
 
@@ -51,7 +51,7 @@ class StrategyReport:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return what was kept, refused and left out, one line for each.
+        """Return the promises that are kept, the refused cases, and those that are left out, one line for each.
 
         Examples:
             >>> print(StrategyReport(("cards", 1), ("scalars come back",), left_out={"objects come back": "no row"}))
@@ -73,8 +73,8 @@ class _BrokenPromise:
     """A promise that isn't kept.
 
     Attributes:
-        promise: its name.
-        count: how many cases there are.
+        promise: Name of the promise.
+        count: Number of cases.
         cases: the names of those that fail, simple ones first, each with what is wrong.
     """
 
@@ -110,7 +110,7 @@ def check_strategy(
         directory: returns a new place for a checkpoint on each call: a path, a URL or a `Storage`.
         save: writes trees, one for each rank, to a place, for a format without a row for saving; without it such a
             format's loads aren't tried.
-        examples: how many random states are tried.
+        examples: Number of random states to try.
         only: the names of the promises to try, for example while one of them is being fixed; all by default.
         promises: Checks of added actions, by action: a member of an Enum of the caller's, whose value is a string. A
             check is called as ``check(function, save)``, with the row's function and a ``save`` that takes trees, one
@@ -270,7 +270,7 @@ def _failure_text(backend: tuple[str, int], failures: Sequence[_BrokenPromise], 
 
 
 def _failure_reason(error: BaseException) -> str:
-    """Return what is wrong, in words: a law's message, or the exception that was raised."""
+    """Return the fault in words: a law's message, or the exception that was raised."""
     if isinstance(error, Refused):
         return f"was refused, which no format may: {error}"
     if isinstance(error, AssertionError):
