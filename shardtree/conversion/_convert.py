@@ -295,8 +295,7 @@ def _begin_or_resume(
     rehearse_tensors(target, tensors, common)
     rehearse_common(target, common)
     if start is None and save_is_alive(storage, save_id):
-        heading = f"convert: the same conversion to {storage.where()!r} is in progress"
-        raise StorageError(error_text(heading, fix="Wait for it; a call after it was killed resumes it."))
+        raise _in_progress(target)
     begun = None if start is None else _begin(target, journal, start)
     alone, durable = not target.formats.in_save_folder, target.options.durable
     claims.enter_context(owned(storage, save_id, durable=durable, has_note=begun is not None, alone=alone))
@@ -315,6 +314,11 @@ def _begin_or_resume(
     if not can(storage).late_requests:  # otherwise after the commit, which turns away late requests of killed calls
         remove_others(journal)
     return save_id, _UNFINISHED
+
+
+def _in_progress(target: ConversionTarget) -> StorageError:
+    heading = f"convert: the same conversion to {target.storage.where()!r} is in progress"
+    return StorageError(error_text(heading, fix="Wait for it; a call after it was killed resumes it."))
 
 
 def _look(target: ConversionTarget, journal: Journal) -> tuple[str, Start | None, bool]:
@@ -363,6 +367,8 @@ def _begin(target: ConversionTarget, journal: Journal, start: Start) -> Claim:
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     with ExitStack() as undo:
         claim, folder = make_folder(pending, target.formats, undo)
+        if begun_save(journal) is not None:  # another call has begun since this one looked
+            raise _in_progress(target)
         undo.pop_all()  # a later call resumes after a failure from here on
     if folder is not None:
         folder.wait()  # here, since each batch has a pending save of its own

@@ -36,7 +36,7 @@ from ..shell.storage import (
     threads_of,
     write_behind,
 )
-from ..shell.table import Checkpoint, Strategies, save_is_alive, table_of, traits_of
+from ..shell.table import Checkpoint, Strategies, is_committed, save_is_alive, table_of, traits_of
 from ._identity import common_hash, contents_of, source_of
 from ._plan import Batch
 
@@ -243,8 +243,10 @@ def remove_others(journal: Journal) -> None:
     keep = {*files_of(journal)} if others else set()
     for other in (Journal(storage, folder) for folder in others):
         save_id, names = begun_save(other), [name for name in files_of(other) if name not in keep]
-        if save_id is not None and save_is_alive(storage, save_id):
-            continue  # it has a folder of its own; the first of the two to finish wins
+        # It has a folder of its own, and the first of the two to finish wins. A finished one isn't alive any more, so
+        # whether it is committed is asked after that.
+        if save_id is not None and (save_is_alive(storage, save_id) or is_committed(storage, save_id)):
+            continue
         abort_uploads(other)
         remove_files(storage, names)
         folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.conversion import ConversionReport, convert
+from shardtree.conversion import ConversionReport, _convert, convert
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.inspection._comparison import compare
 from shardtree.storage import MemoryStorage
@@ -139,6 +139,31 @@ def test_the_same_conversion_in_progress_is_not_gone_on_with() -> None:
 
     run(SOURCE, watched(folder, before=before))
     assert refused and not compare(SOURCE, folder)
+
+
+def test_a_call_that_looked_before_the_same_conversion_began_leaves_it_its_journal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, place, rehearse = MemoryStorage(), MemoryStorage(), _convert.rehearse_common
+    st.save(
+        {f"w{n}": st.ShardedTensor.from_rank_offsets(f"w{n}", torch.full((64,), float(n))) for n in range(4)}, source
+    )
+
+    def first_batch_then_killed(call: Call) -> None:
+        if call.name.endswith("000001.done"):
+            raise Killed
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(_convert, "rehearse_common", rehearse)
+        with pytest.raises(Killed):
+            run(source, watched(place, before=first_batch_then_killed), max_bytes_in_flight=256)
+        return rehearse(*arguments)
+
+    monkeypatch.setattr(_convert, "rehearse_common", meanwhile)
+    with pytest.raises(StorageError, match=r"the same conversion to .* is in progress"):
+        run(source, place, max_bytes_in_flight=256)
+    assert run(source, place, max_bytes_in_flight=256).resumed
+    assert not compare(source, place)
 
 
 @pytest.mark.parametrize("backend", ["safetensors", "zarr"])

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.conversion import _convert
 from shardtree.errors import AlreadyACheckpoint, CheckpointingException, CheckpointReplaced
 from shardtree.interop.deepspeed import save_universal
 from shardtree.shell.table import _save_folders
@@ -213,6 +214,29 @@ def test_wherever_one_saver_comes_in_the_other(one: str) -> None:
     for other in SAVERS:
         won = check_law(one, other, list)
         assert won == {FIRST, SECOND}, other
+
+
+def test_a_conversion_takes_no_files_of_one_that_commits_while_it_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In our own format two may be under way: the second has looked again, and then the first commits."""
+    inner, clean_up = MemoryStorage(), _convert.remove_others
+
+    def native(storage: Storage, value: float) -> None:
+        st.convert(source(value), storage, backend="safetensors", verify=False, save_options=NOT_SYNCED)
+
+    def stop_at_the_clean_up(call: Call) -> None:
+        if call.method == "remove" and call.name.startswith(".convert-"):
+            raise Stopped
+
+    def after_the_other(journal: Any) -> None:
+        monkeypatch.setattr(_convert, "remove_others", clean_up)
+        with pytest.raises(Stopped):
+            native(watched(inner, before=stop_at_the_clean_up), FIRST)
+        clean_up(journal)
+
+    monkeypatch.setattr(_convert, "remove_others", after_the_other)
+    with pytest.raises((AlreadyACheckpoint, CheckpointReplaced)):
+        native(inner, SECOND)
+    assert value_in(inner) == FIRST
 
 
 class Stopped(BaseException):
