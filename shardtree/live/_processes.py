@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, util
 from typing import Any, TypeVar
 
 from ..errors import WorldError, error_text
@@ -91,6 +91,9 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
     context.set_forkserver_preload([__package__, *_shared_imports()])
     _start_server()
     ends: list[tuple[Any, Any]] = []
+    # An interpreter that ends waits for processes that aren't daemons: those that a thread has left hanging are killed
+    # before, since finalizers with a priority come first.
+    kill = util.Finalize(None, _kill, args=(ends,), exitpriority=0)
     try:
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
@@ -102,10 +105,14 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
             ends.append((process, receiver))
         yield ends
     finally:
-        for process, receiver in ends:
-            process.kill()  # does nothing if it has ended
-            process.join()
-            receiver.close()
+        kill()
+
+
+def _kill(ends: Sequence[tuple[Any, Any]]) -> None:
+    for process, receiver in ends:
+        process.kill()  # does nothing if it has ended
+        process.join()
+        receiver.close()
 
 
 def _shared_imports() -> tuple[str, ...]:
