@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from ..errors import plural
+from ..errors import NotACheckpoint, plural
 from ..series import CheckpointSeries, Removal
 from ..series.policies import (
     Choose,
@@ -25,7 +25,7 @@ from ..series.policies import (
 from ..shell.storage import listed, storage_at
 from ._names import did_you_mean, function_named
 from ._output import json_text, printable, size, working
-from ._series import find_series
+from ._series import find_series, no_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +66,15 @@ def run_prune(where: str, names: str | None, kept: Kept, *, is_removing: bool, a
 
     Raises:
         typer.BadParameter: an option names a metric that no step has, or is misspelt.
-        CheckpointingException: the steps can't be listed or removed.
+        NotACheckpoint: No step is finished.
+        CheckpointingException: The steps can't be listed or removed.
     """
     series = find_series(where, names)
     with working("listing the steps"):
-        removal = series.plan_removal(policy_of(kept, series.steps()))
+        steps = series.steps()
+        if not steps:
+            raise NotACheckpoint(no_step(where))
+        removal = series.plan_removal(policy_of(kept, steps))
     removed: tuple[int, ...] = ()
     if not as_json:
         print(removal)
@@ -84,7 +88,7 @@ def run_prune(where: str, names: str | None, kept: Kept, *, is_removing: bool, a
         print(f"removed: {plural(len(removed), 'step')}, {size(nbytes)}")
     elif removal.going:
         print("nothing was removed: --yes removes what goes")
-    return 1 if is_removing and len(removed) < len(removal.going) else 0
+    return 1 if is_removing and (len(removed) < len(removal.going) or removal.irremovable) else 0
 
 
 def policy_of(kept: Kept, steps: Sequence[SavedStep]) -> RetentionPolicy:

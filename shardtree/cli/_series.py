@@ -73,19 +73,40 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
         names: the format of the steps' folders; None to take the one that finished steps have.
 
     Raises:
-        NotACheckpoint: finished steps have several names, or no folder is named like a step.
+        NotACheckpoint: Finished steps have several names, two folders have one number, or no folder is named like a
+            step.
     """
+    if names is not None:
+        return series_in(where, names)
     with listed(storage_at(where)) as storage:
-        formats = [names] if names is not None else sorted(set(_step_folders(storage).values()))
+        folders = _step_folders(storage)
+        formats = sorted(set(folders.values()))
         if len(formats) > 1:
             # A folder that is named like a step may be anything, as the logs of a run.
-            formats = [one for one in formats if series_in(storage, one).latest() is not None] or formats
+            formats = _finished_formats(storage)
     if len(formats) == 1:
+        _refuse_twins(where, [folder for folder, own in folders.items() if own == formats[0]])
         return series_in(where, formats[0])
     if not formats:
         raise NotACheckpoint(no_step(where))
     fix = f"Name one of these series: --names {shlex.quote(formats[0])}."
     raise NotACheckpoint(error_text(f"series: several series under {where!r}", found=", ".join(formats), fix=fix))
+
+
+def _finished_formats(storage: Storage) -> list[str]:
+    """Return the formats of folders' names with a finished step, sorted."""
+    return [one for one in sorted(set(_step_folders(storage).values())) if series_in(storage, one).latest() is not None]
+
+
+def _refuse_twins(where: str, folders: Sequence[str]) -> None:
+    """Raise if two folders have one number: a run's own format means one of them, and nothing here tells which."""
+    by_number: dict[int, list[str]] = {}
+    for folder in folders:
+        by_number.setdefault(int(folder.removeprefix(str(step_prefix(folder)))), []).append(folder)
+    twins = [", ".join(several) for several in by_number.values() if len(several) > 1]
+    if twins:
+        fix = "Pass the format of the run's own folders, such as --names 'step_{:08d}'."
+        raise NotACheckpoint(error_text(f"series: folders of one step under {where!r}", offenders=twins, fix=fix))
 
 
 def series_in(root: Storage | str, names: str) -> CheckpointSeries:
@@ -200,7 +221,7 @@ def run_latest(where: str, names: str | None, *, is_verified: bool, as_json: boo
     """
     with listed(storage_at(where)) as storage:
         # A run that has saved nothing yet is an answer, and no mistake.
-        is_empty = names is None and not _step_folders(storage)
+        is_empty = names is None and not _finished_formats(storage)
     step = None
     if not is_empty:
         series = find_series(where, names)

@@ -25,6 +25,9 @@ from ..shell.table import (
 from ._listing import RECORD_FILE, FileMark, mark
 from .policies import SavedStep
 
+IRREMOVABLE = "can't be removed"
+"""The beginning of the reason for which a step stays that no policy keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
@@ -76,6 +79,11 @@ class Removal:
     def nbytes(self) -> int:
         """Bytes to remove."""
         return sum(step.nbytes for step in self.going)
+
+    @property
+    def irremovable(self) -> tuple[int, ...]:
+        """Numbers of the steps that no policy keeps and that can't be removed, such as one that is being saved."""
+        return tuple(number for number, reasons in self.kept.items() if reasons[0].startswith(IRREMOVABLE))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -130,21 +138,25 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
         return "it is a single file"
     storage = folder_in(root, folder)
     try:
-        own_files = _own(storage, strategies)
+        checkpoint_files = _own(storage, strategies)
     except CorruptCheckpoint:
         return "it is damaged, so that it isn't known which files are its own"
     except StrategyError:
         return "its format doesn't say which files are its own"
     except NotACheckpoint:
         return "it is gone"
-    if is_being_saved(storage, own_files):
+    if is_being_saved(storage, checkpoint_files):
         return "a save to it is in progress"
     names = tuple(name.removeprefix(f"{folder}/") for name in files_in(root, folder))
     # Remains of this step's own crashed saves go too, but only names that a save gives.
-    ours = [name for name in names if name in own_files or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
+    ours = [
+        name
+        for name in names
+        if name in checkpoint_files or is_save_file(name) or is_temporary(name.rpartition("/")[2])
+    ]
     # Removing through a link could empty another checkpoint.
     links = [name for name in names if is_link(root, f"{folder}/{name}")]
-    if any(name == link or name.startswith(f"{link}/") for link in links for name in (*own_files, *ours)):
+    if any(name == link or name.startswith(f"{link}/") for link in links for name in (*checkpoint_files, *ours)):
         return "files of it are links"
     order = partial(_order, deciding_files(strategies))
     marks = (mark(root, folder, name) for name in sorted(ours, key=order))

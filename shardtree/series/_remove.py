@@ -38,12 +38,10 @@ from ._listing import (
     step_number,
     write_record,
 )
-from ._removal import Removal, StepFiles, is_being_saved, step_files
+from ._removal import IRREMOVABLE, Removal, StepFiles, is_being_saved, step_files
 from .policies import NEWEST, PINNED, Choose, SavedStep, kept_steps
 
 logger = logging.getLogger("shardtree")
-
-_IRREMOVABLE = "can't be removed"
 
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
@@ -73,9 +71,8 @@ def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategi
 
 
 def _warn_of_irremovable(removal: Removal) -> None:
-    for number, reasons in removal.kept.items():
-        if reasons[0].startswith(_IRREMOVABLE):
-            logger.warning("series: step %d stays: it %s", number, reasons[0])
+    for number in removal.irremovable:
+        logger.warning("series: step %d stays: it %s", number, removal.kept[number][0])
 
 
 def drop_after(root: Storage, names: str, number: int, strategies: Strategies | None) -> tuple[int, ...]:
@@ -105,7 +102,7 @@ def _plan(
             continue
         answer = step_files(root, step.folder, step.number, strategies)
         if isinstance(answer, str):
-            reasons[step.number] = (f"{_IRREMOVABLE}: {answer}",)
+            reasons[step.number] = (f"{IRREMOVABLE}: {answer}",)
         else:
             going.append(answer)
     return Removal(steps, reasons, tuple(going))

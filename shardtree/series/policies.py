@@ -370,13 +370,13 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
 
 
 def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
-    wanted: object = policy(listing) if callable(policy) else None
+    wanted: object = getattr(policy, "choose", policy)(listing) if callable(policy) else None  # not yet a set
     if isinstance(wanted, Iterable):
         with suppress(MetadataError):
             return frozenset(whole_number("series", "a step", number, least=-(10**18)) for number in wanted)
-    found = f"{policy_name(policy)}, which returns {wanted!r}" if callable(policy) else repr(policy)
+    found = (f"{policy_name(policy)}, which returns {wanted!r}" if callable(policy) else repr(policy))[:200]
     expected = "a function from a listing to the numbers of the steps to keep, such as keep_last(3)"
-    raise MetadataError(error_text("series: not a policy", found=found[:200], expected=expected))
+    raise MetadataError(error_text("series: not a policy", found=found, expected=expected))
 
 
 def _members(policy: Choose) -> Iterator[Choose]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -118,6 +119,49 @@ def test_a_step_that_should_go_and_stays_has_status_1(root: str, monkeypatch: py
     monkeypatch.setattr(st.CheckpointSeries, "remove", pinned_meanwhile)
     assert run("series", "prune", root, "--keep-last", "3", "--yes").exit_code == 1
     assert numbers(root) == [100, 200, 300, 400]
+
+
+def test_a_step_that_is_being_saved_stays_with_status_1(tmp_path: Path) -> None:
+    series = st.CheckpointSeries(tmp_path)
+    for number in (1, 2, 3):
+        series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, number)
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    request = series.save(tree, 1, overwrite=True, async_sharded_save=True)
+    done = run("series", "prune", str(tmp_path), "--keep-last", "1", "--yes")
+    assert done.exit_code == 1 and "can't be removed: a save to it is in progress" in done.stdout
+    assert numbers(str(tmp_path)) == [1, 3]
+    request.abandon()
+
+
+def test_a_policy_that_returns_no_numbers_is_told(root: str, tmp_path: Path) -> None:
+    file = tmp_path / "policies.py"
+    file.write_text("def steps(steps):\n    return steps[-1:]\ndef nothing(steps):\n    return None\n")
+    for name in ("steps", "nothing"):
+        done = run("series", "prune", root, "--policy", f"{file}:{name}", "--yes")
+        assert done.exit_code == 2 and "not a policy" in done.stderr
+    assert numbers(root) == [100, 200, 300, 400]
+
+
+def test_names_without_a_finished_step_are_no_success(root: str) -> None:
+    for names in ("bogus_{}", "step_x{}"):
+        assert run("series", "prune", root, "--names", names, "--keep-last", "1", "--yes").exit_code == 2
+
+
+def test_folders_named_like_steps_without_one_are_an_empty_run(tmp_path: Path) -> None:
+    (tmp_path / "log_1").mkdir()
+    (tmp_path / "step_1").mkdir()
+    done = run("series", "latest", str(tmp_path))
+    assert done.exit_code == 1 and "no finished step" in done.stderr
+
+
+def test_two_folders_of_one_number_are_refused_unless_named(tmp_path: Path) -> None:
+    series = st.CheckpointSeries(tmp_path)
+    series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, 1)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_1")
+    done = run("series", "pin", str(tmp_path), "1")
+    assert done.exit_code == 2 and "step_00000001, step_1" in done.stderr
+    assert run("series", "pin", str(tmp_path), "1", "--names", "step_{:08d}").exit_code == 0
+    assert series.steps()[0].pinned
 
 
 def test_every_policy_of_the_library_can_be_typed(root: str, tmp_path: Path) -> None:
