@@ -2,7 +2,6 @@
 
 import typing
 
-from ...kit import later
 from ._listing import recognize
 
 if typing.TYPE_CHECKING:

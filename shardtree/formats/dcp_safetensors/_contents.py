@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointingException, CorruptCheckpoint, ShapeError, UnsupportedValue, error_text
+from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, ShapeError, UnsupportedValue, error_text
 from ...kit import (
     Checkpoint,
     Damage,
@@ -114,10 +114,10 @@ def parse(checkpoint: Checkpoint) -> PartContents:
     where = checkpoint.storage.where()
     with collector_paused():
         listing = ModelListing(where, part_files(checkpoint.storage.names(), where))
-        return joined(where, read_headers(checkpoint.storage, listing))
+        return _joined(where, read_headers(checkpoint.storage, listing))
 
 
-def joined(where: str, files: Sequence[WeightFile]) -> PartContents:
+def _joined(where: str, files: Sequence[WeightFile]) -> PartContents:
     """Return the tensors that files make together, from their headers.
 
     Args:
@@ -238,7 +238,11 @@ def _names(parts: Sequence[Part], files: Sequence[WeightFile]) -> str:
 
 def _check_told(checkpoint: Checkpoint, index: Index) -> None:
     """Raise where the files contradict the shapes that the caller knows."""
-    told = {key: tuple(shape) for key, shape in (checkpoint.options.shapes or {}).items()}
+    try:
+        told = {str(key): tuple(map(int, shape)) for key, shape in (checkpoint.options.shapes or {}).items()}
+    except (TypeError, ValueError, AttributeError):
+        found, expected = repr(checkpoint.options.shapes)[:200], "a dict from keys to shapes, such as {'w': (4, 2)}"
+        raise MetadataError(error_text("open: unusable LoadOptions.shapes", found=found, expected=expected)) from None
     numbers = dict(zip(told, index.find_keys(list(told)), strict=True))
     shapes = {key: index.kind(number).global_shape if number >= 0 else None for key, number in numbers.items()}
     wrong = [
@@ -268,6 +272,9 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         what = "load: targets that can't tell whether a part is missing"
         fix = "Say the saved shapes by LoadOptions(shapes=...)."
         raise ShapeError(error_text(what, offenders=lines, fix=fix))
+    if others := _other_shapes(checkpoint, contents, shards):
+        lines = (f"{key!r}: {reason}" for key, reason in sorted(others.items()))
+        raise ShapeError(error_text("load: the target has other shapes than the files make", offenders=lines))
     return load_from_index(checkpoint, contents.index, shards)
 
 
@@ -277,7 +284,11 @@ def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
     return IndexMetadata(
         contents.index,
         untaken=contents.refusals,
-        refused=lambda shards: {**contents.refusals, **_doubts(checkpoint, contents, shards)},
+        refused=lambda shards: {
+            **contents.refusals,
+            **_doubts(checkpoint, contents, shards),
+            **_other_shapes(checkpoint, contents, shards),
+        },
         unproven=dict.fromkeys({*contents.index.keys()} - _told_keys(checkpoint), _UNPROVEN),
     )
 
@@ -287,6 +298,23 @@ def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[Sha
     padded = sorted({shard.key for shard in shards if shard.allow_shape_mismatch} - _told_keys(checkpoint))
     numbers = contents.index.find_keys(padded)
     return {key: _PADDED for key, number in zip(padded, numbers, strict=True) if number >= 0}
+
+
+def _other_shapes(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
+    """Return the keys of exact targets of another shape than the files make, with the likely cause.
+
+    A general mismatch would advise to set `allow_shape_mismatch`, by which the rows of a missing file would be lost.
+    """
+    exact = {shard.key: shard.global_shape for shard in shards if not shard.allow_shape_mismatch}
+    keys = sorted(exact.keys() - _told_keys(checkpoint))
+    numbers = contents.index.find_keys(keys)
+    stored = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
+    made = {key: contents.index.kind(number).global_shape for key, number in stored.items()}
+    return {
+        key: f"the files make {shape}, not {exact[key]}: a rank's file is missing, unless the target is another model's"
+        for key, shape in made.items()
+        if shape != exact[key]
+    }
 
 
 def _told_keys(checkpoint: Checkpoint) -> Set[str]:

@@ -255,7 +255,7 @@ def _misfits(
     misfits: list[plans.Misfit] = [plans.Refusal(key, refusals[key]) for key in keys if key in refusals]
     if not kinds.keys() >= {*readable}:
         misfits += plans.find_unexpected(readable, [*index.keys()])
-    stored_shards = [shard for shard in shards if shard.key in kinds]
+    stored_shards = [shard for shard in shards if shard.key in kinds and shard.key not in refusals]
     return kinds, [*misfits, *plans.find_mismatches(stored_shards, kinds, cast=cast)]
 
 
