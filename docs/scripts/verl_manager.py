@@ -25,7 +25,7 @@ class ShardtreeManager(FSDPCheckpointManager):
         return st.from_local(from_dtensors(self.held()), st.Mesh(data=self.world_size), st.P(), self.rank)
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
-        st.save(self.shards(), local_path)
+        st.save(self.shards(), local_path, overwrite=True)  # a run that was killed here comes by again
         if self.rank == 0:
             self.register_checkpoint(local_path, max_ckpt_to_keep)
 

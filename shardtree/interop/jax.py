@@ -110,7 +110,7 @@ def _tensor(key: str, part: jax.Array) -> torch.Tensor:
     try:
         return torch.from_dlpack(part)
     except Exception as error:  # of any class: JAX and torch each refuse dtypes in their own way
-        fix = "Convert it to a dtype that torch has, such as int8, before."
+        fix = "Convert it to a wider dtype that torch has before: small floats to float32, 4-bit integers to int8."
         what = f"from_jax: torch can't take {key!r}"
         raise UnsupportedValue(error_text(what, found=f"{part.dtype}: {error}", fix=fix)) from error
 

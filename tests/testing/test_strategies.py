@@ -99,7 +99,7 @@ def test_it_shrinks_to_a_small_example_that_shows_itself(name: str) -> None:
     strategy, condition, expected = SHRUNK[name]
     phases = (Phase.generate, Phase.shrink)  # to explain takes longer than both
     found = find(strategy, condition, settings=settings(max_examples=500, database=None, phases=phases))
-    assert repr(found) == expected if expected else len(repr(found)) < 260, found
+    assert repr(found) == expected if expected else len(repr(found)) < 320, found  # a second tensor may stay
     assert pretty(found) == repr(found), "Hypothesis shows it otherwise"
 
 

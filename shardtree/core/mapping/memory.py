@@ -302,7 +302,7 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
         if not torch.equal(*(flat_bytes(results[position]) for position in (number, group[0])))
     ]
     if differ:
-        heading = f"{doing}: donated tensors share memory, but their loaded values differ"
+        heading = f"{doing}: donated tensors share memory, but their new values differ"
         fix = (
             f"Donate tensors with memory of their own (tied weights that aren't tied any more), or {doing} one of them."
         )

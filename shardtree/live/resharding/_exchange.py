@@ -257,7 +257,7 @@ def plan_reads(
     # Each rank counts once, however many of its shards want a cell: it receives a cell once and copies it to the
     # others.
     of, who = np.repeat(holders.place, holders.count), holders.rank
-    wanting = group_sums(of, np.array([stand_in.size for stand_in in alike], dtype=np.int64)[who], size.size)
+    wanting = group_sums(of, np.array([members.size for members in alike], dtype=np.int64)[who], size.size)
     length = parts.end - parts.begin
     bytes_sent = group_sums(parts.sender, length * (wanting[parts.item] - 1), ranks)
     bytes_received = group_sums(who, size[of], len(alike))[number] - group_sums(parts.sender, length, ranks)
