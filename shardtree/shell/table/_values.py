@@ -55,8 +55,7 @@ class LoadOptions:
         threads: Number of threads that check files in `verify`; None for torch's number, up to a few.
         parameter_names: Names of an optimizer's parameters, for checkpoints that have only their numbers, or whose
             values alone don't identify them: in the optimizer's order, as one sequence or one for each group.
-        shapes: Shapes of tensors by key, for `dcp_safetensors`, whose files don't prove them; files that make others
-            are an error.
+        shapes: Shapes of tensors by key, for `dcp_safetensors`, whose files don't prove them; others are errors.
 
     Examples:
         >>> LoadOptions(verify="all", exchange="never").allow_pickle
