@@ -132,10 +132,15 @@ def _fastest(ways: Ways, folder: Path, tries: int) -> dict[str, Taken]:
     """Return the least cost of each way; both run in each try, so that both see the same minutes of the machine."""
     taken: dict[str, list[Taken]] = {name: [] for name in ways}
     for trial in range(tries):
-        for name in [*ways][:: (1, -1)[trial % 2]]:  # who is first gets the pages that were idle for longest
-            folder.mkdir()
-            taken[name].append(_taken(partial(ways[name], folder)))
-            shutil.rmtree(folder)
+        for name in [*ways][:: (1, -1)[trial % 2]]:
+            costs = []
+            # A virtual machine may have given free memory back to its host, and a save takes pages of the sizes that
+            # suit its writes. So each way runs twice in a row: the second time it gets the pages that it freed itself.
+            for _ in range(2):
+                folder.mkdir()
+                costs.append(_taken(partial(ways[name], folder)))
+                shutil.rmtree(folder)
+            taken[name].append(costs[-1])
     return {
         name: Taken(min(one.clock for one in trials), min(one.processor for one in trials))
         for name, trials in taken.items()
