@@ -1,4 +1,4 @@
-"""The table of the kit's names on the page about writing a backend: `python -m tests.docs.kit_table` writes it anew."""
+"""The list of the kit's names on the page about writing a backend: `python -m tests.docs.kit_table` writes it anew."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardtree import kit
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 HEADING = "## The kit\n"
 INTRODUCTION = """
-Every name of `shardtree.kit`, with what it is. They may change with a note in the changelog.
+Every name of `shardtree.kit`; `help` says more. They may change with a note in the changelog.
 """
 
 
@@ -61,18 +61,17 @@ def summary(name: str) -> str:
         or (inspect.isclass(value) and value.__module__.startswith("shardtree"))
     )
     text = (inspect.getdoc(value) if own else constant_text(name)) or ""
-    sentence = " ".join(text.split("\n\n")[0].split()).removeprefix("Return ").rstrip(":;.")
-    return (sentence[:1].upper() + sentence[1:]).replace("|", "\\|")
+    sentence = " ".join(text.split("\n\n")[0].split()).removeprefix("Return ")
+    sentence = re.split(r"; |\. (?=[A-Z\"])", sentence)[0].rstrip(":;.")  # `help` says the rest
+    return sentence[:1].upper() + sentence[1:]
 
 
 def lines() -> Iterator[str]:
     """Yield the lines of the section."""
     for sentence, names in groups().items():
-        yield f"\n**{sentence.partition(':')[0].rstrip('.')}**"
-        if rest := sentence.partition(":")[2]:
-            yield f"({rest.strip().rstrip('.')})"
-        yield "\n| name | what it is |\n|---|---|"
-        yield from (f"| `{name}` | {summary(name)} |" for name in names)
+        heading, _, rest = sentence.rstrip(".").partition(":")
+        yield f"\n**{heading}**{rest and ':'}{rest}\n"
+        yield from (f"- `{name}`: {summary(name)}" for name in names)
 
 
 def page() -> str:

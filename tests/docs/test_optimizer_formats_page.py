@@ -1,4 +1,4 @@
-"""The page's table beside other programs: each cell of ours is tried, on a real folder where there is one."""
+"""The page's table of other programs' folders: each cell of ours is tried, on a real folder where there is one."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ ROWS: dict[str, Try] = {
     "DeepSpeed, BF16_Optimizer": lambda _: made(replace(deepspeed.SAVE, form="bf16_optimizer")),
     "DeepSpeed, ZeRO-3": lambda _: loaded(FIXTURES / "deepspeed_zero3_dp4", deepspeed.expected("deepspeed_zero3_dp4")),
     "DeepSpeed, Universal Checkpoint": universal,
-    "DeepSpeed, ranks' optimizer files exchanged": exchanged_optimizers,
+    "DeepSpeed, ZeRO-1 and 2, ranks' optimizer files exchanged": exchanged_optimizers,
     "DeepSpeed, tensor parallelism, pipelines, experts": of_a_pipeline,
     "verl, files of all ranks": lambda _: loaded(dtensors.FOLDER, dtensors.EXPECTED, dtensors.NAMED),
     "verl, a buffer of one element on each rank": buffers,
@@ -155,8 +155,8 @@ ROWS: dict[str, Try] = {
 def cells() -> dict[str, str]:
     """Our cell of each row of the table."""
     (table,) = (part for part in PAGE.read_text().split("\n\n") if part.startswith("| folder | here |"))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {folder: here for folder, here, _ in rows}
+    rows = (line.strip("|").split("|") for line in table.splitlines()[2:])
+    return {folder.strip(): here.strip() for folder, here in rows}
 
 
 def test_the_table_has_the_rows_that_are_tried() -> None:
