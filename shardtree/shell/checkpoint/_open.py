@@ -26,6 +26,7 @@ from ..table import (
     is_of_others,
     is_whole,
     metadata_bytes,
+    packages,
     stamp,
     table_of,
     traits_of,
@@ -136,15 +137,18 @@ def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
     Formats with an index of their own are tried first: a single safetensors file beside one may be an export.
     """
     # Formats recognise their own folders, since a plain DCP folder or a Hugging Face model may not get a metadata.json.
-    table = table_of(strategies)
-    rows = [(traits_of(*row[1:], strategies), row) for row in table if row[0] is StrategyAction.RECOGNIZE]
     with listed(storage, deep=False) as listing:
         names = cache(listing.names)  # called once, and only if no plain name decides
-        ordered = sorted(rows, key=lambda pair: pair[0].is_guess)
-        # Only formats whose deciding files may exist are tried, since a call imports the format.
-        asked = (row for traits, row in ordered if _may_be_in(listing, names, traits))
-        answers = (table[row](listing) for row in asked)
-        return next((fields for fields in answers if fields is not None), None)
+        for of_packages in (False, True):  # packages are imported last, and not for an empty folder
+            table = packages().rows if of_packages else table_of(strategies)
+            rows = [(traits_of(*row[1:], strategies), row) for row in table if row[0] is StrategyAction.RECOGNIZE]
+            rows.sort(key=lambda pair: pair[0].is_guess)
+            # Only formats whose deciding files may exist are tried, since a call imports the format.
+            answers = (table[row](listing) for traits, row in rows if _may_be_in(listing, names, traits))
+            fields = next((fields for fields in answers if fields is not None), None)
+            if fields is not None or not (names() or listing.length("") is not None):
+                return fields
+    return None
 
 
 def _may_be_in(storage: Storage, names: Callable[[], Sequence[str]], traits: FormatTraits) -> bool:

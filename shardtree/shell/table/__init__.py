@@ -87,6 +87,7 @@ from .base import (
     get_default_strategy,
     is_whole,
     manifests,
+    packages,
     register_default_strategy,
     table_of,
     traits_of,

@@ -8,7 +8,7 @@ to one call, or register a row for the whole process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -84,7 +84,9 @@ class StrategyTable(Mapping[Row, Strategy]):
 
     def __str__(self) -> str:
         backends = sorted({row[1:] for row in self})
-        actions = _in_order({row[0] for row in self})
+        # Our own actions come in the order of their definition, then the users' actions by name.
+        actions: list[Enum] = [action for action in StrategyAction if any(row[0] is action for row in self)]
+        actions += sorted({row[0] for row in self} - {*actions}, key=attrgetter("value"))
         heads = [f"{name} {version}" for name, version in backends]
         width = max((len(action.value) for action in actions), default=0)
         lines = ["  ".join([" " * width, *heads])]
@@ -93,12 +95,6 @@ class StrategyTable(Mapping[Row, Strategy]):
             cells = (mark.center(len(head)) for mark, head in zip(marks, heads, strict=True))
             lines.append("  ".join([action.value.ljust(width), *cells]).rstrip())
         return "\n".join(lines)
-
-
-def _in_order(actions: Set[Enum]) -> list[Enum]:
-    """Return our own actions in the order of their definition, then the users' actions by name."""
-    ours = [action for action in StrategyAction if action in actions]
-    return [*ours, *sorted(actions - {*ours}, key=attrgetter("value"))]
 
 
 @cache
@@ -122,7 +118,9 @@ def _checked_rows(table: StoredRows) -> StoredRows:
         what = "strategies: not a dispatch table"
         raise StrategyError(error_text(what, found=type(table).__name__, expected="a mapping", fix=fix))
     wrong = [
-        row for row, strategy in table.items() if not (_is_row(row) and (callable(strategy) or _is_ours(strategy)))
+        row
+        for row, strategy in table.items()
+        if not (_is_row(row) and (callable(strategy) or (isinstance(strategy, str) and ":" in strategy)))
     ]
     if wrong:
         what = "strategies: the dispatch table has invalid entries"
@@ -144,11 +142,8 @@ def _is_action(action: object) -> bool:
     return isinstance(action, Enum) and isinstance(action.value, str)
 
 
-def _is_ours(strategy: object) -> bool:
-    return isinstance(strategy, str) and ":" in strategy
-
-
 _rows: dict[Row, Strategy | str] = {**safetensors.ROWS, **leaf("formats")()}
+_OURS = frozenset(row[1:] for row in _rows)
 
 default_strategies = StrategyTable(_rows)
 """The dispatch table of the process, with every registered row. It is read-only; ``|`` makes another table."""
@@ -223,7 +218,7 @@ def get_default_strategy(action: Enum, backend: str, version: int, *, strategies
     strategy = find_strategy(*row, strategies=strategies)
     if strategy is None:
         have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
-        errors = _packages().errors
+        errors = packages().errors
         fix = "Install the package that brings this backend, register_default_strategy a function, or pass strategies=."
         offenders = [f"{action.value} exists for {have or 'no backend'}", *errors]
         error = StrategyError(error_text(f"no strategy for {_row_text(row)}", offenders=offenders, fix=fix))
@@ -239,8 +234,10 @@ def find_strategy(action: Enum, backend: str, version: int, *, strategies: Strat
         True
     """
     row = (action, backend, version)
+    # Packages bring formats and actions: none is imported for a row that one of our own formats does without.
+    is_ours = isinstance(action, StrategyAction) and row[1:] in _OURS
     # The process's table is no fallback, since the caller's table may lack a row on purpose.
-    return table_of(strategies).get(row) or _packages().rows.get(row)
+    return table_of(strategies).get(row) or (None if is_ours else packages().rows.get(row))
 
 
 def formats_with(action: Enum, *, strategies: Strategies | None = None) -> tuple[tuple[str, int], ...]:
@@ -251,8 +248,8 @@ def formats_with(action: Enum, *, strategies: Strategies | None = None) -> tuple
         True
     """
     if strategies is None:
-        _packages()  # registers the formats of installed packages
-    rows = sorted(table_of(strategies), key=_order)
+        packages()  # registers the formats of installed packages
+    rows = sorted(table_of(strategies), key=lambda row: (row[0].value, *row[1:]))
     return tuple((name, version) for other, name, version in rows if other is action)
 
 
@@ -307,12 +304,9 @@ def is_whole(strategies: Strategies | None, storage: Storage, name: str) -> bool
         >>> is_whole(None, folder, ".metadata")
         False
     """
-    fits = (traits.is_whole for traits in _all_traits(strategies) if _decides(name, traits))
+    all_traits = _all_traits(strategies)
+    fits = (one.is_whole for one in all_traits if any(fnmatchcase(name, pattern) for pattern in one.decided_by))
     return next(fits, seems_whole)(storage, name)
-
-
-def _decides(name: str, traits: FormatTraits) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in traits.decided_by)
 
 
 def _all_traits(strategies: Strategies | None) -> list[FormatTraits]:
@@ -338,7 +332,7 @@ def table_of(strategies: Strategies | None) -> Strategies:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packages:
+class Packages:
     """Formats from entry points of installed packages.
 
     Attributes:
@@ -351,11 +345,11 @@ class _Packages:
 
 
 @cache
-def _packages() -> _Packages:
-    """Load entry points once; failures are warned of, and named in errors about missing rows."""
+def packages() -> Packages:
+    """Return the formats of installed packages, loaded once; failures are warned of, and named in later errors."""
     before = set(default_strategies)
     errors: dict[str, Exception] = {}
-    # This runs only if a row is missing, so that a package that isn't needed can't slow down or break a program.
+    # This runs only if a format isn't ours, so that a package that isn't needed can't slow down or break a program.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry_point.load()
@@ -366,7 +360,7 @@ def _packages() -> _Packages:
         fix = "Their formats are missing. Repair or uninstall these packages."
         text = error_text("strategies: installed packages are broken", offenders=list(errors), fix=fix)
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return _Packages({row: default_strategies[row] for row in default_strategies if row not in before}, errors)
+    return Packages({row: default_strategies[row] for row in default_strategies if row not in before}, errors)
 
 
 def _checked_row(action: Enum, backend: str, version: int) -> Row:
@@ -381,7 +375,3 @@ def _checked_row(action: Enum, backend: str, version: int) -> Row:
 
 def _row_text(row: Row) -> str:
     return f"{row[0].value} with backend {row[1][:100]!r}, version {row[2]}"
-
-
-def _order(row: Row) -> tuple[str, str, int]:
-    return row[0].value, row[1], row[2]

@@ -150,6 +150,11 @@ from shardtree.strategies import StrategyAction, register_default_strategy
 @register_default_strategy(StrategyAction.LOAD_COMMON, "cards", 1)
 def load_common(checkpoint):
     return {"from": "cards"}
+
+@register_default_strategy(StrategyAction.RECOGNIZE, "cards", 1)
+def recognize(storage):
+    names = {"sharded_backend": "cards", "common_backend": "cards"}
+    return names if storage.length("deck.txt") is not None else None
 """
 
 USE = """
@@ -183,6 +188,32 @@ def test_the_first_look_up_that_misses_reads_what_packages_bring(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("{'from': 'cards'}") == 2
     assert "('cards', 1), " in done.stdout and "('safetensors', 1)" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_package_is_imported_for_a_folder_that_is_not_ours_and_for_nothing_of_ours(tmp_path):
+    """Its folder is recognised before anything else of it is asked for, so that a save doesn't take it for free."""
+    use = """
+    import sys, torch, shardtree as st
+    from shardtree.errors import AlreadyACheckpoint
+    from shardtree.storage import MemoryStorage
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 1}
+    native, deck = MemoryStorage(), MemoryStorage()
+    for _ in range(2):
+        st.save(tree, native, overwrite=True)
+        st.load(tree, native)
+    assert not st.is_checkpoint(MemoryStorage())
+    assert "card_strategies" not in sys.modules, "imported for our own formats"
+    deck.replace("deck.txt", b"seven of hearts", durable=False)
+    assert st.is_checkpoint(deck)
+    try:
+        st.save(tree, deck)
+    except AlreadyACheckpoint:
+        print("refused")
+    """
+    done = run_with_package(tmp_path, PACKAGE, use)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "refused"
 
 
 @pytest.mark.slow
