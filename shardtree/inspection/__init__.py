@@ -23,10 +23,19 @@ if typing.TYPE_CHECKING:
     from ._explained import Explanation, FailedCheck, RankReads, Undecided
     from ._fingerprint import fingerprint, in_usual_threads
     from ._no_checkpoint import step_prefix
-    from ._opened import OpenCheckpoint, StoredBoxes, index_of, largest_tensors, open_checkpoint, tree_of
+    from ._opened import (
+        OpenCheckpoint,
+        StoredBoxes,
+        index_of,
+        largest_tensors,
+        open_checkpoint,
+        refuse_unproven,
+        tree_of,
+        unproven_of,
+    )
     from ._replicas import check_replicas
     from ._verify import verify
-    from ._whole_tensors import load_plain_tensors, refuse_unproven, unproven_of
+    from ._whole_tensors import load_plain_tensors
 else:
     from ..core.deferred import later
 
@@ -42,9 +51,12 @@ else:
             "._explained": "Explanation FailedCheck RankReads Undecided",
             "._fingerprint": "fingerprint in_usual_threads",
             "._no_checkpoint": "step_prefix",
-            "._opened": "OpenCheckpoint StoredBoxes index_of largest_tensors open_checkpoint tree_of",
+            "._opened": (
+                "OpenCheckpoint StoredBoxes index_of largest_tensors open_checkpoint refuse_unproven tree_of "
+                "unproven_of"
+            ),
             "._replicas": "check_replicas",
             "._verify": "verify",
-            "._whole_tensors": "load_plain_tensors refuse_unproven unproven_of",
+            "._whole_tensors": "load_plain_tensors",
         },
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from operator import attrgetter
@@ -17,7 +17,7 @@ from ..core.layouts import StoredLayout
 from ..core.lazy import frozen_values, stored_each
 from ..core.mapping import ShardedObject, ShardedTensor, box_of, with_data
 from ..core.trees import near_names, without_holes
-from ..errors import KeyMismatch, StrategyError, error_text
+from ..errors import KeyMismatch, ShapeError, StrategyError, error_text
 from ..maintenance import check_taken
 from ..shell.checkpoint import (
     common_backend,
@@ -306,8 +306,32 @@ class StoredBoxes:
 
     def __call__(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements."""
+        refuse_unproven("read", self.tree.metadata, [self.key])
         # Each read gets new memory: the caller may keep the result, and change it.
         data = new_memory(self.key, shape, self.dtype)
         box = box_of(self.key, data, self.dtype, self.global_shape, offset, shape)
         unreplaced(self.tree.checkpoint, self.load_sharded, [box])
         return data
+
+
+def unproven_of(metadata: object) -> Mapping[str, str]:
+    """Return the reasons that shapes in a checkpoint's metadata may be too small, by key."""
+    return metadata.unproven if isinstance(metadata, IndexMetadata) else {}
+
+
+def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None:
+    """Raise if a tensor that is read whole, without a target, may be larger than its files say.
+
+    Args:
+        doing: Name of the action, for the message.
+        metadata: A checkpoint's metadata.
+        keys: Keys that are read.
+
+    Raises:
+        ShapeError: Names them, with the reason.
+    """
+    reasons = unproven_of(metadata)
+    if wrong := [key for key in keys if key in reasons]:
+        why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
+        fix = f"In this format {why}. Say the saved shapes by LoadOptions(shapes=...), or load into a target."
+        raise ShapeError(error_text(f"{doing}: tensors of unproven shapes", offenders=map(repr, wrong), fix=fix))

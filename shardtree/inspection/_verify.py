@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from ..core.ambient import shielded
-from ..core.geometry import as_int
+from ..core.geometry import as_int, shared_groups
+from ..core.layouts import shard_boxes
 from ..errors import CorruptCheckpoint, StorageError, UnsafeFile, UnsupportedValue, error_text, plural
 from ..formats.manifest import manifest_findings
 from ..maintenance import refused_findings
@@ -32,6 +35,7 @@ from ..shell.table import (
     refuse_replaced,
     unless_replaced,
 )
+from ..shell.table.index import DeferredMetadata, IndexMetadata, chunks_of, text_at
 from ..shell.world import one_process
 
 logger = logging.getLogger("shardtree")
@@ -129,7 +133,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
         findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row()))
         findings += _passed_over(checkpoint, findings, strategies)
         if not is_damaged(findings):  # damaged bytes can't be loaded in any case
-            findings += tuple(_common_findings(checkpoint, strategies))
+            findings += (*_common_findings(checkpoint, strategies), *_overlaps(checkpoint, strategies))
     if is_damaged(findings):
         refuse_replaced(checkpoint)
     return tuple(one for one in findings if not (isinstance(one, Unchecked) and one.file in whole))
@@ -159,6 +163,26 @@ def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> I
         yield from refused_findings({"the common state": str(error)})
     except CorruptCheckpoint as error:
         yield Damage("", str(error))
+
+
+def _overlaps(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator[Damage]:
+    """Yield damage of tensors whose stored chunks overlap, which every load refuses although their bytes are right."""
+    load_metadata = strategy_of(StrategyAction.LOAD_METADATA, None, sharded_backend(checkpoint.fields), strategies)
+    try:
+        metadata = load_metadata(checkpoint)
+    except (UnsafeFile, UnsupportedValue):
+        return  # the format's own row reports what isn't read
+    except CorruptCheckpoint as error:
+        yield Damage("", str(error))
+        return
+    stored = metadata.stored if isinstance(metadata, DeferredMetadata) else metadata
+    if not isinstance(stored, IndexMetadata):
+        return
+    chunks = chunks_of(stored.index, np.arange(stored.index.key_axes.size))
+    boxes = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
+    for number in shared_groups(chunks.key[boxes.shard], boxes.offset, boxes.shape).tolist():
+        key = text_at(stored.index.key_text, stored.index.key_start, number)
+        yield Damage("", f"stored chunks of {key!r} overlap", keys=(key,))
 
 
 def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Unchecked, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -13,7 +13,7 @@ import torch
 
 from ..core.ambient import shielded
 from ..core.mapping import ShardedTensor
-from ..errors import ShapeError, error_text
+from ..errors import error_text
 from ..shell.checkpoint import open_together, sharded_metadata, tensors_of
 from ..shell.checkpoint.loading import (
     Destination,
@@ -27,8 +27,9 @@ from ..shell.checkpoint.loading import (
 )
 from ..shell.storage import Directory
 from ..shell.table import Checkpoint, LoadOptions, Strategies
-from ..shell.table.index import IndexMetadata, untaken_of
+from ..shell.table.index import untaken_of
 from ..shell.world import agree, current_world, share
+from ._opened import refuse_unproven
 
 logger = logging.getLogger("shardtree")
 
@@ -79,29 +80,6 @@ def load_plain_tensors(
     if how.report is not None:
         how.report(replace(amount, left_out=tuple(reasons), exchange=reading.exchange.why))
     return dict(zip(target, tensors, strict=True))
-
-
-def unproven_of(metadata: object) -> Mapping[str, str]:
-    """Return the reasons that shapes in a checkpoint's metadata may be too small, by key."""
-    return metadata.unproven if isinstance(metadata, IndexMetadata) else {}
-
-
-def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None:
-    """Raise if a tensor that is read whole, without a target, may be larger than its files say.
-
-    Args:
-        doing: Name of the action, for the message.
-        metadata: A checkpoint's metadata.
-        keys: Keys that are read.
-
-    Raises:
-        ShapeError: Names them, with the reason.
-    """
-    reasons = unproven_of(metadata)
-    if wrong := [key for key in keys if key in reasons]:
-        why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
-        fix = f"In this format {why}. Say the saved shapes by LoadOptions(shapes=...), or load into a target."
-        raise ShapeError(error_text(f"{doing}: tensors of unproven shapes", offenders=map(repr, wrong), fix=fix))
 
 
 def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:

@@ -115,6 +115,8 @@ def test_what_reads_without_a_target_wants_to_be_told(tmp_path: Path) -> None:
     for read in (
         lambda: st.convert(FSDP, tmp_path / "out", backend="safetensors"),
         lambda: st.load_plain_tensors(FSDP),
+        lambda: st.open_checkpoint(FSDP)[HEAD].data[:1].read(),
+        lambda: st.save({HEAD: st.open_checkpoint(FSDP)[HEAD]}, tmp_path / "copy"),
     ):
         with pytest.raises(ShapeError, match=r"shapes=\.\.\."):
             read()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CorruptCheckpoint
+from shardtree.core.layouts import shard_columns
+from shardtree.errors import CorruptCheckpoint, IntegrityError
+from shardtree.shell.storage import StoredFile
+from shardtree.shell.table.index import build_index, rows_from_index
+from shardtree.strategies import StrategyAction
 from tests.options import load_keywords
 from tests.shell.checkpoint.parts import files as walk
 from tests.shell.checkpoint.parts import saved, whole
@@ -65,3 +70,19 @@ def test_damage_beside_what_is_read_of_a_block(backend: Any, verify: Any) -> Non
     loaded, report = load(folder, (700, 710), verify)
     assert torch.equal(loaded, WHOLE[700:710])
     assert (report.bytes_read, report.blocks_checked) == (10 * 4096, 0)
+
+
+def test_chunks_that_overlap_are_damage() -> None:
+    """Every load refuses them, although each byte is as its hash says."""
+    rows = [st.ShardedTensor("w", torch.ones(2, 2), torch.float32, (2, 2), (3, 2), (low, 0), None) for low in (0, 1)]
+    byte = np.array([64, 80])
+    index = build_index(shard_columns(rows, 0), np.zeros(2, dtype=np.int64), byte, files=[StoredFile("f", 96)])
+    storage = st.storage.MemoryStorage()
+    storage.replace("f", bytes(96), durable=False)
+    storage.replace("metadata.json", b'{"sharded_backend": "doubled", "common_backend": "doubled"}', durable=False)
+    table = st.default_strategies | rows_from_index("doubled", 1, lambda checkpoint: index)
+    table |= {(StrategyAction.LOAD_COMMON, "doubled", 1): lambda checkpoint: {}}
+    with pytest.raises(IntegrityError, match="stored chunks overlap"):
+        st.load_plain_tensors(storage, strategies=table)
+    (damage,) = st.verify(storage, strategies=table)
+    assert damage.keys == ("w",) and "overlap" in damage.what

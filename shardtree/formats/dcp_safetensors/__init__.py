@@ -1,4 +1,4 @@
-"""Ranks' parts of a model in safetensors files, as DCP and transformers' distributed checkpoints keep them."""
+"""Ranks' parts of a model in safetensors files, the format of DCP and of transformers' distributed checkpoints."""
 
 import typing
 

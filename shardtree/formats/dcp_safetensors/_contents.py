@@ -1,7 +1,7 @@
-"""Ranks' parts as one checkpoint: offsets from the headers of all files, tensors that the parts tile.
+"""Contents of ranks' parts as one checkpoint: the headers of all files give offsets, and parts must tile tensors.
 
 No file lists the others, and no header has a global shape. A tensor's shape is therefore the smallest that its parts
-fit into. Where the last parts are missing, the rest tiles a smaller tensor: only who knows the shape can tell.
+fit into. If the last parts are missing, the others tile a smaller tensor, which only a caller who knows the shape sees.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class PartContents:
     """Tensors that the files of all ranks make together.
 
     Attributes:
-        index: Tensors, each with its parts as chunks.
-        refusals: Reasons that a tensor can't be loaded, by key.
-        texts: Strings that the files keep beside tensors and offsets.
+        index: Index of the tensors, with their parts as chunks.
+        refusals: Reason that a tensor can't be loaded, by key.
+        texts: Strings in the files' headers beside tensors and offsets.
     """
 
     index: Index
@@ -91,14 +91,14 @@ def read_contents(checkpoint: Checkpoint) -> PartContents:
     """Return the tensors that the files of all ranks make together; their headers are read once.
 
     Raises:
-        CorruptCheckpoint: A file is gone or not sound, parts overlap or leave holes, or they contradict what
-            ``LoadOptions(shapes=...)`` says.
-        UnsupportedValue: The files are of another version of the format.
+        CorruptCheckpoint: A file is missing or not sound, parts overlap or leave holes, or they contradict
+            ``LoadOptions(shapes=...)``.
+        UnsupportedValue: The files have another version of the format.
     """
-    return checkpoint.once(_as_told)
+    return checkpoint.once(_checked)
 
 
-def _as_told(checkpoint: Checkpoint) -> PartContents:
+def _checked(checkpoint: Checkpoint) -> PartContents:
     contents: PartContents = checkpoint.once(parse)
     _check_told(checkpoint, contents.index)
     return contents
@@ -108,8 +108,8 @@ def parse(checkpoint: Checkpoint) -> PartContents:
     """Return the contents of all files, which one rank reads for all.
 
     Raises:
-        CorruptCheckpoint: A file is gone or not sound, or parts overlap or leave holes.
-        UnsupportedValue: The files are of another version of the format.
+        CorruptCheckpoint: A file is missing or not sound, or parts overlap or leave holes.
+        UnsupportedValue: The files have another version of the format.
     """
     where = checkpoint.storage.where()
     with collector_paused():
@@ -121,12 +121,12 @@ def _joined(where: str, files: Sequence[WeightFile]) -> PartContents:
     """Return the tensors that files make together, from their headers.
 
     Args:
-        where: The folder, for messages.
+        where: Place of the folder, for errors.
         files: Headers of all ranks' files.
 
     Raises:
         CorruptCheckpoint: Offsets aren't sound, or parts overlap or leave holes.
-        UnsupportedValue: The files are of another version of the format.
+        UnsupportedValue: The files have another version of the format.
     """
     check_numbers([entry for file in files for entry in file.entries], where)
     refusals = {entry.name: reason for file in files for entry in file.entries if (reason := refusal(entry))}
@@ -135,8 +135,8 @@ def _joined(where: str, files: Sequence[WeightFile]) -> PartContents:
         for part in _parts(number, file, refusals):
             parts.setdefault(part.entry.name, []).append(part)
     parts = dict(sorted(parts.items()))
-    kinds = {key: _whole(key, own, files) for key, own in parts.items()}
-    rows = [part for own in parts.values() for part in own]
+    kinds = {key: _whole(key, key_parts, files) for key, key_parts in parts.items()}
+    rows = [part for key_parts in parts.values() for part in key_parts]
     columns = _columns(kinds, parts)
     _check_tiled(where, columns, parts, files)
     index = build_index(
@@ -145,8 +145,8 @@ def _joined(where: str, files: Sequence[WeightFile]) -> PartContents:
         np.array([files[part.file].data_start + part.entry.start for part in rows], dtype=np.int64),
         files=[StoredFile(file.name, file.length) for file in files],
     )
-    own_texts = (_OFFSETS, _VERSION)
-    texts = [(file.name, {name: text for name, text in file.texts.items() if name not in own_texts}) for file in files]
+    known = (_OFFSETS, _VERSION)
+    texts = [(file.name, {name: text for name, text in file.texts.items() if name not in known}) for file in files]
     return PartContents(index, refusals, joined_texts(texts))
 
 
@@ -164,11 +164,11 @@ def _parts(number: int, file: WeightFile, refusals: Mapping[str, str]) -> Iterat
 
 def _offsets(file: WeightFile) -> Mapping[str, Any]:
     if (version := file.texts.get(_VERSION, _KNOWN_VERSION)) != _KNOWN_VERSION:
-        what = f"open: {file.name!r} is of another version of {_OFFSETS}"
+        what = f"open: {file.name!r} has another version of {_OFFSETS}"
         fix = "Load it with the program that wrote it."
         raise UnsupportedValue(error_text(what, found=version[:100], expected=_KNOWN_VERSION, fix=fix))
     if _OFFSETS not in file.texts:
-        raise _unsound(file, f"no {_OFFSETS}", "where each of its tensors lies in the whole one")
+        raise _unsound(file, f"no {_OFFSETS}", "the offset of each of its parts")
     offsets = parse_json(file.texts[_OFFSETS].encode(), f"open: {_OFFSETS} of {file.name!r}")
     return offsets if isinstance(offsets, dict) else {}
 
@@ -189,21 +189,21 @@ def _unsound(file: WeightFile, found: str, expected: str) -> CorruptCheckpoint:
 
 
 def _whole(key: str, parts: Sequence[Part], files: Sequence[WeightFile]) -> TensorKind:
-    """Return the kind of the smallest tensor that parts fit into."""
+    """Return dtype and shape of the smallest tensor that parts fit into."""
     first = parts[0]
     for part in parts:
         if part.kind.dtype != first.kind.dtype or len(part.offset) != len(first.offset):
             what = f"open: files have parts of several tensors named {key[:200]!r}"
-            found = [f"{files[each.file].name!r}: {each.kind}" for each in (first, part)]
-            fix = "They are of different saves; take the files of one."
-            raise CorruptCheckpoint(error_text(what, found=" and ".join(found), fix=fix))
+            pair = [f"{files[other.file].name!r}: {other.kind}" for other in (first, part)]
+            fix = "They belong to different saves; take the files of one."
+            raise CorruptCheckpoint(error_text(what, found=" and ".join(pair), fix=fix))
     ends = (part.stop for part in parts)
     return TensorKind(first.kind.dtype, tuple(map(max, zip(*ends, strict=True))), 0)
 
 
 def _columns(kinds: Mapping[str, TensorKind], parts: Mapping[str, Sequence[Part]]) -> ShardColumns:
-    rows = [part for own in parts.values() for part in own]
-    number = np.repeat(np.arange(len(parts)), [len(own) for own in parts.values()])
+    rows = [part for key_parts in parts.values() for part in key_parts]
+    number = np.repeat(np.arange(len(parts)), [len(key_parts) for key_parts in parts.values()])
     offset = box_column([part.offset for part in rows], fill=0)
     return stored_columns(kinds, number, offset, box_column([part.kind.global_shape for part in rows], fill=1))
 
@@ -211,13 +211,13 @@ def _columns(kinds: Mapping[str, TensorKind], parts: Mapping[str, Sequence[Part]
 def _check_tiled(
     where: str, columns: ShardColumns, parts: Mapping[str, Sequence[Part]], files: Sequence[WeightFile]
 ) -> None:
-    """Raise where parts overlap or leave holes."""
-    # Counted as Python's numbers: offsets come from a file, and the product of large ones wouldn't fit a column.
+    """Raise if parts overlap or leave holes."""
+    # Python's integers are used, since offsets come from a file and the product of large ones wouldn't fit a column.
     wrong: dict[str, str] = {}
     for key, kind in zip(columns.keys, columns.kinds, strict=True):
         size, stored = prod(kind.global_shape), sum(prod(part.kind.global_shape) for part in parts[key])
         if size > stored:
-            wrong[key] = f"{size - stored} of the {size} elements that shape {kind.global_shape} has are in no file"
+            wrong[key] = f"{size - stored} of {size} elements of shape {kind.global_shape} are in no file"
         elif size < stored:
             wrong[key] = "parts overlap"
     even = [number for number, key in enumerate(columns.keys) if key not in wrong]
@@ -237,7 +237,7 @@ def _names(parts: Sequence[Part], files: Sequence[WeightFile]) -> str:
 
 
 def _check_told(checkpoint: Checkpoint, index: Index) -> None:
-    """Raise where the files contradict the shapes that the caller knows."""
+    """Raise if the files contradict the shapes that the caller gave."""
     try:
         told = {str(key): tuple(map(int, shape)) for key, shape in (checkpoint.options.shapes or {}).items()}
     except (TypeError, ValueError, AttributeError):
@@ -252,7 +252,7 @@ def _check_told(checkpoint: Checkpoint, index: Index) -> None:
     ]
     if wrong:
         what = f"open: the files in {checkpoint.storage.where()!r} don't make the tensors of LoadOptions(shapes=...)"
-        fix = "A rank's file is missing, unless the shapes are another model's."
+        fix = "A rank's file is missing, unless the shapes belong to another model."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
 
@@ -263,14 +263,14 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         KeyMismatch: No file has a part of a tensor.
         ShapeError: The parts make another shape than the target's, or have another dtype; or a target takes any shape.
         UnsupportedValue: A tensor has a dtype that torch lacks.
-        CorruptCheckpoint: The files aren't sound, or don't fit each other.
+        CorruptCheckpoint: The files aren't sound, or contradict each other.
     """
     contents = read_contents(checkpoint)
     check_taken(contents.refusals, [shard.key for shard in shards])
     if doubts := _doubts(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(doubts.items()))
         what = "load: targets that can't tell whether a part is missing"
-        fix = "Say the saved shapes by LoadOptions(shapes=...)."
+        fix = "Pass the saved shapes as LoadOptions(shapes=...)."
         raise ShapeError(error_text(what, offenders=lines, fix=fix))
     if others := _other_shapes(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(others.items()))
@@ -289,21 +289,26 @@ def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
             **_doubts(checkpoint, contents, shards),
             **_other_shapes(checkpoint, contents, shards),
         },
-        unproven=dict.fromkeys({*contents.index.keys()} - _told_keys(checkpoint), _UNPROVEN),
+        unproven=dict.fromkeys(_with_axes(contents.index) - _told_keys(checkpoint), _UNPROVEN),
     )
 
 
+def _with_axes(index: Index) -> set[str]:
+    """Return the keys of tensors that have axes, along which parts may be missing."""
+    return {key for key, axes in zip(index.keys(), index.key_axes.tolist(), strict=True) if axes}
+
+
 def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
-    """Return the reasons why targets of any shape don't tell whether a part is missing, by key."""
+    """Return the reasons that targets of any shape can't be loaded, by key: a missing part wouldn't be noticed."""
     padded = sorted({shard.key for shard in shards if shard.allow_shape_mismatch} - _told_keys(checkpoint))
     numbers = contents.index.find_keys(padded)
     return {key: _PADDED for key, number in zip(padded, numbers, strict=True) if number >= 0}
 
 
 def _other_shapes(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
-    """Return the keys of exact targets of another shape than the files make, with the likely cause.
+    """Return the likely causes of shape mismatches, by the keys of targets whose shape must be exact.
 
-    A general mismatch would advise to set `allow_shape_mismatch`, by which the rows of a missing file would be lost.
+    The general error would advise setting `allow_shape_mismatch`, which would lose the rows of a missing file.
     """
     exact = {shard.key: shard.global_shape for shard in shards if not shard.allow_shape_mismatch}
     keys = sorted(exact.keys() - _told_keys(checkpoint))
@@ -322,13 +327,13 @@ def _told_keys(checkpoint: Checkpoint) -> Set[str]:
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the strings that files keep beside their tensors, as ``__metadata__``; {} if there are none."""
+    """Return the strings in the files' headers, as ``__metadata__``; {} if there are none."""
     texts = read_contents(checkpoint).texts
     return {TEXTS: dict(texts)} if texts else {}
 
 
 def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the contradictions of headers, and that no byte has a checksum."""
+    """Return the damage of headers, and all files as unchecked, since no byte has a checksum."""
     try:
         contents = read_contents(checkpoint)
     except CheckpointingException as error:

@@ -12,14 +12,14 @@ BACKEND, VERSION = "dcp_safetensors", 1
 
 _NAME = re.compile(r"shard-\d{5,9}-model-\d{5,9}-of-(\d{5,9})\.safetensors", re.ASCII)
 
-# What a whole model is read by, which says its shapes: consolidated parts, or another save of the model.
+# These files say that the folder has the whole model too: consolidated parts, or another save of the model.
 _WHOLE = re.compile(r"(model|diffusion_pytorch_model)\.safetensors(\.index\.json)?")
 
 
 def recognize(storage: Storage) -> Fields | None:
     """Return the fields of metadata.json for a folder of ranks' parts; None for anything else.
 
-    A folder that has the whole model too, as where the parts were consolidated in place, is a Hugging Face model's.
+    A folder that also has the whole model, for example after consolidation in place, is read as a Hugging Face model.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -44,10 +44,10 @@ def part_files(names: Iterable[str], where: str) -> tuple[str, ...]:
 
     Args:
         names: Names in the folder.
-        where: The folder, for messages.
+        where: Place of the folder, for errors.
 
     Raises:
-        CorruptCheckpoint: There is none any more, or they are of several saves.
+        CorruptCheckpoint: The files are gone, or belong to several saves.
 
     Examples:
         >>> part_files(["shard-00001-model-00001-of-00001.safetensors", "config.json"], "example")
@@ -58,6 +58,6 @@ def part_files(names: Iterable[str], where: str) -> tuple[str, ...]:
     if len(counts) != 1:
         found = " and ".join(f"files of {count}" for count in sorted(counts)) or "no file of a rank"
         what, expected = f"open: {where!r} doesn't hold the parts of one save", "shard-RRRRR-model-NNNNN-of-NNNNN"
-        fix = "Move the files of other saves away: only you know which belong together."
+        fix = "Move the files of other saves away; nothing in them says which are current."
         raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
     return tuple(matches)
