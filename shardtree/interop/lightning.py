@@ -94,7 +94,8 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
         """Return the checkpoint, read by this process alone, with tensors on the CPU or the device `map_location`."""
         if not is_checkpoint(path, world=one_process()):
             located = {} if map_location is None else {"map_location": map_location}
-            own: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only, **located)
+            only = _weights_only(self.load_options, weights_only)
+            own: dict[str, Any] = super().load_checkpoint(path, weights_only=only, **located)
             return own
         if not isinstance(map_location, str | torch.device | None):
             what = "load_checkpoint: map_location of a checkpoint of shardtree's must be a device"
@@ -108,14 +109,14 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: Place) -> None:
         """Remove a checkpoint: first the file that makes it one, so that what a kill leaves isn't taken for one."""
-        place = Path(path).absolute()
-        storage = storage_at(place.parent)
-        if is_link(storage, place.name):  # ModelCheckpoint(save_last="link") links a checkpoint, which stays
-            storage.remove(place.name)
+        parent, _, name = (str(path) if "://" in str(path) else str(Path(path).absolute())).rstrip("/").rpartition("/")
+        storage = storage_at(parent or "/")
+        if is_link(storage, name):  # ModelCheckpoint(save_last="link") links a checkpoint, which stays
+            storage.remove(name)
             return
-        if is_folder(storage, place.name):
-            for name in ("metadata.json", ".metadata"):
-                storage.remove(f"{place.name}/{name}")
+        if is_folder(storage, name):
+            for deciding in ("metadata.json", ".metadata"):
+                storage.remove(f"{name}/{deciding}")
         super().remove_checkpoint(path)
 
 
@@ -165,7 +166,7 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Load the module and the optimizers in place, on all ranks together, and return everything else."""
         path = self.broadcast(checkpoint_path)
         if not is_checkpoint(path):
-            own: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            own: dict[str, Any] = super().load_checkpoint(path, _weights_only(self.load_options, weights_only))
             return own
         objects = {_WEIGHTS: self.model}
         objects |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
@@ -227,7 +228,8 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
         """Load a state in place, on all ranks together, and return what the checkpoint has beyond it."""
         path = self.broadcast(path)
         if not isinstance(state, dict) or not is_checkpoint(path):
-            own: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            only = _weights_only(self.load_options, weights_only)
+            own: dict[str, Any] = super().load_checkpoint(path, state, strict, only)
             return own
         states = _states_of(state)
         objects = {name: state[name] for name in states}
@@ -257,6 +259,11 @@ def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOpti
     """Return the options of a load; `weights_only`, in which Lightning says what may be unpickled, goes first."""
     options = options or LoadOptions()
     return options if weights_only is None else replace(options, allow_pickle=not weights_only)
+
+
+def _weights_only(options: LoadOptions | None, weights_only: bool | None) -> bool:
+    """Return the argument for Lightning's own files; from an URL, Lightning would unpickle anything by default."""
+    return not _reading(options, weights_only).allow_pickle
 
 
 def _as_shards(name: str, value: Any) -> Any:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from pickle import UnpicklingError
+from threading import Thread
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -199,6 +203,38 @@ def test_a_removal_takes_first_what_makes_a_folder_a_checkpoint(
     assert not st.is_checkpoint(folder, world=one_process()) and folder.is_dir()
     plug.remove_checkpoint(folder)
     assert not folder.exists()
+
+
+def test_a_removal_behind_a_url_takes_first_what_makes_it_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug, url = ShardtreeIO(save_options=QUICK), f"memory://{uuid4().hex}/a"
+    plug.save_checkpoint({"epoch": 1}, url)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fsspec.implementations.memory.MemoryFileSystem.rm", killed)
+        with pytest.raises(KeyboardInterrupt):
+            plug.remove_checkpoint(url)
+    assert not st.is_checkpoint(url, world=one_process())
+
+
+def test_a_file_of_lightnings_behind_a_url_runs_no_code_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"made": Unknown()}, tmp_path / "a.ckpt")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))  # where torch keeps what it downloaded
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.ckpt"
+        try:
+            for weights_only in (None, True):
+                with pytest.raises(UnpicklingError):
+                    ShardtreeIO().load_checkpoint(url, weights_only=weights_only)
+            assert isinstance(ShardtreeIO().load_checkpoint(url, weights_only=False)["made"], Unknown)
+        finally:
+            server.shutdown()
 
 
 def test_arguments_that_mean_nothing_here_are_refused(tmp_path: Path) -> None:
