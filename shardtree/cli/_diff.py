@@ -95,7 +95,7 @@ def difference_tables(outcome: ComparedPair) -> Iterator[Table]:
 
 
 def document(outcome: ComparedPair) -> dict[str, Any]:
-    """Return the document that docs/command-line.md describes."""
+    """Return the document that `--json` prints."""
     apart = outcome.difference
     return {
         "left": outcome.left.where,

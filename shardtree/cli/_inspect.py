@@ -186,7 +186,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def document(findings: CheckpointFindings, limit: int | None) -> dict[str, Any]:
-    """Return the document that docs/command-line.md describes."""
+    """Return the document that `--json` prints."""
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
     common = findings.common
     return {
@@ -215,7 +215,7 @@ def document(findings: CheckpointFindings, limit: int | None) -> dict[str, Any]:
 
 
 def files_record(files: Files) -> dict[str, Any]:
-    """Return the files of a checkpoint as docs/command-line.md describes them."""
+    """Return the document's part about the files of a checkpoint."""
     counts = {"count": files.count, "bytes": files.length}
     return {**counts, "complete": files.is_complete, "missing": list(files.missing or ())}
 

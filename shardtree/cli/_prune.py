@@ -139,7 +139,7 @@ def _best(text: str, metrics: set[str]) -> RetentionPolicy:
 
 
 def _document(where: str, removal: Removal, removed: Sequence[int]) -> dict[str, Any]:
-    """Return the document that docs/command-line.md describes."""
+    """Return the document that `--json` prints."""
     going = {step.number: step for step in removal.going}
     rows: list[dict[str, Any]] = []
     for step in removal.steps:

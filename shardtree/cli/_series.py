@@ -176,7 +176,7 @@ def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
 
 
 def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
-    """Return the document that docs/command-line.md describes."""
+    """Return the document that `--json` prints."""
     return {
         "root": steps.where,
         "steps": [

@@ -13,7 +13,7 @@ from ..shell.storage import Buffer, Reader, Storage, can, in_threads
 
 
 def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[Reader]:
-    """Open a file of known length, without the request for its length that `Storage.open` may need."""
+    """Open a file of known length; this saves the request for its length that `Storage.open` may need."""
     if (read_range := can(storage).read_range) is not None:
         return nullcontext(RequestReader(partial(read_range, name), storage.where(name), length))
     return storage.open(name)
@@ -28,7 +28,7 @@ _requests = BoundedSemaphore(_AT_ONCE)
 
 
 def fetch_ahead(reader: Reader, spans: Iterable[tuple[int, int]]) -> None:
-    """Fetch spans of an open file concurrently ahead of their reads, if each read would be a request.
+    """Fetch spans of an open file concurrently ahead of their reads; only if each read would be a request.
 
     Args:
         reader: Reader of the file; it holds the spans until it fetches others.

@@ -221,7 +221,7 @@ def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]
 
 
 def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
-    """Yield the findings about an index's files: wrong lengths, blocks with wrong hashes, files without hashes.
+    """Yield the findings about an index's files; wrong lengths, blocks with wrong hashes, files without hashes.
 
     As many threads as the options say read, each a part of a file at a time.
 

@@ -149,6 +149,9 @@ class Form:
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors in which weights are stored, by key: each number is rounded to the nearest, ties to even.
 
+        Numbers that could be rounded to infinity become the largest of float32 with as many significant bits as the
+        form's values have.
+
         Of weights on torch's meta device, they are on it too.
 
         Raises:

@@ -137,7 +137,7 @@ def stored_name(address: str) -> str:
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Return all addresses of a stored class: its stored name, and those in modules that hold or held it.
+    """Return all addresses of a stored class; its stored name, and those in modules that hold or held it.
 
     Examples:
         >>> addresses_of("shardtree.Mesh")

@@ -115,7 +115,7 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview) -> np
 
 
 def has_wrong_characters(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether a row-major array of text has a code point beyond Unicode's last, which Python strings can't have.
+    """Return whether a row-major array of text has a code point beyond Unicode's last; Python strings can't have one.
 
     Examples:
         >>> has_wrong_characters(np.array(["a"])), has_wrong_characters(np.array([2**32 - 1], "u4").view("U1"))

@@ -119,7 +119,7 @@ def dtype_from_tag(tag: str) -> torch.dtype:
 
 
 def kind_in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """Return the tag and shape that safetensors' library writes for a tensor; None if it can't.
+    """Return the tag and shape that safetensors' library writes for a tensor, or None if it can't.
 
     The tag is that of `format_tag`. 4-bit floats have one too: torch counts them in pairs, so that their last axis is
     twice as long in a header.
@@ -154,7 +154,7 @@ def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is quantised: its values also depend on a scale and a zero point.
+    """Return whether a dtype is quantised; its values then also depend on a scale and a zero point.
 
     Examples:
         >>> is_quantised(torch.qint8), is_quantised(torch.int8)
@@ -235,7 +235,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor consists of elements in memory: it isn't sparse, nested, quantised or meta.
+    """Return whether a tensor consists of elements in memory; it isn't sparse, nested, quantised or meta.
 
     Examples:
         >>> is_dense(torch.eye(2).t()), is_dense(torch.eye(2).to_sparse())
@@ -245,7 +245,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in row-major order on the CPU: a view of its memory if possible, else a copy.
+    """Return a tensor's bytes in row-major order on the CPU; a view of its memory if possible, else a copy.
 
     Args:
         tensor: Tensor of any storable dtype and shape, on any device, with any strides.

@@ -270,7 +270,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
 def header_of(
     read: Callable[[int, int], bytes | bytearray | memoryview], length: int, first_bytes: int = _LENGTH_BYTES
 ) -> tuple[tuple[HeaderEntry, ...], int, dict[str, str]]:
-    """Return the tensors of a safetensors file, the offset of its data, and its metadata, reading only the header.
+    """Return the tensors of a safetensors file, the offset of its data, and its metadata; only the header is read.
 
     Args:
         read: Function from a byte range of the file to its bytes; called twice at most.

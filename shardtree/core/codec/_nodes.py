@@ -83,7 +83,7 @@ def exactly(kind: type[T], value: Any) -> T:
 
 
 def shown_path(path: TreePath) -> str:
-    """Return a path as text for error messages, with long paths and long or unusual keys shortened.
+    """Return a path as text for error messages; long paths and long or unusual keys are shortened.
 
     Args:
         path: Steps from the root; a dict's key is a step, whatever its type.
@@ -131,7 +131,7 @@ def type_name(cls: type) -> str:
 
 
 def record_of(value: Any) -> Record | None:
-    """Return a value as a record; None if it isn't an enum member, dataclass or named tuple.
+    """Return an enum member, dataclass or named tuple as a record, or None for another value.
 
     Examples:
         >>> from http import HTTPStatus

@@ -51,7 +51,7 @@ def integer(subject: str, field: str, value: Any) -> int:
 
 
 def as_int(value: Any) -> int | None:
-    """Return an int-like value as an int; None for anything else, including bools, floats and strings.
+    """Return an int-like value as an int, or None; bools, floats and strings aren't int-like.
 
     Examples:
         >>> import numpy

@@ -194,7 +194,7 @@ def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Colum
 
 
 def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
-    """Return the boxes that make up flat ranges: at most ``2 * axes - 1`` a range, each contiguous in its range.
+    """Return the boxes that make up flat ranges; at most ``2 * axes - 1`` a range, each contiguous in its range.
 
     From the last axis to the first, each axis completes its current row, until whole rows of the axis before it fit.
     Back from the first axis to the last, each takes the whole rows that fit before the end.

@@ -288,7 +288,7 @@ class BoxColumns:
 
 
 def shard_boxes(offset: Column, shape: Column, start: Column, stop: Column) -> BoxColumns:
-    """Return the boxes that make up shards: one for a box shard, a few for a flat range.
+    """Return the boxes that make up shards; one for a box shard, a few for a flat range.
 
     Args:
         offset: Offset of each shard, int64 (shards, axes).

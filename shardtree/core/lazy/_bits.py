@@ -9,7 +9,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's bits as integers of the same size, which torch can join and copy on every device.
+    """Return a view of a tensor's bits as integers of the same size; torch can join and copy these on every device.
 
     Elements of 16 bytes stay unchanged.
 

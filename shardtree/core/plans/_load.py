@@ -42,7 +42,7 @@ class StoredChunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Bytes that are consecutive in both a file and a target's memory, ordered by file, then offset.
+    """Bytes that are consecutive in both a file and a target's memory; ordered by file, then offset.
 
     Attributes:
         file: Number of the file, int64 (runs,).
@@ -174,7 +174,7 @@ def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes
 
 
 def runs_plan(runs: Runs) -> LoadPlan:
-    """Return the plan that reads only these runs, in file order, like those of every plan.
+    """Return the plan that reads only these runs; in file order, like those of every plan.
 
     Examples:
         >>> one = np.ones(1, dtype=np.int64)

@@ -363,7 +363,7 @@ def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree]
 
 
 def is_hollow(tree: Tree) -> bool:
-    """Return whether a stored tree has nothing but holes and empty containers, where other ranks may have shards.
+    """Return whether a stored tree has nothing but holes and empty containers; other ranks may have shards there.
 
     Examples:
         >>> is_hollow([HOLE, {"w": []}]), is_hollow([HOLE, 1])

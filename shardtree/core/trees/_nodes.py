@@ -26,7 +26,7 @@ NAMESPACE: Final = "shardtree"
 
 
 class Field(int):
-    """An entry of a named tuple: equal to the field's position, and written in keys by the field's name.
+    """An entry of a named tuple; equal to the field's position, and written in keys by the field's name.
 
     Examples:
         >>> Field(1, "mu") == 1, f"opt.{Field(1, 'mu')}", [Field(1, "mu")]
@@ -81,7 +81,7 @@ class Hole(Enum):
 
 
 HOLE: Final = Hole.HOLE
-"""The only `Hole`."""
+"""The only instance of `Hole`, the mark of a missing leaf."""
 
 Tree = Any
 P = ParamSpec("P")
@@ -182,7 +182,7 @@ def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 
 
 def is_subclass(node: Tree) -> bool:
-    """Return whether a container is of a subclass of dict, list or deque, which tree maps read as the base class.
+    """Return whether a container is of a subclass of dict, list or deque; tree maps read it as the base class.
 
     Examples:
         >>> from collections import Counter

@@ -225,7 +225,7 @@ def siblings(storage: Storage) -> dict[str, Sibling]:
 
 
 def locked(storage: Storage) -> AbstractContextManager[None]:
-    """Return a context manager that holds the lock of a storage's own folder, if the storage has locks.
+    """Return a context manager that holds the lock of a storage's own folder; it does nothing if the storage has none.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -287,7 +287,7 @@ def file_lengths(storage: Storage) -> Iterator[tuple[str, int]]:
 
 
 def remove_files(storage: Storage, names: Sequence[str]) -> None:
-    """Remove files in any order, by a single request where the storage supports it.
+    """Remove files in any order; by a single request where the storage supports it.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -317,7 +317,7 @@ def read_if_there(storage: Storage, name: str) -> bytes | None:
 
 
 def threads_of(storage: Storage, threads: int | None, requests: int = 16) -> int | None:
-    """Return the number of threads that read a storage: the caller's, or one per request in flight.
+    """Return the number of threads that read a storage; the caller's, or one per request in flight.
 
     Args:
         storage: Storage that is read.

@@ -37,12 +37,12 @@ def check_fit(problems: Sequence[plans.Misfit]) -> None:
         shardtree.errors.KeyMismatch: load: the target doesn't fit the checkpoint
           'decoder.bais': not stored (did you mean 'decoder.bias'?)
           Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'.
-          `explain` lists all, without reading.
+          `explain(...).problems` has all, without reading.
     """
     if not problems:
         return
     # The error names all problems, so that a target with several can be mended at once.
-    heading, last = "load: the target doesn't fit the checkpoint", "`explain` lists all, without reading."
+    heading, last = "load: the target doesn't fit the checkpoint", "`explain(...).problems` has all, without reading."
     text = offences_text(heading, plans.with_prefixes(problems), last)
     unexpected = [problem for problem in problems if isinstance(problem, plans.Unexpected)]
     if unexpected:

@@ -61,7 +61,7 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
 
 
 def fields_of_backend(backend: str, version: int) -> Fields:
-    """Return the fields of metadata.json for a folder without one, all of whose content is in a single format.
+    """Return the fields of metadata.json for a folder without one whose content is in a single format.
 
     Examples:
         >>> fields_of_backend("zarr", 3)["common_backend"]

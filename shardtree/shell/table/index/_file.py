@@ -200,7 +200,7 @@ def unsound_index(what: str, found: str) -> CorruptCheckpoint:
 
 
 def index_problem(index: Index) -> str | None:
-    """Return a description of an index's first problem, or None if loads can be planned on it without further checks.
+    """Return a description of an index's first problem, or None; then loads can be planned without further checks.
 
     Formats check themselves whether all blocks have the hashes that they need.
     """

@@ -170,7 +170,7 @@ def run_plan(run: FileRun) -> LoadPlan:
 
 
 def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous tensor on the CPU or a device with staged copies, and return a report.
+    """Fill each shard's data in place, and return a report; it is contiguous, on CPU or a device with staged copies.
 
     This is the LOAD_SHARDED row of every format whose chunks are row-major bytes in files.
 
@@ -344,7 +344,7 @@ def stored_columns(
     start: Column | None = None,
     stop: Column | None = None,
 ) -> ShardColumns:
-    """Return stored chunks as the columns of shards: whole boxes, unless flat ranges are passed."""
+    """Return stored chunks as the columns of shards; whole boxes, unless flat ranges are passed."""
     whole = np.full(len(key), -1, dtype=np.int64)
     return ShardColumns(
         tuple(kinds),

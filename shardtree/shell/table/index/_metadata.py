@@ -150,7 +150,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """Stored tensors and objects whose final names need further reads, which are deferred until a name is unknown.
+    """Stored tensors and objects whose final names need further reads; these are deferred until a name is unknown.
 
     Attributes:
         stored: Tensors and objects under their names in the files.

@@ -187,7 +187,7 @@ def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
 
 
 def save_file(pending: PendingSave, name: str) -> str:
-    """Return the name of a format's own file in the save's folder, such as its index, that the clean-up can remove.
+    """Return the name of a format's own file in the save's folder, such as its index; the clean-up can remove it.
 
     Args:
         pending: Checkpoint that is being written.
