@@ -50,7 +50,8 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     such as `param_groups`, becomes common state, as it must be there.
 
     With expert parallelism, Megatron-Core has an optimizer of its own for the experts, without it one for everything,
-    and it can't load what was saved the other way. Where the run that goes on differs in that, say so.
+    and it can't load what was saved the other way. Where the run that goes on differs in that, say so. A run of 0.19
+    with another `min_lr` than the saved ends in ``KeyError: (None, 0.0001, ...)``, with its own checkpoints too.
 
     Optimizers that aren't distributed, such as Muon beside a distributed Adam, stay as they are, and their states get
     the names without `chained_0.` that a `fully_reshardable` checkpoint has.
