@@ -1,7 +1,7 @@
 """Names by which core and shell reach a leaf once they need it: the only place from which they do.
 
-A save or load of our own format needs none of these; whoever does imports it then. Each name is a module of the
-package and, after a colon, what of it is meant.
+A save or load of our own format needs only `formats`, the table's rows; the others are imported when they are needed.
+Each name is a module of the package and, after a colon, what of it is meant.
 """
 
 from __future__ import annotations

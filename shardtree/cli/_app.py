@@ -112,7 +112,7 @@ def inspect(
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Show what is in a checkpoint, and how each tensor is cut; of a run, its steps. Only --values reads a tensor."""
+    """Show what is in a checkpoint, and how each tensor is cut; of a run, its steps. Only --values reads tensors."""
     from ._inspect import Selection, run_inspect
 
     if sum((tree, common, values is not None, layout is not None)) > 1:
@@ -148,7 +148,7 @@ def picture(
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
     threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="cores, up to 4")
+        int | None, typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="torch's threads, up to 4")
     ] = None,
     replicas: Annotated[
         bool,
