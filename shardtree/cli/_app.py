@@ -148,7 +148,8 @@ def picture(
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
     threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="torch's threads, up to 4")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="torch's, up to 4"),
     ] = None,
     replicas: Annotated[
         bool,

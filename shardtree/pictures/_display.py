@@ -110,8 +110,8 @@ def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> D
       steps.
     - A series, or its steps, over time; with a retention policy as `of`, which steps it keeps.
 
-    Only metadata is read: the index of an open checkpoint, the listing of a series. For a series with a world of several
-    ranks, all ranks must call it.
+    Only metadata is read: the index of an open checkpoint, the listing of a series. If a series has a world of
+    several ranks, all of them must call this function.
 
     Args:
         value: The value to draw.
