@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -114,8 +115,19 @@ def become(tensor: torch.Tensor, tracer: Tracer) -> None:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
     new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
-    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
-    tracer.record.replaced.append((tensor, new))
+    swap(tensor, new)
+    tracer.record.undo.append(partial(swap, tensor, new))
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Swap what two tensors are, as torch's `swap_tensors` does.
+
+    That one refuses tensors that have views, or that somebody holds weakly. Here, views keep the memory that they have,
+    as after setting the data, and whoever holds a tensor has the same object as before.
+    """
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
 
 
 def _refuses(word: str, what: str) -> None:
@@ -160,8 +172,8 @@ class Cells(TorchDispatchMode):
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
         self.storages: dict[int, torch.TypedStorage] = {}  # what code was given for storages, by their addresses
-        self.modules: dict[int, tuple[torch.nn.Module, list[dict[str, Any]]]] = {}  # and what each held before
-        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, and what has what they held before
+        self.modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}  # and what each held before
+        self.undo: list[Callable[[], object]] = []  # what gives tensors back what they were, from the last one on
         self.is_done = False
         self.lock = threading.RLock()  # loaders use threads
 
@@ -296,6 +308,12 @@ class Cells(TorchDispatchMode):
             with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
                 self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Return whether the code made or got an ordinary tensor's memory itself, and may change it."""
+        with self.lock, torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()._cdata
+            return storage in self.own_storages or storage in self.lent
 
     def lend(self, tensor: torch.Tensor, name: str) -> None:
         """Note that others have a tensor's memory from now on, by what they got it."""

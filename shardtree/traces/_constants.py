@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ._arguments import is_ordinary, mapped, tensors_in, written
 from ._cells import MOST_KNOWN, Cells, Tracer, constant_move
 from ._moves import Moves, read_of
 from ._steps import number, operator_name
-from ._writes import copy_into, put
+from ._writes import check_apart, copy_into, put
 
 EMPTY = {"empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided"}
 FILLED = {
@@ -67,7 +68,7 @@ def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str,
     value = _computed(record, func, args, kwargs)
     is_away = not any(isinstance(each, Tracer) or not each.is_meta for each in tensors_in(args, kwargs))
     if value is None or not is_away or "device" in kwargs:
-        return value
+        return mapped(partial(_given, record), value)
 
     def moved(part: Any) -> Any:
         if not isinstance(part, torch.Tensor):
@@ -80,20 +81,37 @@ def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str,
     return mapped(moved, value)
 
 
-def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Record what an operation in place makes of constants on meta; of others, that it is never written."""
-    values = _known(record, args, kwargs)
+def _given(record: Cells, value: Any) -> Any:
+    """Return a computed tensor as the code gets it: its own, in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        with torch._C._DisableTorchDispatch():
+            value = value.contiguous() if value.numel() > 1 and not any(value.stride()) else value
+        record.own(value)
+    return value
+
+
+def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Record what an operation in place makes of constants; of other tensors, that they are never written.
+
+    Returns:
+        The tensors that it changes.
+    """
     targets = written(func, args, kwargs)
+    for tensor in targets:
+        others = [each for each in tensors_in(args, kwargs) if each is not tensor]
+        check_apart(record, operator_name(func), tensor, others, may_be_same=False)
+    values = _known(record, args, kwargs)
     if values is None or torch.Tag.nondeterministic_seeded in func.tags:
         for tensor in targets:
             put(record, tensor, ())
-        return
+        return targets
     with torch._C._DisableTorchDispatch():
         own_args = [mapped(_cloned, each) for each in values[0]]
         own_kwargs = {word: mapped(_cloned, each) for word, each in values[1].items()}
         func(*own_args, **own_kwargs)
     for tensor, value in zip(targets, written(func, own_args, own_kwargs), strict=True):
         write_constant(record, tensor, value)
+    return targets
 
 
 def _cloned(value: Any) -> Any:
@@ -123,11 +141,17 @@ def _computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str
         return None
     own, options = values
     tensors = tensors_in(own, options)
-    is_one = tensors and not any(any(each.stride()) or not each.numel() for each in tensors)
-    if is_one and operator_name(func) in _OF_ELEMENTS:
-        # One number each, of any shape: one element of the result is all of it.
-        own = [each.flatten()[:1].reshape((1,) * each.ndim) if isinstance(each, torch.Tensor) else each for each in own]
-    elif sum(each.numel() for each in tensors) > MOST_KNOWN:
+    is_one = bool(tensors) and not any(any(each.stride()) or not each.numel() for each in tensors)
+    is_one = is_one and operator_name(func) in _OF_ELEMENTS
+    if not is_one and sum(each.numel() for each in tensors) > MOST_KNOWN:
         return None
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        return func(*own, **options)
+        if not is_one:
+            return func(*own, **options)
+        # One number each, of any shape: one element of the result is all of it.
+        shape = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
+        return func(*map(_one_element, own), **options).expand(shape)
+
+
+def _one_element(value: Any) -> Any:
+    return value.flatten()[:1].reshape((1,) * value.ndim) if isinstance(value, torch.Tensor) else value

@@ -1,42 +1,138 @@
-"""Tracers that code leaves in modules: they are taken out when a trace ends, and earlier values are put back."""
+"""Models after a trace: modules, parameters and buffers are again what they were before, whatever the code has made."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from ._cells import Cells, Tracer
+from ._cells import Cells, Tracer, swap
 
 _TABLES = ("_parameters", "_buffers")
 
 
+def modules_of(value: Any, depth: int = 4, seen: set[int] | None = None) -> Iterator[torch.nn.Module]:
+    """Yield the modules that a function or an object can reach by itself, over few steps, and those inside them."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.nn.Module):
+        yield from value.modules()
+    elif depth and _has_fields(value) and id(value) not in seen:
+        seen.add(id(value))
+        for each in _reached(value):
+            yield from modules_of(each, depth - 1, seen)
+
+
+def _reached(value: Any) -> Iterator[Any]:
+    """Yield what a container holds, what is in a function's closure or its globals' modules, an object's fields."""
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # a variable that has no value yet
+                yield cell.cell_contents
+        yield value.__defaults__
+        held = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from (each for each in held if isinstance(each, torch.nn.Module))
+    elif not isinstance(value, type | ModuleType | torch.Tensor):
+        yield from object.__getattribute__(value, "__dict__").values()
+
+
+def _has_fields(value: Any) -> bool:
+    return bool(type(value).__dictoffset__) or isinstance(value, list | tuple | dict | MethodType)
+
+
 def note_module(record: Cells, module: torch.nn.Module) -> None:
-    """Note what a module holds, when the code is about to change it for the first time."""
+    """Note what a module holds, before the code changes it for the first time."""
     if id(module) not in record.modules:
-        record.modules[id(module)] = module, [dict(table) for table in _tables(module)]
+        record.modules[id(module)] = module, _held(vars(module))
+        for table in _TABLES:
+            for tensor in vars(module).get(table, {}).values():
+                if tensor is not None and not isinstance(tensor, Tracer):
+                    data, needs_grad = tensor.detach(), tensor.requires_grad
+                    state = type(tensor), data, _held(vars(tensor))
+                    record.undo.append(partial(_reset, tensor, *state, requires_grad=needs_grad))
+
+
+def note_data(record: Cells, tensor: torch.Tensor) -> None:
+    """Note the data of a tensor, before the code gives it other ones, or makes it another view in place."""
+    with torch._C.DisableTorchFunction():  # a parameter without a shape yet has none of its own
+        record.undo.append(partial(_set_data, tensor, tensor.detach()))
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    tensor.data = data
 
 
 def put_back(record: Cells) -> None:
-    """Take what a recording that ends has made out of modules and parameters."""
-    for tensor, old in reversed(record.replaced):
-        with suppress(RuntimeError):  # somebody holds it weakly: then it stays, and says that its trace has ended
-            torch.utils.swap_tensors(tensor, old)  # type: ignore[no-untyped-call]
-    for module, before in record.modules.values():
-        for table in _tables(module):
+    """Give modules, parameters and buffers what they held before a recording that ends."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
+        for module, before in record.modules.values():
+            stack.callback(_restore, module, before)
+        for undo in record.undo:
+            stack.callback(undo)  # called from the last one on, also after one that failed
+
+
+# What an object's attributes are, and what the containers among them hold: hooks, parameters and submodules are there.
+
+Held = dict[str, tuple[Any, Any]]
+
+
+def _held(attributes: Mapping[str, Any]) -> Held:
+    """Return the attributes by name, each with a copy of it if it is a container."""
+    return {name: (value, _copied(value)) for name, value in attributes.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    return type(value)(value) if type(value) in (list, set) else None
+
+
+def _restore(module: torch.nn.Module, before: Held) -> None:
+    own = vars(module)
+    if "_parameters" not in before:  # it is the code's own: there was nothing before
+        for table in (own, *(own[name] for name in _TABLES if name in own)):
             for name in [name for name, value in table.items() if isinstance(value, Tracer)]:
                 del table[name]
-                _put_back(module, name, before)
+        return
+    for value, copy in before.values():
+        if isinstance(value, dict):
+            _refill(value, copy)
+        elif copy is not None and [*map(id, value)] != [*map(id, copy)]:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(copy)
+    _refill(own, {name: value for name, (value, _) in before.items()})
 
 
-def _put_back(module: torch.nn.Module, name: str, before: list[dict[str, Any]]) -> None:
-    for table, old in zip(_tables(module), before, strict=False):
-        if name in old and not isinstance(old[name], Tracer):
-            table[name] = old[name]
+def _refill(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Make a dict what it was; it is never without what stays, which other threads may read meanwhile."""
+    for key in [key for key in table if key not in before]:
+        del table[key]
+    changed = {key: value for key, value in before.items() if key not in table or table[key] is not value}
+    is_in_order = all(map(is_, table, before))
+    for key, value in changed.items() if is_in_order else before.items():
+        if not is_in_order:
+            table.pop(key, None)
+        table[key] = value
 
 
-def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts that have a module's attributes; one that isn't initialised yet has one."""
-    own = vars(module)
-    return [own, *(own[table] for table in _TABLES if table in own)]
+def _reset(tensor: torch.Tensor, kind: type, data: torch.Tensor, before: Held, *, requires_grad: bool) -> None:
+    """Give a parameter or buffer the class, attributes and flag that it had; and its data, if the code swapped it."""
+    if isinstance(tensor, Tracer):
+        swap(tensor, data)
+    if type(tensor) is not kind:
+        tensor.__class__ = kind
+    _refill(vars(tensor), {name: value for name, (value, _) in before.items()})
+    if tensor.requires_grad is not requires_grad:
+        tensor.requires_grad_(requires_grad)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ._arguments import is_ordinary, tensors_in
 from ._cells import Cells, Number, Tracer, become, number_of
 from ._constants import write_constant
+from ._leftovers import note_data
 from ._steps import kind_of
 from ._storages import LentStorage, is_asked_by_torch
 
@@ -58,7 +59,12 @@ def _name(func: Any) -> str:
 
 def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a parameter whose data are set to a tracer one itself; torch would leave it without memory."""
-    return become(args[0], args[1]) if isinstance(args[1], Tracer) else func(*args)
+    if isinstance(args[1], Tracer):
+        return become(args[0], args[1])
+    if is_ordinary(args[0]):
+        with torch._C._DisableTorchDispatch():
+            note_data(record, args[0])
+    return func(*args)
 
 
 def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
@@ -82,7 +88,11 @@ def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opt
     _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple, Number))])
     result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor) and result.is_meta and is_ordinary(result):
-        data = args[func is _T.new_tensor] if len(args) > (func is _T.new_tensor) else kwargs.get("data")
+        data = (
+            args[func is _T.new_tensor]
+            if len(args) > (func is _T.new_tensor)
+            else kwargs.get("data", kwargs.get("obj"))
+        )
         if not isinstance(data, torch.Tensor):  # which is no list, and passes the dispatcher
             with torch._C._DisableTorchDispatch():
                 value = torch.tensor(data, dtype=result.dtype, device="cpu")
@@ -124,6 +134,8 @@ def _read_sizes(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opt
 def _change(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Let a function of Python's compute elements in memory, of which nothing that is known holds any longer."""
     _check(record, func, args)
+    if is_ordinary(args[0]) and not record.is_own(args[0]):
+        record.refuse(_name(func), [args[0]], why="it would change a tensor that isn't the code's own")
     record.forget(args[0])
     return func(*args, **kwargs)
 

@@ -18,7 +18,7 @@ makes a `Computed` root. Nobody changes moves: a cell has others afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -29,12 +29,12 @@ from ..core.codec import dtype_name
 from ..core.lazy import EXACT, INEXACT, dense, is_exact
 from . import _gathers as gathers
 from . import _scatters as scatters
-from ._arguments import is_ordinary
+from ._arguments import is_ordinary, tensors_in
 from ._cells import Cells, Tracer, meta_of
 from ._constants import EMPTY, FILLED
 from ._moves import Moves, read_of, whole
 from ._steps import Computed, Constant, Function, Operand, number, operator_name
-from ._writes import copy_into, put
+from ._writes import check_apart, copy_into, put
 
 ELEMENTWISE = EXACT | INEXACT
 VIEWS = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "view"}
@@ -87,6 +87,7 @@ def _random(record: Cells, func: Any, into: torch.Tensor, *_: Any, **__: Any) ->
 def _copy(record: Cells, func: Any, into: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     if not isinstance(into, Tracer) and not is_ordinary(into):
         record.refuse(f"copy_ into a {type(into).__name__}", [tensor])
+    check_apart(record, "copy_", into, [tensor])
     copy_into(record, into, tensor)
     return into
 
@@ -105,7 +106,7 @@ def _stack(record: Cells, func: Any, tensors: Sequence[torch.Tensor], dim: int =
 
 def _flip(record: Cells, func: Any, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     new = record.fresh(func(meta_of(tensor), dims))  # with torch's checks, and its strides
-    for dim in dims:
+    for dim in dims if tensor.ndim else ():  # torch lets a scalar be flipped along an axis that it hasn't
         index = np.arange(tensor.shape[dim] - 1, -1, -1, dtype=np.int64)
         tensor = gathers.gather(record, tensor, dim % tensor.ndim, index)
     copy_into(record, new, tensor)
@@ -136,7 +137,7 @@ def _repeat(record: Cells, func: Any, tensor: torch.Tensor, counts: Sequence[int
 def _roll(
     record: Cells, func: Any, tensor: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()
 ) -> torch.Tensor:
-    new = tensor if dims else tensor.reshape(-1)
+    new = tensor if dims and tensor.ndim else tensor.reshape(-1)
     for shift, dim in zip(shifts, dims or [0], strict=True):
         length = new.shape[dim]
         new = gathers.gather(record, new, dim % new.ndim, (np.arange(length) - shift) % max(1, length))
@@ -153,7 +154,7 @@ def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[st
     # A tensor without axes is a number to torch, too: it doesn't decide the dtype.
     values: list[Any] = [
         Constant(each.detach().clone())
-        if isinstance(each, torch.Tensor) and not isinstance(each, Tracer) and not each.ndim
+        if isinstance(each, torch.Tensor) and not isinstance(each, Tracer) and not each.ndim and not each.is_meta
         else each
         for each in args
     ]
@@ -201,9 +202,17 @@ def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tenso
         record.refuse(name, [result], why=why)
 
 
-def write_out(record: Cells, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def write_out(
+    record: Cells, func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
     """Record that a result is copied to ``out=``, which torch gives the result's shape if it is empty."""
+    rest = {word: value for word, value in kwargs.items() if word != "out"}
+    is_elementwise = operator_name(func) in ELEMENTWISE
+    check_apart(record, "out=", out, tensors_in(args, rest), may_be_same=is_elementwise)
+    result: torch.Tensor = func.overloadpacket(*args, **rest)
     check_cast(record, "out=", result, out)
+    if is_elementwise and result.dtype is not out.dtype:
+        _rehearse(func, out, args, rest)
     if out.shape != result.shape:
         if isinstance(out, Tracer) or out.numel():
             shapes = f"{[*out.shape]}, and the result's {[*result.shape]}"
@@ -214,6 +223,18 @@ def write_out(record: Cells, out: torch.Tensor, result: torch.Tensor) -> torch.T
             cell.numel = out.untyped_storage().nbytes() // out.itemsize
     copy_into(record, out, result)
     return out
+
+
+def _rehearse(func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Have torch check the dtypes: some functions cast what they write to ``out=``, and others raise an error."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.zeros((1,) * value.ndim, dtype=value.dtype, device="cpu")
+
+    with torch._C._DisableTorchDispatch():
+        func(*map(one, args), **kwargs, out=one(out))
 
 
 _REDUCED = "Write functools.reduce(torch.{}, tensor.unbind(dim)) in its place; without dim, of tensor.reshape(-1)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +16,18 @@ from . import _operations as operations
 from . import _scatters as scatters
 from ._arguments import elements_of, is_composite, is_ordinary, is_plain, mapped, tensors_in, written
 from ._cells import Cells, MemoryCell, Number, Tracer, meta_of
+from ._leftovers import note_data
 from ._memory import Watch
-from ._steps import operator_name
-from ._writes import copy_into
+from ._steps import operator_name, takes_numbers_of
+from ._writes import check_apart, copy_into
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
 _TAKE_NUMBERS = {"fill_", "copy_", "masked_fill_", "index_fill_"}
 _FILLS = ("copy_", "fill_", "zero_")
+_RESHAPING = {"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "as_strided_", "detach_"}
+"""Operations in place that make a tensor another view of its storage."""
+_REPLACING = {*_RESHAPING, "set_", "resize_"}
 _WRITES = {*_FILLS, *(name for name in scatters.RULES if name.endswith("_"))}
 
 
@@ -52,13 +57,10 @@ class RecordingMode(Cells):
         # The record's own questions aren't the code's: `Watch` doesn't have them.
         with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
-            if self._is_traced(func, tensors) and not self._is_of_constants(func, tensors):
-                result = self._recorded(func, args, kwargs, tensors)
-                if ordinary := [each for each in tensors if not isinstance(each, Tracer)]:
-                    self._note_versions(ordinary, [] if is_composite(func) else written(func, args, kwargs))
-                return result
-            if self._is_model_s(func, args):
-                return self._record_fill(func, args, kwargs)
+            is_reshaping = self._is_reshaping(func, tensors)
+            record = None if is_reshaping else self._way(func, args, kwargs, tensors)
+            if record is not None:
+                return record(func, args, kwargs)
         # Not with the lock: it may take long, or wait for another thread.
         try:
             result = func(*args, **kwargs)
@@ -67,9 +69,37 @@ class RecordingMode(Cells):
                 raise
             with self.lock, torch._C.DisableTorchFunction():
                 return self._of_constants(func, args, kwargs)
-        if not func.is_view or func is _LIFT:
+        if not (func.is_view or is_reshaping) or func is _LIFT:
             with self.lock, torch._C.DisableTorchFunction():
                 self._note(func, args, kwargs, result)
+        return result
+
+    def _is_reshaping(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """Return whether an operation makes an ordinary tensor another view, of the storage whose cell it stays in."""
+        if (name := operator_name(func)) not in _REPLACING or not is_ordinary(tensors[0]):
+            return False
+        if not self.is_own(tensors[0]):
+            note_data(self, tensors[0])
+        if name not in _RESHAPING:
+            return False
+        self._note_versions(tensors[:1], tensors[:1])
+        return True
+
+    def _way(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Callable[..., Any] | None:
+        """Return the method that records an operation, None if torch does it as ever."""
+        if self._is_traced(func, tensors) and not self._is_of_constants(func, tensors):
+            return self._record_traced
+        if self._is_model_s(func, args):
+            return self._record_fill
+        return self._record_change if self._models_among(func, args, kwargs) else None
+
+    def _record_traced(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(args, kwargs)
+        result = self._recorded(func, args, kwargs, tensors)
+        if ordinary := [each for each in tensors if not isinstance(each, Tracer)]:
+            self._note_versions(ordinary, [] if is_composite(func) else written(func, args, kwargs))
         return result
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
@@ -113,18 +143,33 @@ class RecordingMode(Cells):
             return False
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
+    def _models_among(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors that an operation changes, and that aren't the code's own: tracing changes no model."""
+        if not func._schema.is_mutable or operator_name(func) == "set_":
+            return []
+        return [
+            each
+            for each in written(func, args, kwargs)
+            if is_ordinary(each) and each.numel() and each.device.type != "meta" and not self.is_own(each)
+        ]
+
+    def _record_change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a change of tensors that hold no traced values yet, whose memory stays what it is."""
+        for tensor in self._models_among(func, args, kwargs):
+            self.cell(tensor).is_ahead = True  # what they hold is read in the record from here on
+        return self._record_traced(func, args, kwargs)
+
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         first, name, original = tensors[0], operator_name(func), (args, kwargs, tensors)
-        if Number in map(type, tensors) and name not in _TAKE_NUMBERS and not func.is_view:
-            self.refuse(_NAMES.get(name, name), tensors, instead="Leave item() out: compute with the tensor itself.")
+        if Number in map(type, tensors) and not func.is_view:
+            self._check_number(name, tensors)
         # In here the mode is off: what an ordinary tensor held would be taken for what it holds now.
         if not all(isinstance(each, Tracer) for each in tensors):
             args = tuple([mapped(self.as_tracer, each) for each in args])
             kwargs = {word: mapped(self.as_tracer, each) for word, each in kwargs.items()}
             tensors = tensors_in(args, kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
-            rest = {word: value for word, value in kwargs.items() if word != "out"}
-            return operations.write_out(self, original[1]["out"], func.overloadpacket(*args, **rest))
+            return operations.write_out(self, func, original[1]["out"], args, kwargs)
         if (rule := operations.RULES.get(name)) is not None:
             result = rule(self, func, *args, **kwargs)
             return first if result is tensors[0] else result
@@ -137,20 +182,33 @@ class RecordingMode(Cells):
             return operations.elementwise(self, func, args, kwargs)
         if name.endswith("_") and name[:-1] in operations.ELEMENTWISE:
             packet = getattr(torch.ops.aten, name[:-1])
+            check_apart(self, name, tensors[0], tensors[1:])
             result = self.run(getattr(packet, func._overloadname), args, kwargs)
             operations.check_cast(self, name, result, tensors[0])
             copy_into(self, tensors[0], result, keeps=True)
             return first
         return self._record_constants(func, *original[:2], tensors)
 
+    def _check_number(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Raise unless an operation fills its first tensor with a result of `item`, which has a place in the dtype."""
+        if name not in _TAKE_NUMBERS:
+            fix = "Leave item() out: compute with the tensor itself."
+            self.refuse(_NAMES.get(name, name), tensors, instead=fix)
+        dtype = tensors[0].dtype
+        for number in [each for each in tensors if isinstance(each, Number)]:
+            if not takes_numbers_of(dtype, number.dtype):
+                why = f"torch raises an error where a number leaves the range of {dtype_name(dtype)}"
+                self.refuse(name, [number], why=why, instead="Leave item() out: copy the tensor itself, which casts.")
+
     def _record_constants(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         """Record an operation of any kind on elements that no source has, or refuse it."""
         name = operator_name(func)
-        if func._schema.is_mutable and all(map(self.is_blank, tensors_in(args, kwargs))):
-            constants.change_constants(self, func, args, kwargs)
-            return args[0]
+        is_view = torch.Tag.inplace_view in func.tags
+        if func._schema.is_mutable and not is_view and not any(map(self.has_sources, tensors_in(args, kwargs))):
+            changed = constants.change_constants(self, func, args, kwargs)
+            return changed[0] if len(func._schema.returns) == 1 else tuple(changed) if func._schema.returns else None
         for rule in () if func._schema.is_mutable else (constants.computed, operations.of_one):
             if (result := rule(self, func, args, kwargs)) is not None:
                 return result

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._arguments import tensors_in
 from ._cells import Cells, Tracer
 from ._gathers import Rule, check_numbers, known, only_axis, positions_along, runs
 from ._steps import cast, number, operator_name
-from ._writes import copy_into, places_of, write_places
+from ._writes import check_apart, copy_into, places_of, write_places
 
 IndexOf = Callable[[torch.Tensor], torch.Tensor]
 """An indexing expression: takes elements of a tensor, or numbers of a tensor like it."""
 
+_ZEROS = "torch adds complex numbers in two ways, which make zeros of different signs"
 _SUM = "several elements are added to one place, and what that rounds to depends on torch's order"
 
 
@@ -30,6 +32,8 @@ def _scatter(
     if adds:
         if len(np.unique(places.numpy())) < places.numel():
             record.refuse(operator_name(func), [into], why=_SUM)
+        if into.dtype.is_complex:
+            record.refuse(operator_name(func), [into], why=_ZEROS)
         value = index_of(into) + value
     elif not isinstance(value, torch.Tensor):
         value = number(value, into.dtype)
@@ -107,6 +111,7 @@ def _in_place(write: Callable[..., None]) -> Rule:
 
     def writing(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])
+        check_apart(record, operator_name(func), args[0], tensors_in(args[1:], kwargs), may_be_same=False)
         args, kwargs = known(record, func, args, kwargs)
         _rehearsed(func, args, kwargs)
         write(record, func, *args, **kwargs)
@@ -139,6 +144,7 @@ def _index_put(
     value: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
+    check_apart(record, operator_name(func), into, [value], may_be_same=False)
     (_, indices), _ = known(record, func, (into, indices), {})
     dim = None if accumulate or value.dtype is not into.dtype else only_axis(into, indices)
     if dim is not None:

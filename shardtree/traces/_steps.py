@@ -250,6 +250,7 @@ class Computed:
         return f"{operator_name(self.func)}({'; '.join(names)})"
 
 
+@lru_cache(maxsize=4096)
 def operator_name(func: Any) -> str:
     """Return an operator's name without its namespace."""
     return str(func._schema.name).removeprefix("aten::")
@@ -294,6 +295,22 @@ def has_all_values(dtype: torch.dtype, source: torch.dtype) -> bool:
     # With the subnormal numbers: the smallest one is smallest_normal * eps.
     finer = there.smallest_normal * there.eps <= own.smallest_normal * own.eps
     return bool(there.eps <= own.eps and there.max >= own.max and finer)
+
+
+@lru_cache(maxsize=256)
+def takes_numbers_of(dtype: torch.dtype, source: torch.dtype) -> bool:
+    """Return whether torch can fill a dtype with each number of another one; it raises an error for one out of range.
+
+    Examples:
+        >>> takes_numbers_of(torch.bfloat16, torch.float32), takes_numbers_of(torch.float16, torch.float32)
+        (True, False)
+    """
+    if source.is_complex or torch.bool in (source, dtype):
+        return dtype.is_complex or not source.is_complex
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return has_all_values(dtype, source)
+    limits = torch.finfo(source) if source.is_floating_point else torch.iinfo(source)
+    return torch.finfo(dtype).max >= limits.max * 0.99  # the largest number of bfloat16 is a little less than float32's
 
 
 def cast(source: torch.dtype, dtype: torch.dtype) -> tuple[Cast, ...]:

@@ -137,11 +137,17 @@ def _shown(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return shown
 
 
+_CHANGES = (
+    *("__init__", "__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module", "_apply"),
+    *("register_forward_hook", "register_forward_pre_hook", "_register_state_dict_hook"),
+    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+)
+"""Methods of modules that change what one holds."""
 _REPLACEMENTS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
     (threading.Thread, "start", _start),
     (ThreadPoolExecutor, "submit", _submit),
     (Future, "add_done_callback", _add_done_callback),
-    *((torch.nn.Module, name, _noting) for name in ("__setattr__", "register_buffer", "register_parameter")),
+    *((torch.nn.Module, name, _noting) for name in _CHANGES),
     *((torch, name, partial(_shown, name)) for name in SHOWN),
     *((dlpack, name, partial(_shown, name)) for name in ("from_dlpack", "to_dlpack")),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import TraceError
-from ._leftovers import note_module
+from ._leftovers import modules_of, note_module
 from ._memory import Watch
 from ._outputs import checked_outputs, collected
 from ._recording import RecordingMode
@@ -28,8 +28,10 @@ def trace(
 
     The code may take views of tensors, join, copy, cast and gather them by known indices, and compute each element from
     those at its place. Whatever asks for what the elements are is refused. Tensors of its own that it writes to aren't
-    changed, and what it assigns to modules is put back at the end. Threads that it starts are recorded
-    too; what can't be seen, `docs/trace.md` lists.
+    changed, and what it changes in modules is put back at the end. Whatever else it keeps of the tensors refuses every
+    later operation. Threads that it starts are recorded too; `docs/trace.md` lists what can't be seen. Functions that
+    start threads, assign attributes of modules or pass memory are replaced while it runs; in other threads they do as
+    before. Other threads must leave the modules alone meanwhile.
 
     Args:
         function: takes a dict of tensors by name, and returns tensors by name; or it fills what `into` names, as a
@@ -67,9 +69,8 @@ def trace(
     entries = getattr(sources, "metadata", sources)
     kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
-    if isinstance(model := getattr(into, "__self__", None), torch.nn.Module):
-        for module in model.modules():
-            note_module(record, module)
+    for module in (*modules_of(function), *modules_of(into)):
+        note_module(record, module)
     with recorded(Watch(record)):
         try:
             result = function(dict(tracers))
@@ -82,5 +83,5 @@ def trace(
         outputs = checked_outputs(tensors)
         with record.lock, torch._C.DisableTorchFunction():
             found = collected(record, kinds, outputs, fills=into is not None)
-    record.check_unchanged()
+            record.check_unchanged()  # before models get back what they held, which are changes, too
     return found

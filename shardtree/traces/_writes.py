@@ -9,12 +9,15 @@ import numpy as np
 import torch
 
 from ..core.lazy import dense
+from ._arguments import is_ordinary
 from ._cells import Cells, Tracer
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through
 from ._steps import cast
 
 _EXPANDED = "the view has elements more than once, as an expanded one: torch writes to its clone alone"
 _TWICE = "several elements go to one place, and which of them stays is torch's choice"
+_OVERLAP = """its source and its destination share memory at other places, where torch raises an error, or what it reads
+  depends on the order in which it writes"""
 
 
 def copy_into(
@@ -39,6 +42,57 @@ def copy_into(
         record.exchange(into, [hole], moves, keeps=keeps)
 
 
+def check_apart(
+    record: Cells, name: str, into: torch.Tensor, tensors: Sequence[torch.Tensor], *, may_be_same: bool = True
+) -> None:
+    """Raise if an operation reads elements that it also writes, which gives what torch's order of copying makes of it.
+
+    Args:
+        record: Record of the run.
+        name: Name of the operation.
+        into: Destination.
+        tensors: Tensors that it reads.
+        may_be_same: Whether a tensor may be the very view that is written, as in functions of each element.
+
+    Raises:
+        TraceError: A tensor has elements of the destination at other places.
+    """
+    for tensor in tensors:
+        # An expanded destination is refused as such.
+        if not _share_memory(record, into, tensor) or _is_expanded(into):
+            continue
+        if may_be_same and _is_same_view(into, tensor):
+            continue
+        if Moves([_places_read(into)]).find([_places_read(tensor)])[0]:
+            record.refuse(name, [into, tensor], why=_OVERLAP)
+
+
+def _share_memory(record: Cells, into: torch.Tensor, tensor: torch.Tensor) -> bool:
+    new = [each.cell for each in (into, tensor) if isinstance(each, Tracer) and each.cell.keep is None]
+    if new:  # of no ordinary storage, as sources
+        return len(new) == 2 and new[0] is new[1]
+    if not (is_ordinary(into) or isinstance(into, Tracer)) or not (is_ordinary(tensor) or isinstance(tensor, Tracer)):
+        return False
+    one, other = (each.cell.keep if isinstance(each, Tracer) else each.untyped_storage() for each in (into, tensor))
+    return bool(one._cdata == other._cdata)
+
+
+def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage have the same element at each place."""
+    if tensor.storage_offset() != into.storage_offset() or tensor.shape != into.shape:
+        return False
+    strides = zip(into.shape, into.stride(), tensor.stride(), strict=True)
+    return all(size == 1 or step == other for size, step, other in strides)
+
+
+def _places_read(view: torch.Tensor) -> Move:
+    """Return the places of a view as a read of each of them to itself; one that it has several times is read once."""
+    place, pairs = int(view.storage_offset()), zip(view.shape, view.stride(), strict=True)
+    loops = [(size, step) for size, step in pairs if step or not size]
+    sizes, steps = [size for size, _ in loops], [step for _, step in loops]
+    return read_of(place, sizes, steps, steps, place)
+
+
 def put(record: Cells, into: torch.Tensor, moves: Sequence[Move]) -> None:
     """Record that moves write all of a view, instead of what was there."""
     if (hole := _hole_of(into.meta if isinstance(into, Tracer) else into)) is None:
@@ -53,6 +107,10 @@ def places_of(view: torch.Tensor) -> torch.Tensor:
         steps = torch.arange(size, device="cpu") * step
         places = places + steps.reshape([-1 if axis == dim else 1 for axis in range(view.ndim)])
     return places
+
+
+def _is_expanded(view: torch.Tensor) -> bool:
+    return any(size > 1 and not step for size, step in zip(view.shape, view.stride(), strict=True))
 
 
 def _hole_of(view: torch.Tensor) -> Move | None:
@@ -71,7 +129,7 @@ def _write_apart(
         TraceError: the view is expanded, or two elements of the value go to one place.
     """
     view = into.meta if isinstance(into, Tracer) else into
-    if any(size > 1 and not step for size, step in zip(view.shape, view.stride(), strict=True)):
+    if _is_expanded(view):
         record.refuse("writing", [into], why=_EXPANDED)
     with torch._C._DisableTorchDispatch():
         places = places_of(view)

@@ -90,6 +90,23 @@ def _bytes(p: torch.Tensor) -> torch.Tensor:
     return torch.full((2, 3, 4), 66, dtype=torch.uint8, device=p.device)
 
 
+def _reshaped(change: Callable[[torch.Tensor], torch.Tensor]) -> Loader:
+    """Return a loader of a constant that is changed in place into another view of itself."""
+    return lambda p, given: p.data.copy_(change(torch.arange(12.0, device=p.device).reshape(4, 3)))
+
+
+def _on_the_cpu(p: torch.Tensor, given: Tensors) -> None:
+    zeros = torch.zeros(2, 3, device=p.device).cpu()
+    assert zeros.shape == (2, 3)
+    p.data.copy_(torch.cat([zeros.add_(1), given["w"][:2]]))
+
+
+def _in_lists(p: torch.Tensor, given: Tensors) -> None:
+    rows = [torch.ones(3, device=p.device), torch.arange(3.0, device=p.device)]
+    torch._foreach_add_(rows, 1)
+    p.data.copy_(torch.stack(rows))
+
+
 LOADERS: dict[str, tuple[Loader, tuple[int, ...]]] = {
     "a list": (lambda p, given: p.data.__setitem__([1, 0], given["w"][:2]), (2, 3)),
     "an array": (lambda p, given: p.data.__setitem__(torch.arange(2).numpy(), given["w"][:2]), (2, 3)),
@@ -114,6 +131,12 @@ LOADERS: dict[str, tuple[Loader, tuple[int, ...]]] = {
     "asked": (_asked, (2,)),
     "copied": (_copied, (4, 3)),
     "one scale": (lambda p, given: p.data.copy_(given["one"].max() + given["one"].amax(0, keepdim=True).min()), (1,)),
+    "unsqueezed in place": (_reshaped(lambda a: a.unsqueeze_(0)[0]), (4, 3)),
+    "squeezed in place": (_reshaped(lambda a: a.unsqueeze_(1).squeeze_(1).add_(1)), (4, 3)),
+    "transposed in place": (_reshaped(lambda a: a.t_().add_(1)), (3, 4)),
+    "moved to the CPU": (_on_the_cpu, (4, 3)),
+    "as an array": (lambda p, given: p.data.copy_(torch.asarray(obj=[1.0, 2.0], device=p.device)), (2,)),
+    "in lists": (_in_lists, (2, 3)),
     "item": (lambda p, given: p.data.fill_(given["s"].item()), (1,)),
     "item assigned": (lambda p, given: p.data.__setitem__(0, given["one"].item()), (2,)),
 }
@@ -193,6 +216,29 @@ def test_the_advice_for_scales_is_traced() -> None:
 def test_a_number_of_a_source_fills_tensors_and_is_none_otherwise(use: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(TraceError, match="'s'"):
         traced(lambda p, given: use(given["s"].item()), "cpu", (1,))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_safe"),
+    [(torch.int32, False), (torch.float16, False), (torch.bfloat16, True), (torch.float64, True), (torch.bool, True)],
+)
+def test_a_number_that_may_leave_a_dtype_s_range_is_refused(dtype: torch.dtype, is_safe: bool) -> None:
+    given, p = {"s": torch.tensor(1e10)}, torch.zeros(4, dtype=dtype)
+    if is_safe:
+        found = st.trace(lambda tensors: p.fill_(tensors["s"].item()), given, into=lambda: {"p": p})
+        assert torch.equal(found(given)["p"], p.clone().fill_(given["s"].item()))
+        return
+    with pytest.raises(RuntimeError, match="without overflow"):
+        p.fill_(given["s"].item())
+    with pytest.raises(TraceError, match="leaves the range of"):
+        st.trace(lambda tensors: p.fill_(tensors["s"].item()), given, into=lambda: {"p": p})
+
+
+def test_a_scalar_of_an_engine_on_meta_counts_as_never_written() -> None:
+    found = traced(lambda p, given: p.data.copy_(given["w"][0] * p[0]), "meta", (3,))
+    with pytest.raises(TraceError, match="never written"):
+        found(GIVEN)
+    assert torch.equal(found(GIVEN, fill=2.0)["p"], GIVEN["w"][0] * 2)
 
 
 def test_item_of_a_source_is_no_python_number() -> None:

@@ -175,7 +175,10 @@ def test_a_form_is_recorded(function: tuple[str, Callable[[Tensors], Tensors]]) 
         ("which of them stays", written(lambda one, given: one.scatter_(1, torch.tensor([[2, 2]]), given["w"]))),
         ("depends on torch's order", written(lambda one, given: one.index_add_(0, ROWS.long(), given["w"]))),
         ("scatter_ with reduce", written(lambda one, given: one.scatter_(0, ROWS.long()[None, :3], 2.0, reduce="add"))),
-        ("index_add_ with alpha", written(lambda one, given: one.index_add_(0, ROWS.long()[:1], one[:1], alpha=2))),
+        (
+            "index_add_ with alpha",
+            written(lambda one, given: one.index_add_(0, ROWS.long()[:1], given["w"][:1], alpha=2)),
+        ),
         ("an index needs elements of", written(lambda one, given: one.masked_fill(one > 3, 0))),
         ("an index needs elements of", lambda given: {"r": torch.repeat_interleave(given["v"].long())}),
         ("on the meta device", lambda given: {"r": given["w"][torch.randperm(2, device="meta")]}),

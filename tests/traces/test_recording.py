@@ -461,7 +461,7 @@ def _in_chunks(p: torch.Tensor, w: torch.Tensor) -> None:
         (lambda p, w: p.copy_(w).copy_(w + 1), {"[0:4, 0:3]": 12}),
         (lambda p, w: p.copy_(w).copy_(p + 1).copy_(w), {"[0:4, 0:3]": 12}),
         (lambda p, w: p.copy_(w)[0].copy_(p[1]), {"[0, 0:3]": 3}),
-        (lambda p, w: p.copy_(w)[:2].copy_(p[1:3]), {"[0, 0:3]": 3}),
+        (lambda p, w: p.copy_(w)[:2].copy_(p[1:3].clone()), {"[0, 0:3]": 3}),
         (lambda p, w: p.copy_(w).copy_(p.clone()).copy_(w), {"[0:4, 0:3]": 12}),
     ],
 )
