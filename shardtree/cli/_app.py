@@ -1,4 +1,4 @@
-"""The commands and their options; each command imports what it runs, so that `--help` needn't load it."""
+"""The commands and their options; each command imports its code when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ app = typer.Typer(
     cls=CommandGroup,
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",
     add_completion=False,
-    rich_markup_mode=None,  # rich's tables cut the names of options where a terminal is narrow
+    rich_markup_mode=None,  # rich's tables cut the names of options in narrow terminals.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="shardtree COMMAND --help has each command's options, an example and its exit statuses: 0, 1 where the"
-    " answer is no, 2 where something can't be done, 130 after Ctrl-C.\n\nPatterns of keys: * is one part between dots,"
+    epilog="shardtree COMMAND --help has each command's options, an example and its exit statuses: 0, 1 if the"
+    " answer is no, 2 if something can't be done, 130 after Ctrl-C.\n\nPatterns of keys: * is one part between dots,"
     " ** any number of parts, and any other character is itself.",
 )
 app.add_typer(series, name="series")
@@ -43,7 +43,7 @@ _AllowPickle = Annotated[
     typer.Option(
         "--allow-pickle",
         callback=_warn_of_pickle,
-        help="Load pickled values too. That can run any code that the checkpoint's writer put there: only for"
+        help="Load pickled values too. That can run any code that the checkpoint's writer put there: use it only for"
         " checkpoints that you trust as you trust a program.",
     ),
 ]
@@ -55,7 +55,7 @@ _Keys = Annotated[
 
 def _print_version(value: bool) -> None:
     if value:
-        # Not `from .. import`: no module imports the root, which imports all others.
+        # The root isn't imported by `from ..`, since no module may import it: it imports all others.
         root = __name__.partition(".")[0]
         typer.echo(f"{root} {sys.modules[root].__version__}")
         raise typer.Exit
@@ -72,7 +72,7 @@ def _shardtree(
 
 @_command(
     epilog="Example: shardtree demo --ranks 8 --load-ranks 3 --keep step-100\n\n"
-    "Exit status: 0; 1 where something differs; 2 where a save or load fails."
+    "Exit status: 0; 1 if something differs; 2 if a save or load fails."
 )
 def demo(
     ranks: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Processes that save.")] = 4,
@@ -89,8 +89,7 @@ def demo(
 
 @_command(
     epilog="Example: shardtree inspect step-100 --sort bytes --limit 20\n\n"
-    "Exit status: 0; 1 where files are missing, or the common state can't be read; 2 where there is no checkpoint to"
-    " read."
+    "Exit status: 0; 1 if files are missing, or the common state can't be read; 2 if there is no checkpoint to read."
 )
 def inspect(
     checkpoint: Annotated[
@@ -98,13 +97,13 @@ def inspect(
     ],
     key: _Keys = None,
     tree: Annotated[bool, typer.Option("--tree", help="Keys as a tree; layers that are alike are one row.")] = False,
-    common: Annotated[bool, typer.Option("--common", help="The common state, with all that is in it.")] = False,
+    common: Annotated[bool, typer.Option("--common", help="The whole common state, with nested values.")] = False,
     values: Annotated[
         str | None, typer.Option(metavar="KEY[INDEX]", help="Elements of a tensor, as 'w[0:4]'. No others are read.")
     ] = None,
-    layout: Annotated[str | None, typer.Option(metavar="KEY", help="Which piece of a tensor is in which file.")] = None,
+    layout: Annotated[str | None, typer.Option(metavar="KEY", help="The file of each piece of a tensor.")] = None,
     sort: Annotated[
-        Literal["key", "bytes"], typer.Option(help="Order of the rows; the largest first, by bytes.")
+        Literal["key", "bytes"], typer.Option(help="Order of the rows; by bytes, the largest comes first.")
     ] = "key",
     limit: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Rows of each table.", show_default="all")
@@ -123,18 +122,20 @@ def inspect(
 
 @_command(
     epilog="Example: shardtree picture step-100 decoder.layers.0.mlp.linear_fc1.weight -o fc1.svg\n\n"
-    "Exit status: 0; 2 where there is no such checkpoint or tensor, or the file can't be written."
+    "Exit status: 0; 2 if there is no such checkpoint or tensor, or the file can't be written."
 )
 def picture(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
-    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A tensor's key; the largest ones without.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="A tensor's key; without one, the largest tensors.")
+    ] = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write it: .svg, .html or .txt. Else it is printed."),
+        typer.Option("--out", "-o", metavar="FILE", help="File to write: .svg, .html or .txt; else it is printed."),
     ] = None,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Draw which file holds which part of a tensor, without reading one."""
+    """Draw the parts of a tensor by file, without reading a tensor."""
     from ._views import run_picture
 
     return run_picture(checkpoint, key, out, allow_pickle=allow_pickle)
@@ -142,8 +143,8 @@ def picture(
 
 @_command(
     epilog="Example: shardtree verify step-100\n\n"
-    "Exit status: 0 no damage found; 1 damaged; 2 no checkpoint, nothing in its format to check by, or bytes without a"
-    " checksum where these are required."
+    "Exit status: 0 no damage found; 1 damaged; 2 no checkpoint, a format without checks, or bytes without a checksum"
+    " if these are required."
 )
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
@@ -153,15 +154,17 @@ def verify(
     ] = None,
     replicas: Annotated[
         bool,
-        typer.Option("--replicas", help="Show how copies differ that files have of one tensor, and nothing else."),
+        typer.Option("--replicas", help="Only show the differences between files' copies of a tensor."),
     ] = False,
     require_checksums: Annotated[
         bool,
-        typer.Option("--require-checksums", help="Have status 2 where nothing is damaged, but not all can be checked."),
+        typer.Option(
+            "--require-checksums", help="Exit with 2 if nothing is damaged, but not all bytes can be checked."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Read every byte of a checkpoint, and show each damaged region of a file, and what has no checksum."""
+    """Read every byte of a checkpoint, and show each damaged region of a file, and the bytes without a checksum."""
     from ._verify import run_replicas, run_verify
 
     if replicas and require_checksums:
@@ -177,7 +180,7 @@ def verify(
 )
 def diff(
     left: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or URL.")],
-    right: Annotated[str, typer.Argument(metavar="B", help="Another one, of whatever format and cut.")],
+    right: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format and cut.")],
     only_structure: Annotated[
         bool, typer.Option("--structure-only", help="Compare keys, dtypes and shapes, and read no value.")
     ] = False,
@@ -194,17 +197,17 @@ def diff(
 
 @_command(
     epilog="Example: shardtree report step-100 -o report.html; shardtree report step-100 step-200 -o changes.html\n\n"
-    "Exit status: 0; 1 where there is damage or a difference; 2 trouble, as where values can't be compared."
+    "Exit status: 0; 1 if there is damage or a difference; 2 trouble, for example if values can't be compared."
 )
 def report(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
     other: Annotated[
-        str | None, typer.Argument(metavar="B", help="Another one: the report says where they differ.")
+        str | None, typer.Argument(metavar="B", help="Another checkpoint: the report shows the differences.")
     ] = None,
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE.html", help="The file to write.")] = "report.html",
     no_verify: Annotated[
         bool,
-        typer.Option("--no-verify", help="Look for no damage and compare no values, so that no tensor is read."),
+        typer.Option("--no-verify", help="Don't look for damage or compare values, so that no tensor is read."),
     ] = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
@@ -231,36 +234,38 @@ def convert(
         typer.Option(
             "--to",
             metavar="BACKEND[:VERSION]",
-            help=f"The format to write: {FORMATS}, or one of an installed package. hf is huggingface.",
+            help=f"Format to write: {FORMATS}, or one of an installed package. hf means huggingface.",
         ),
     ],
     common_backend: Annotated[
         str | None,
-        typer.Option("--common-to", metavar="BACKEND[:VERSION]", help="The common state's format, if it is another."),
+        typer.Option("--common-to", metavar="BACKEND[:VERSION]", help="Format of the common state, if different."),
     ] = None,
     transform: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE.py:NAME",
-            help="A function of yours, from the tree of shards to the one that is written. The file is run, with"
-            " all that it does. Repeatable; applied before --rename and --cast.",
+            help="Function of the tree of shards that returns the tree to write. The whole file is executed."
+            " Repeatable; applied before --rename and --cast.",
         ),
     ] = None,
     trace: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE.py:NAME", help="Likewise loading code, or a trace, of tensors by name. Comes first."
+            metavar="FILE.py:NAME",
+            help="Loading code, from tensors by name to tensors by name, or a trace of it. Applied before --transform.",
         ),
     ] = None,
     transform_common: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="Likewise a function of the common state.")
+        str | None,
+        typer.Option(metavar="FILE.py:NAME", help="Function of the common state that returns the one to write."),
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option(metavar="OLD=NEW", help="Other keys; each * of OLD is filled in again. Repeatable."),
+        typer.Option(metavar="OLD=NEW", help="New keys; each * in NEW stands for that in OLD. Repeatable."),
     ] = None,
     cast: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Floating-point tensors in another dtype, such as bf16.")
+        str | None, typer.Option(metavar="DTYPE", help="New dtype of floating-point tensors, such as bf16.")
     ] = None,
     leave_out: Annotated[
         list[str] | None,
@@ -271,37 +276,37 @@ def convert(
         typer.Option(metavar="PATTERN", help="Keys of FP8 numbers that need no scales, for --cast. Repeatable."),
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Leave out what the transforms don't pass on, without naming it.")
+        bool, typer.Option("--prune", help="Leave out tensors that the transforms drop, without --leave-out for them.")
     ] = False,
     optimizer: Annotated[
         Literal["model-space"] | None,
-        typer.Option(help="Megatron-Core's dp_reshardable as fully_reshardable, which it loads in any layout."),
+        typer.Option(help="Write Megatron-Core's dp_reshardable as fully_reshardable, which it loads in any layout."),
     ] = None,
     expert_parallel: Annotated[
         bool | None,
         typer.Option(
             "--expert-parallel/--no-expert-parallel",
-            help="Whether the run that goes on with --optimizer has expert parallelism: Megatron-Core then has an"
-            " optimizer for the experts. As it was, if not given.",
+            help="Whether the run that continues with --optimizer has expert parallelism, and so an optimizer for the"
+            " experts. By default as in the checkpoint.",
         ),
     ] = None,
     shapes: Annotated[
         Literal["stored"] | None,
-        typer.Option(metavar="stored", help="Where a format says no shapes, those that its parts make."),
+        typer.Option(metavar="stored", help="Trust the shapes that parts make, if the format stores no shapes."),
     ] = None,
     max_bytes_in_flight: Annotated[
-        str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")
+        str, typer.Option(metavar="SIZE", help="Upper bound of the bytes of tensors in memory.")
     ] = "256MB",
     max_file_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most bytes of a file, where the format is huggingface.")
+        str | None, typer.Option(metavar="SIZE", help="Upper bound of a file's size, for the format huggingface.")
     ] = None,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Don't read back and compare what was written.")
+        bool, typer.Option("--no-verify", help="Don't read back and compare the written checkpoint.")
     ] = False,
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Write a checkpoint of any format as one of another, and compare what was written with the source."""
+    """Convert a checkpoint of any format into another, and compare the written checkpoint with the source."""
     from ._convert import Conversion, run_convert
     from ._names import float_dtype_named, format_named, function_named, renamings, size_named
     from ._plan import through
@@ -312,7 +317,7 @@ def convert(
         destination=destination,
         backend=format_named(backend),
         common_backend=None if common_backend is None else format_named(common_backend),
-        transforms=[*traces, *(function_named(one) for one in transform or [])],
+        transforms=[*traces, *(function_named(text) for text in transform or [])],
         transform_common=None if transform_common is None else function_named(transform_common),
         names=renamings(rename or []),
         dtype=None if cast is None else float_dtype_named(cast),
@@ -332,23 +337,23 @@ def convert(
 
 @_command(
     epilog="Example: shardtree trace engine.py:load_weights step-100 --diff trainer.py:load_weights\n\n"
-    "Exit status: 0; 1 where there are problems or differences; 2 trouble, as where the code asks for elements."
+    "Exit status: 0; 1 if there are problems or differences; 2 trouble, for example if the code asks for elements."
 )
 def trace(
     loader: Annotated[
         str,
         typer.Argument(
             metavar="FILE.py:NAME",
-            help="Loading code, from tensors by name to tensors by name. The file is run, with all that it does.",
+            help="Loading code, from tensors by name to tensors by name. The whole file is executed.",
         ),
     ],
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
     diff: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="Another loader of the same model: where they differ.")
+        str | None, typer.Option(metavar="FILE.py:NAME", help="Another loader of the same model, to compare with.")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Show what loading code makes of a checkpoint's tensors, what it forgets and writes twice; reads no tensor."""
+    """Show the outputs of loading code, and the tensors that it forgets or writes twice, without reading a tensor."""
     from ._names import function_named
     from ._plan import run_trace
 
@@ -356,21 +361,21 @@ def trace(
     return run_trace(function_named(loader), checkpoint, other, as_json=as_json)
 
 
-# Layouts, as they are typed.
+# These options describe layouts.
 
-_Mesh = Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help="The ranks, as tp=4,dp=2.")]
+_Mesh = Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help="Mesh of the ranks, as tp=4,dp=2.")]
 _Specs = Annotated[
     list[str] | None,
     typer.Option(
         "--spec",
         metavar="PATTERN=SPEC",
-        help="How tensors are cut: for each axis a mesh axis, or -. As '**.weight=tp,-'. Repeatable; the first counts"
-        " that fits the key and has no more axes than the tensor. What none fits is whole on every rank.",
+        help="Cut of tensors: for each axis a mesh axis, or -. As '**.weight=tp,-'. Repeatable; the first one counts"
+        " that fits the key and has no more axes than the tensor. Other tensors are whole on every rank.",
     ),
 ]
 _Ranks = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Instead: every tensor cut along its first axis over so many ranks."),
+    typer.Option(min=1, metavar="N", help="Instead of a mesh: cut every tensor along its first axis over N ranks."),
 ]
 _Cast = Annotated[bool, typer.Option("--cast", help="Convert dtypes that differ.")]
 _Plain = Annotated[
@@ -389,19 +394,19 @@ def explain(
     spec: _Specs = None,
     ranks: _Ranks = None,
     like: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="Load the tensors of another checkpoint, as that one is cut.")
+        str | None, typer.Option(metavar="OTHER", help="Load the tensors of another checkpoint, with its cut.")
     ] = None,
     key: _Keys = None,
     cast: _Cast = False,
     plain: _Plain = None,
     exchange: Annotated[
         Literal["auto", "always", "never"],
-        typer.Option(help="Whether ranks read for each other what several of them want."),
+        typer.Option(help="Whether one rank reads for all a box that several ranks want."),
     ] = "auto",
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Say whether a load in another layout would succeed, and what each rank would read; no tensor is read."""
+    """Show whether a load in another layout would succeed, and each rank's reads, without reading a tensor."""
     from ..shell.table import LoadOptions
     from ._layouts import mesh_layout
     from ._plan import run_explain
@@ -416,29 +421,29 @@ def explain(
     "Exit status: 0; 2 trouble."
 )
 def plan(
-    source: Annotated[str, typer.Argument(metavar="A", help="The checkpoint whose tensors move.")],
+    source: Annotated[str, typer.Argument(metavar="A", help="Checkpoint whose tensors move.")],
     target: Annotated[
-        str | None, typer.Argument(metavar="B", help="One with the tensors that are wanted; else those of A.")
+        str | None, typer.Argument(metavar="B", help="Checkpoint with the wanted tensors; by default A.")
     ] = None,
     mesh: _Mesh = None,
     spec: _Specs = None,
     ranks: _Ranks = None,
     from_mesh: Annotated[
-        str | None, typer.Option(metavar="AXIS=SIZE,...", help="The ranks that have A's tensors, as --mesh.")
+        str | None, typer.Option(metavar="AXIS=SIZE,...", help="Mesh of the ranks that have A's tensors, as --mesh.")
     ] = None,
     from_spec: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="How these are cut, as --spec.")
+        list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="Cut of A's tensors, as --spec.")
     ] = None,
     from_ranks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of both, as --ranks.")] = None,
     key: _Keys = None,
-    origins: Annotated[bool, typer.Option("--origins", help="Show where each box of each tensor comes from.")] = False,
+    origins: Annotated[bool, typer.Option("--origins", help="Show the origin of each box of each tensor.")] = False,
     cast: _Cast = False,
     plain: _Plain = None,
     as_json: Json = False,
 ) -> int:
-    """Show which bytes move between ranks when tensors get from one layout into another; none is moved.
+    """Show the bytes that move between ranks when tensors change their layout, without moving them.
 
-    A side without a layout is as it is stored: piece i of each tensor on rank i.
+    A side without a layout has its stored pieces: piece i of each tensor is on rank i.
     """
     from ._layouts import mesh_layout
     from ._plan import run_plan

@@ -1,4 +1,4 @@
-"""Common parts of all commands: help, exit statuses, errors in the shell's words, a stdout that may be closed."""
+"""Common parts of all commands: help, exit statuses, errors in terms of options, a stdout that may be closed."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from ..errors import CheckpointingException, printable
 
 FORMATS = "dcp, huggingface, safetensors, torch_dist, zarr"
-"""The library's formats that can be written, as help shows them: the table of formats would have to wait for torch."""
+"""Writable formats of the library, for help texts: making the table of formats would import torch."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-"""The option of all commands that print JSON."""
+"""Option of all commands that print JSON."""
 
 TROUBLE = 2
-"""The exit status where something couldn't be done."""
+"""Exit status if something couldn't be done."""
 
-INTERRUPTED = 130  # what a shell shows for programs that SIGINT ended
-_BROKEN_PIPE = 141  # what a shell shows for programs that SIGPIPE ended
+INTERRUPTED = 130  # A shell shows this status for programs that SIGINT ended.
+_BROKEN_PIPE = 141  # A shell shows this status for programs that SIGPIPE ended.
 
 _OF_SAVES = {"sharded_strategy": "backend", "common_strategy": "common_backend"}
-"""Keywords of `save`, whose errors a conversion may raise, and its own for the same."""
+"""Keyword of `convert` by the keyword of `save` that means the same, since a conversion may raise errors of `save`."""
 
 _options: ContextVar[Mapping[str, str]] = ContextVar("options", default=MappingProxyType({}))
 
 
 def options_as_typed() -> Mapping[str, str]:
-    """Return the running command's options as they are typed, by the names of the keywords that they are passed as."""
+    """Return the spelling of the running command's options, by the keywords that they are passed as."""
     return _options.get()
 
 
@@ -50,13 +50,13 @@ class Command(TyperCommand):
         return _without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run it, and leave with the exit status that it returns; an error of ours becomes text and status 2."""
-        options = [one for one in self.params if isinstance(one, TyperOption)]
-        texts = {str(one.name): _spelling(one) for one in options}
+        """Run the command, and exit with the status that it returns; an error of ours becomes text and status 2."""
+        options = [param for param in self.params if isinstance(param, TyperOption)]
+        texts = {str(option.name): _spelling(option) for option in options}
         token = _options.set({**texts, **{name: texts[same] for name, same in _OF_SAVES.items() if same in texts}})
-        name = ctx.command_path.partition(" ")[2]  # without the program: "series prune"
+        name = ctx.command_path.partition(" ")[2]  # The name lacks the program's: "series prune".
         try:
-            # Backslashes, since a key with a character that the encoding lacks must still be told from others.
+            # Backslashes distinguish keys whose characters the encoding lacks.
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
             status = printed(partial(super().invoke, ctx))
@@ -72,7 +72,7 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """All commands together."""
+    """The group of all commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return its parameters, --help included."""
@@ -84,7 +84,7 @@ class CommandGroup(TyperGroup):
             return super().make_context(*args, **more)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; without any, help is what is wanted."""
+        """Parse the arguments; without arguments, print the help."""
         return super().parse_args(ctx, args or ["--help"])
 
     def invoke(self, ctx: Any) -> Any:
@@ -93,12 +93,13 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Print what each command does, whole: the libraries' own lists cut it at a line."""
+        """Print the whole summary of each command, which the libraries' own lists would cut to a line."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in self.commands.items()])
+            summaries = [(name, command.get_short_help_str(limit=1000)) for name, command in self.commands.items()]
+            formatter.write_dl(summaries)
 
 
-# A stdout that can't be written.
+# This section handles a stdout that can't be written.
 
 
 @contextmanager
@@ -113,15 +114,15 @@ def _checked_stdout() -> Iterator[None]:
 
 
 def unprintable(error: OSError) -> int:
-    """Return the exit status of a stdout that can't be written: a closed pipe is quiet, a full disk is told.
+    """Return the exit status for a stdout that can't be written; an error other than a closed pipe is printed.
 
     Raises:
-        OSError: the error is of a file, or one of ours.
+        OSError: The error concerns a file, or is our own.
     """
     if error.errno is None or error.filename is not None:
         raise error
-    # What is still buffered goes to /dev/null, so that closing stdout at the interpreter's exit doesn't fail. The
-    # descriptor is replaced, not sys.stdout: the buffer that is flushed last belongs to the old object.
+    # Buffered text goes to /dev/null, so that closing stdout at the interpreter's exit doesn't fail. The descriptor is
+    # replaced rather than sys.stdout, since the buffer that is flushed last belongs to the old object.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError):
         os.dup2(nowhere, sys.stdout.fileno())
@@ -132,10 +133,10 @@ def unprintable(error: OSError) -> int:
 
 
 def printed(work: Callable[[], int]) -> int:
-    """Return the exit status of what prints, or that of a stdout that can't be written."""
+    """Return the exit status of a function that prints, or the one for a stdout that can't be written."""
     try:
         status = work()
-        # Here, so that a closed pipe is found now; at the interpreter's exit it would print an error.
+        # The flush finds a closed pipe now; at the interpreter's exit it would print an error.
         sys.stdout.flush()
     except OSError as error:
         return unprintable(error)
@@ -143,10 +144,10 @@ def printed(work: Callable[[], int]) -> int:
 
 
 def complain(command: str, error: Exception) -> None:
-    """Print an error's text, with its notes."""
-    # Errors of a function that is called as the command is begin with its name already.
+    """Print an error's text and notes to stderr, in terms of the command's options."""
+    # Errors of a function with the command's name already begin with it.
     texts = [str(error), *getattr(error, "__notes__", [])]
-    text = "\n  ".join(one.removeprefix(f"{command.partition(' ')[0]}: ") for one in texts)
+    text = "\n  ".join(part.removeprefix(f"{command.partition(' ')[0]}: ") for part in texts)
     text = shell_words(text, options_as_typed())
     typer.echo(f"shardtree {command}: " + "\n".join(map(printable, text.split("\n"))), err=True)
 
@@ -160,17 +161,17 @@ def _spelling(option: TyperOption) -> str:
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    for one in params:
-        # A flag takes no value: with a type beside it, people type one.
-        if isinstance(one, TyperOption) and one.is_flag and one.metavar is None:
-            one.metavar = ""
+    for param in params:
+        # A flag takes no value, but users would type one if help showed a type beside it.
+        if isinstance(param, TyperOption) and param.is_flag and param.metavar is None:
+            param.metavar = ""
     return params
 
 
-# Errors are the library's, and say what to pass to a function: leave_out=['common']. A command's options have the names
-# of the keywords that they are passed on as, so the option is found by its name: --leave-out common.
+# Errors of the library name keywords of functions: leave_out=['common']. A command's options have the names of these
+# keywords, so that the option is found by its name: --leave-out common.
 
-# A keyword with a value, maybe within the options that hold it: options=LoadOptions(allow_pickle=True).
+# The pattern matches a keyword with a value, also within options: options=LoadOptions(allow_pickle=True).
 _KEYWORD = re.compile(
     r"(?P<within>(?:\w*options=)?(?:Load|Save)Options\()?\b(?P<name>[a-z]\w*)="
     r"(?P<value>True|False|None|\[[^\[\]]*\]|\([^()]*\)|'[^']*'|\"[^\"]*\"|\d+|\.{3}|(?![\w(]))(?(within)\))"
@@ -180,7 +181,7 @@ _NAME = re.compile(r"(?<![\w.'\"/])[a-z]+(?:_[a-z]+)+(?![\w('\"=.]\w*)")
 
 
 def shell_words(text: str, options: Mapping[str, str]) -> str:
-    """Return an error's text with a command's options in the place of Python's keywords.
+    """Return an error's text with Python's keywords replaced by a command's options.
 
     Args:
         text: Text of the error. Keywords that aren't options stay unchanged.
@@ -194,7 +195,7 @@ def shell_words(text: str, options: Mapping[str, str]) -> str:
         '--leave-out common converts without it'
     """
     text = _KEYWORD.sub(lambda match: _as_option(match, options), text)
-    # `partial_rename` is what --rename calls.
+    # --rename calls `partial_rename`, which errors name.
     spellings = {f"partial_{name}": spelling for name, spelling in options.items()} | {**options}
     text = _NAME.sub(lambda match: spellings.get(match[0], match[0]).partition(" ")[0], text)
     left = _LEFT.search(text) if options else None
@@ -210,21 +211,21 @@ def _as_option(match: re.Match[str], options: Mapping[str, str]) -> str:
         return options[f"no_{name}"]
     flag, _, metavar = options.get(name, "").partition(" ")
     is_switch = value in ("True", "False")
-    # A value that the option doesn't take is another thing than this keyword's.
+    # If the option can't take the value, it isn't the option of this keyword.
     if not flag or is_switch == bool(metavar) or value == "False":
         return match[0]
     if is_switch:
         return flag
-    return " ".join(f"{flag} {shlex.quote(one)}" for one in _values(value)) or f"{flag} {metavar}"
+    return " ".join(f"{flag} {shlex.quote(text)}" for text in _values(value)) or f"{flag} {metavar}"
 
 
 def _values(value: str) -> list[str]:
-    """Return the values of a literal as they are typed; none where it only stands for some."""
+    """Return the values of a literal as they are typed; none if it is a placeholder."""
     try:
-        read = ast.literal_eval(value)
+        literal = ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return []
-    values = read if isinstance(read, list) else [read]
-    # A pair is a format with its version, typed as zarr:3.
-    texts = (":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in values)
+    values = literal if isinstance(literal, list) else [literal]
+    # A pair is a format with its version, which is typed as zarr:3.
+    texts = (":".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in values)
     return [] if {None, ...} & set(values) else list(texts)

@@ -1,4 +1,4 @@
-"""A checkpoint's contents, as rows: tensors and how they are cut, objects, and the common state in short."""
+"""A checkpoint's contents as rows: tensors with their cuts, objects, and the common state in brief."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class TensorRow:
 
     Attributes:
         key: Key of the tensor.
-        dtype: the dtype's name.
+        dtype: Name of the dtype.
         shape: Shape of the whole tensor.
-        length: bytes of all its elements.
-        grid: Number of pieces along each axis; None where the format doesn't say.
-        is_proven: Whether the checkpoint proves that it is that large; else a file may be missing.
+        length: Number of bytes of all its elements.
+        grid: Number of pieces along each axis; None if the format doesn't tell.
+        is_proven: True if the checkpoint proves the shape; else a file may be missing.
     """
 
     key: str
@@ -60,11 +60,11 @@ class ObjectRow:
     """One cell of a stored array of objects.
 
     Attributes:
-        key: the array's key.
-        unique_key: the cell's own.
-        shape: Shape of the array; -1 for a length that an old checkpoint left out.
+        key: Key of the array.
+        unique_key: Unique key of the cell.
+        shape: Shape of the array; -1 for a length that an old checkpoint omits.
         offset: Offset of the cell.
-        length: bytes that it takes; None where the format doesn't say.
+        length: Number of stored bytes; None if the format doesn't tell.
     """
 
     key: str
@@ -81,7 +81,7 @@ class StoredContents:
     Attributes:
         tensors: Tensors by key.
         objects: Objects by unique key.
-        untaken: why others that are stored or listed aren't among them, by key.
+        untaken: Reason that other stored or listed tensors aren't included, by key.
     """
 
     tensors: tuple[TensorRow, ...]
@@ -100,13 +100,13 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def product_text(numbers: Sequence[int]) -> str:
-    """Return numbers with signs of multiplication between them."""
+    """Return numbers joined by multiplication signs."""
     return " \N{MULTIPLICATION SIGN} ".join(map(str, numbers))
 
 
 def cut_text(grid: Grid | None) -> str:
-    """Return in a few words how a tensor is cut."""
-    if grid is None:  # a format of others may not say it
+    """Return a brief text about a tensor's cut."""
+    if grid is None:  # Formats of other programs may not tell.
         return "?"
     if grid.kind in ("regular", "uneven"):
         return product_text(grid.counts) + " uneven" * (grid.kind == "uneven")
@@ -114,7 +114,7 @@ def cut_text(grid: Grid | None) -> str:
 
 
 def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> StoredContents:
-    """Return the rows of a checkpoint's metadata, whatever its format.
+    """Return the rows of a checkpoint's metadata, for any format.
 
     Examples:
         >>> import torch
@@ -127,22 +127,23 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Stored
         items = map(ShardedObject.empty_from_unique_key, index.object_names())
         objects = tuple(map(_object, items, index.object_length.tolist()))
         return StoredContents(_indexed_tensors(index, unproven_of(metadata)), objects, untaken_of(metadata))
+    shards = [shard for shard in metadata.values() if isinstance(shard, ShardedTensor)]
+    sizes = [prod(shard.global_shape) * shard.dtype.itemsize for shard in shards]
     tensors = tuple(
-        TensorRow(one.key, dtype_name(one.dtype), one.global_shape, prod(one.global_shape) * one.dtype.itemsize, None)
-        for one in metadata.values()
-        if isinstance(one, ShardedTensor)
+        TensorRow(shard.key, dtype_name(shard.dtype), shard.global_shape, nbytes, None)
+        for shard, nbytes in zip(shards, sizes, strict=True)
     )
     objects = tuple(_object(shard, None) for shard in metadata.values() if isinstance(shard, ShardedObject))
     return StoredContents(tensors, objects)
 
 
 def contents_at(tree: OpenCheckpoint) -> StoredContents:
-    """Return the rows of an open checkpoint; they say how tensors are cut where its format keeps an index."""
+    """Return the rows of an open checkpoint, with the cuts of tensors if its format has an index."""
     return _contents(tree, index_of(tree.checkpoint, tree.strategies, tree.metadata))
 
 
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> StoredContents:
-    """Return the rows by the names in the files, which takes no read, unless a pattern matches none of these."""
+    """Return the rows with the names in the files, which takes no read; others if a pattern matches none of these."""
     contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
     is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _misses(patterns, _names_in([contents]))
     return contents if is_whole else contents_at(tree)
@@ -153,14 +154,15 @@ def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> StoredCon
         return contents_of(tree.metadata)
     if isinstance(tree.metadata, DeferredMetadata):
         return contents_of(metadata)
-    # A format that holds no objects leaves them to the common state's format.
-    rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
-    own, others = contents_of(metadata), contents_of(rest)
-    return StoredContents((*own.tensors, *others.tensors), (*own.objects, *others.objects), own.untaken)
+    # If a format has no objects, the common state's format has them.
+    is_all = len(metadata) == len(tree.metadata)
+    others = {} if is_all else {key: shard for key, shard in tree.metadata.items() if key not in metadata}
+    indexed, more = contents_of(metadata), contents_of(others)
+    return StoredContents((*indexed.tensors, *more.tensors), (*indexed.objects, *more.objects), indexed.untaken)
 
 
 def stored_index(tree: OpenCheckpoint, names: Iterable[str] = ()) -> Index | None:
-    """Return where each piece of each tensor is stored, with some names; None where the format keeps no index."""
+    """Return the index of stored pieces, under some names; None if the format has no index."""
     metadata = index_of(tree.checkpoint, tree.strategies, names)
     return None if metadata is None else metadata.shown
 
@@ -175,7 +177,7 @@ def select(contents: StoredContents, patterns: Sequence[str]) -> StoredContents:
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return the predicate that says whether a key matches one of the patterns; without patterns, each does.
+    """Return the predicate for keys that match one of the patterns; without patterns, all keys match.
 
     Examples:
         >>> matches = matcher(["*.bias", "step"])
@@ -186,10 +188,10 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 
 def check_patterns(command: str, patterns: Sequence[str], *checkpoints: StoredContents) -> None:
-    """Raise if a pattern matches no key of any checkpoint: with a misspelt one, all would seem to be well.
+    """Raise if a pattern matches no key of any checkpoint, since a misspelt one would seem to find no fault.
 
     Raises:
-        KeyMismatch: names each such pattern, and the most similar key.
+        KeyMismatch: There is such a pattern; the error names each, with the most similar key.
 
     Examples:
         >>> row = TensorRow("fc.bias", "float32", (4,), 16, None)
@@ -211,7 +213,7 @@ def _misses(patterns: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def note_shell_patterns(option: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Print a note on stderr for each pattern that fits other keys than in a shell, where ``*`` goes across dots."""
+    """Print a note on stderr for each pattern that matches other keys than in a shell, where ``*`` crosses dots."""
     for line in shell_differences(patterns, keys):
         typer.echo(f"note: {option} {line}; * is one part between dots, ** any number", err=True)
 
@@ -222,7 +224,7 @@ def _names_in(checkpoints: Sequence[StoredContents]) -> set[str]:
 
 
 def _indexed_tensors(index: Index, unproven: Collection[str]) -> tuple[TensorRow, ...]:
-    # By columns: making a shard of each key would take most of the time where there are very many.
+    # The columns are read, since making a shard of each of very many keys would take most of the time.
     grids = chunk_grids(index.chunk_key, index.chunk_offset, index.chunk_shape, index.chunk_start, index.key_axes)
     names = texts(index.dtype_text, index.dtype_start)
     sizes = item_sizes(index).tolist()
@@ -243,7 +245,7 @@ def _indexed_tensors(index: Index, unproven: Collection[str]) -> tuple[TensorRow
 
 
 def _length(shape: list[int], size: int, chunk_bytes: float) -> int:
-    """Return a tensor's length in bytes; where this torch doesn't know the dtype, that of its stored chunks."""
+    """Return a tensor's length in bytes; that of its stored chunks if this torch lacks the dtype."""
     return prod(shape) * size if size >= 0 else int(chunk_bytes)
 
 
@@ -251,10 +253,13 @@ def _object(item: ShardedObject, length: int | None) -> ObjectRow:
     return ObjectRow(item.key, item.unique_key, item.global_shape, item.global_offset, length)
 
 
-# Values of the common state: in a few words, and as JSON.
+# This section shows values of the common state: in brief, and as JSON.
 
-_LONGEST = 60  # characters of a value
-_NAMES = 6  # of a mapping's entries
+_LONGEST = 60
+"""Upper bound of the characters of a value."""
+
+_NAMES = 6
+"""Upper bound of the names of a mapping's entries."""
 
 
 def entries_of(common: Any) -> dict[str, Any]:
@@ -274,12 +279,12 @@ def entries_of(common: Any) -> dict[str, Any]:
 def _name(key: object) -> str:
     try:
         return str(key)
-    except ValueError:  # an integer of more digits than Python converts to text
+    except ValueError:  # The integer has more digits than Python converts to text.
         return f"({kind_of(key)} of very many digits)"
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of a value's type; for a record, that of the class that was stored.
+    """Return the name of a value's type; for a record, the name of the stored class.
 
     Examples:
         >>> kind_of(7), kind_of(Record("train.Config", {}))
@@ -289,7 +294,7 @@ def kind_of(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a value in a few words; of what it holds, the names at most.
+    """Return a brief text of a value, with the names of its entries at most.
 
     Examples:
         >>> brief(7), brief({"lr": 0.1, "eps": 1e-8}), brief(torch.zeros(2, 3))
@@ -305,7 +310,7 @@ def brief(value: Any) -> str:
         listing = ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
         return _short(f"{plural(len(names), 'entry').replace('entrys', 'entries')}{': ' * bool(names)}{listing}")
     if isinstance(value, str | bytes | bytearray):
-        return _short(repr(value[:_LONGEST]))  # cut first: a text may have megabytes
+        return _short(repr(value[:_LONGEST]))  # It is cut first, since a string may have megabytes.
     if isinstance(value, bool | int | float | complex | None | np.generic | torch.dtype | torch.device):
         # An int of more than 4300 digits has no decimal text in Python.
         if isinstance(value, int) and value.bit_length() > 200:
@@ -317,7 +322,7 @@ def brief(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it; what JSON has no form for becomes a few words.
+    """Return a value in the types of JSON; values of other types become a brief text.
 
     Examples:
         >>> plain({"a": (1, None), 2: float("inf")})
@@ -344,7 +349,7 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     """
     inner = value.fields if isinstance(value, Record) else value
     inner = vars(inner) if isinstance(inner, argparse.Namespace) else inner
-    return {_name(name): one for name, one in inner.items()} if isinstance(inner, Mapping) else None
+    return {_name(name): entry for name, entry in inner.items()} if isinstance(inner, Mapping) else None
 
 
 def _short(words: str) -> str:

@@ -1,4 +1,4 @@
-"""`shardtree convert`: a checkpoint of any format written in another, in bounded memory."""
+"""`shardtree convert`: conversion of a checkpoint into another format, in bounded memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ._command import INTERRUPTED, TROUBLE, complain, printed
 from ._contents import contents_in_files
 from ._output import Output, bar, json_text, pace, printable, show_verdict, size
 
-# As long as torch.distributed's own: a round of a conversion to a slow disk takes minutes, and torchrun ends
-# the other ranks by itself when one dies.
+# This is torch.distributed's own timeout: a round of a conversion to a slow disk takes minutes, and torchrun ends the
+# other ranks by itself when one dies.
 _TIMEOUT = 1800.0
 
 
@@ -36,24 +36,24 @@ class Conversion:
     """A conversion, as the command line asks for it.
 
     Attributes:
-        source: a path or URL.
-        destination: Destination, a path or URL.
-        backend: the format's name, or name and version.
-        common_backend: the common state's format; None for the default beside `backend`.
-        transforms: functions of the tree of shards, which are applied first.
-        transform_common: a function of the common state; None leaves it as it is.
-        names: old key → new key, in patterns.
+        source: Path or URL of the source.
+        destination: Path or URL of the destination.
+        backend: Name of the format, or name and version.
+        common_backend: Format of the common state; None for the default of `backend`.
+        transforms: Functions of the tree of shards, which are applied first.
+        transform_common: Function of the common state; None leaves it unchanged.
+        names: New key by old key, as patterns.
         dtype: Dtype of floating-point tensors in the copy; None leaves them unchanged.
-        leave_out: patterns of keys that aren't converted.
-        plain: patterns of keys of FP8 numbers that need no scales, and may be cast.
-        prune: whether what the transforms don't pass on is left out.
-        optimizer_in_model_space: whether Megatron-Core's `dp_reshardable` optimizer becomes a `fully_reshardable` one.
-        expert_parallel: whether the run that goes on with it has expert parallelism; None leaves it as it was.
-        trusts_shapes: Whether shapes that the source's files don't prove are taken for the saved ones.
-        most_bytes: the limit of a batch.
-        most_file_bytes: the limit of a file of a Hugging Face model; None for the format's default.
-        verify: whether what was written is read back and compared.
-        allow_pickle: whether pickled values may be unpickled.
+        leave_out: Patterns of keys that aren't converted.
+        plain: Patterns of keys of FP8 numbers that need no scales, and may be cast.
+        prune: True to leave out tensors that the transforms drop.
+        optimizer_in_model_space: True to write Megatron-Core's `dp_reshardable` optimizer as `fully_reshardable`.
+        expert_parallel: True if the run that continues with it has expert parallelism; None for as it was.
+        trusts_shapes: True to take shapes that the source's files don't prove for the saved ones.
+        most_bytes: Upper bound of the bytes of a batch.
+        most_file_bytes: Upper bound of a file of a Hugging Face model, in bytes; None for the format's default.
+        verify: True to read back and compare the written checkpoint.
+        allow_pickle: True to unpickle pickled values.
     """
 
     source: str
@@ -77,16 +77,16 @@ class Conversion:
 
 
 def run_convert(conversion: Conversion, *, as_json: bool) -> int:
-    """Convert, print what was done, and return the exit status: on the ranks that torchrun has started, or alone.
+    """Convert on the ranks that torchrun has started, or in this process, print a report, and return the exit status.
 
-    The first rank prints and draws the bar. What fails on all ranks is printed by it, and all leave with one status.
+    The first rank prints and draws the bar. It also prints an error of all ranks, and all exit with one status.
 
     Args:
-        conversion: the same on every rank.
-        as_json: Format of the output.
+        conversion: Conversion, the same on every rank.
+        as_json: True to print JSON.
 
     Raises:
-        CheckpointingException: it can't be done, and this process is alone; or the ranks can't meet.
+        CheckpointingException: The conversion fails in a single process, or the ranks can't connect.
     """
     with launched_world(_TIMEOUT) as world:
         try:
@@ -95,11 +95,11 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
             if world.size == 1:
                 raise
             is_lost = isinstance(error, WorldError) and not isinstance(error, RemoteError)
-            # Where a peer is lost, that may be the rank that prints.
+            # The lost peer may be the rank that prints, so that every rank prints.
             if is_lost or not world.rank:
                 complain("convert", error)
             if not is_lost:
-                # torchrun ends the others when one leaves: not before the error is printed.
+                # torchrun ends the other ranks when one exits, which mustn't happen before the error is printed.
                 with suppress(WorldError):
                     world.barrier()
             return TROUBLE
@@ -110,14 +110,14 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
 
 
 def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
-    # By one rank: opening a checkpoint may take long.
+    # One rank opens the checkpoint for all, since that may take long.
     optimizer, nbytes = on_rank_zero(world, "convert: look at the source", partial(_look, conversion))
     renames = [optimizer["transform"]] if "transform" in optimizer else []
     transforms = [*renames, *conversion.transforms]
     transform = transform_of(transforms, conversion.names, conversion.dtype, conversion.plain)
     steps = [step for step in (optimizer.get("transform_common"), conversion.transform_common) if step is not None]
     began = time.monotonic()
-    # This rank's share: its own bytes are all that it hears of.
+    # The bar shows this rank's share, since a rank only gets reports of its own bytes.
     with bar(Output(stderr=True), "convert", nbytes // world.size, is_shown=not world.rank) as advance:
         report = convert(
             conversion.source,
@@ -141,7 +141,7 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
 
 
 def _shapes(conversion: Conversion, world: World) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes that the source's files make, if they are to be taken for the saved ones."""
+    """Return the shapes that the source's files make, if the conversion trusts them."""
     if not conversion.trusts_shapes:
         return None
     tensors = load_tensors_metadata(conversion.source, world=world)
@@ -154,10 +154,10 @@ def transform_of(
     """Return the function from a checkpoint's shards to those that are written; None if nothing changes.
 
     Args:
-        transforms: functions of a tree, in the order in which they are applied.
-        names: old key → new key, in patterns; then keys are renamed.
-        dtype: a floating-point dtype; then floating-point tensors are cast.
-        plain: patterns of keys of FP8 numbers that need no scales.
+        transforms: Functions of a tree, in the order in which they are applied.
+        names: New key by old key, as patterns; empty for no renaming.
+        dtype: Dtype that floating-point tensors are cast to; None for no cast.
+        plain: Patterns of keys of FP8 numbers that need no scales.
 
     Examples:
         >>> import torch
@@ -177,7 +177,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     """Return the dispatch table that writes files of at most a given size.
 
     Raises:
-        StrategyError: the format can't limit its files: they hold a rank's shards, or a chunk.
+        StrategyError: The format can't limit its files, since each has a rank's shards, or a chunk.
 
     Examples:
         >>> strategies_of("huggingface", 10**9) == default_strategies
@@ -188,27 +188,28 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     name = backend if isinstance(backend, str) else backend[0]
     if name != "huggingface":
         expected = "--to huggingface"
-        raise StrategyError(error_text("convert: --max-file-size", found=f"--to {name}", expected=expected))
-    # A table of this call's own: the process's table is left as it is.
+        what = "convert: --max-file-size isn't for this format"
+        raise StrategyError(error_text(what, found=f"--to {name}", expected=expected))
+    # The call gets a table of its own, and the process's table stays unchanged.
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}
 
 
 def _look(conversion: Conversion) -> tuple[dict[str, Any], int]:
-    """Return the changes of `model_space`, if asked for, and the approximate number of bytes to move: the bar's end."""
+    """Return the changes of `model_space` if requested, and the approximate number of bytes to move, for the bar."""
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
     changes = {}
     if conversion.optimizer_in_model_space:
         changes = model_space(tree, expert_parallel=conversion.expert_parallel)
     length = sum(row.length for row in contents_in_files(tree).tensors)
-    # Written, and read back.
+    # Bytes are written, and maybe read back.
     return changes, length * (2 if conversion.verify else 1)
 
 
 def _show(conversion: Conversion, report: ConversionReport, seconds: float, processes: int, *, as_json: bool) -> int:
     if as_json:
         fields = asdict(report)
-        # Hexadecimal text: many JSON readers take numbers for floats, which hold 53 bits of the 64.
+        # Fingerprints are hexadecimal text, since many readers of JSON take numbers for floats, which have 53 bits.
         fields["fingerprints"] = {key: f"{number:016x}" for key, number in report.fingerprints.items()}
         record = {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}
         print(json_text({"destination": conversion.destination, **record}))

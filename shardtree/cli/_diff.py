@@ -1,4 +1,4 @@
-"""`shardtree diff`: where two checkpoints differ, whatever their formats and cuts."""
+"""`shardtree diff`: the differences between two checkpoints of any formats and cuts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..shell.table import LoadOptions, Strategies, StrategyAction, default_strat
 from ._contents import StoredContents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
 from ._output import Heading, Output, Table, bar, json_text, show_table, show_verdict, size, working
 
-# The output: tables for people, a document for programs.
+# The output is tables for people, or a document for programs.
 
 _VALUES = (
     Heading("other values", style="bold"),
@@ -45,8 +45,8 @@ class DiffSide:
     """One of two checkpoints.
 
     Attributes:
-        where: the checkpoint, as it was named.
-        tree: the checkpoint.
+        where: Name of the checkpoint, as the user typed it.
+        tree: Open checkpoint.
         contents: Tensors and objects that were compared.
     """
 
@@ -57,14 +57,14 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True)
 class ComparedPair:
-    """Two checkpoints, and where they differ.
+    """Two checkpoints and their differences.
 
     Attributes:
-        left: the left one.
-        right: the right one.
-        difference: where they differ.
-        only_structure: whether values were left out.
-        is_selection: whether only some keys were compared, and no common state.
+        left: Left checkpoint.
+        right: Right checkpoint.
+        difference: Differences between them.
+        only_structure: True if no values were compared.
+        is_selection: True if only some keys were compared, and no common state.
     """
 
     left: DiffSide
@@ -82,7 +82,7 @@ def difference_tables(outcome: ComparedPair) -> Iterator[Table]:
     if apart.only_right:
         yield _only("B", apart.only_right, outcome.right.contents)
     if apart.kinds:
-        kinds = [(each.key, _kind_text(each.left), _kind_text(each.right)) for each in apart.kinds]
+        kinds = [(kind.key, _kind_text(kind.left), _kind_text(kind.right)) for kind in apart.kinds]
         yield _pairs("other dtype or shape", kinds)
     if apart.values:
         yield Table(_VALUES, list(map(_value_cells, apart.values)))
@@ -104,8 +104,8 @@ def document(outcome: ComparedPair) -> dict[str, Any]:
         "bytes_compared": apart.nbytes,
         "only_left": list(apart.only_left),
         "only_right": list(apart.only_right),
-        "kinds": [{"key": each.key, "left": _kind(each.left), "right": _kind(each.right)} for each in apart.kinds],
-        "values": [{name: plain(getattr(each, name)) for name in _NAMES} for each in apart.values],
+        "kinds": [{"key": kind.key, "left": _kind(kind.left), "right": _kind(kind.right)} for kind in apart.kinds],
+        "values": [{name: plain(getattr(value, name)) for name in _NAMES} for value in apart.values],
         "objects": [{"unique_key": key, **_paths(difference)} for key, difference in apart.objects.items()],
         "common": _paths(apart.common),
     }
@@ -120,7 +120,7 @@ def value_at(tree: Any, path: TreePath) -> Any:
         (0.1, 0.1)
     """
     for entry in path:
-        # A record represents an object whose class isn't imported: its fields are entries, and "" is its type's name.
+        # A record stands for an object whose class isn't imported: its fields are entries, and "" is its type's name.
         if isinstance(tree, Record):
             tree = tree.type_name if entry == "" else tree.fields[entry]
         elif isinstance(tree, Mapping | list | tuple | deque):
@@ -141,13 +141,13 @@ def _pairs(name: str, rows: list[tuple[str, str, str]]) -> Table:
     return Table((Heading(name, style="bold"), Heading("A", style="red"), Heading("B", style="green")), rows)
 
 
-def _value_cells(one: ValueDifference) -> tuple[str, ...]:
-    left, right = (f"{side:.9g}" if isinstance(side, float) else str(side) for side in (one.left, one.right))
-    # Nine digits tell any two float32 numbers apart; others may need all of theirs.
+def _value_cells(value: ValueDifference) -> tuple[str, ...]:
+    left, right = (f"{side:.9g}" if isinstance(side, float) else str(side) for side in (value.left, value.right))
+    # Nine digits distinguish any two float32 numbers; other dtypes may need all digits.
     if left == right:
-        left, right = repr(one.left), repr(one.right)
-    largest = f"{one.largest:.3g}" if isinstance(one.largest, float) else str(one.largest or "")
-    return one.key, f"{one.count:,}", f"{one.elements:,}", largest, str(one.first), left, right
+        left, right = repr(value.left), repr(value.right)
+    largest = f"{value.largest:.3g}" if isinstance(value.largest, float) else str(value.largest or "")
+    return value.key, f"{value.count:,}", f"{value.elements:,}", largest, str(value.first), left, right
 
 
 def _places(root: str, difference: Difference, left: Any, right: Any) -> Iterator[tuple[str, str, str]]:
@@ -160,13 +160,13 @@ def _brief(tree: Any, path: TreePath) -> str:
     try:
         value = value_at(tree, path)
     except (LookupError, AttributeError, TypeError):
-        return "?"  # the difference is shown all the same
+        return "?"  # The difference is shown without the value.
     return brief(value) or kind_of(value)
 
 
 def summary(outcome: ComparedPair) -> str:
-    """Return in a sentence whether two checkpoints differ, and in what."""
-    # Only kinds of difference that there are, so that the line stays short.
+    """Return a sentence about the differences between two checkpoints."""
+    # The sentence only has the kinds of differences that occur, so that it stays short.
     apart, sides = outcome.difference, f"{outcome.left.where} and {outcome.right.where}"
     if not apart:
         contents = outcome.left.contents
@@ -203,18 +203,18 @@ def _paths(difference: Difference) -> dict[str, list[str]]:
 def run_diff(
     left: str, right: str, *, patterns: Sequence[str], only_structure: bool, as_json: bool, allow_pickle: bool
 ) -> int:
-    """Print where two checkpoints differ, and return the exit status: 0 where nowhere, else 1.
+    """Print the differences between two checkpoints, and return the exit status: 0 if they are equal, else 1.
 
     Args:
-        left: a path or URL.
-        right: Right checkpoint, a path or URL.
+        left: Path or URL of the left checkpoint.
+        right: Path or URL of the right checkpoint.
         patterns: Patterns of the keys to compare; none compares all keys and the common state.
-        only_structure: whether to compare keys, dtypes and shapes alone.
-        as_json: whether to print JSON.
-        allow_pickle: whether pickled values may be unpickled.
+        only_structure: True to compare only keys, dtypes and shapes.
+        as_json: True to print JSON.
+        allow_pickle: True to unpickle pickled values.
 
     Raises:
-        CheckpointingException: one of them can't be read.
+        CheckpointingException: A checkpoint can't be read.
     """
     with working("reading what is stored"):
         options = LoadOptions(allow_pickle=allow_pickle)
@@ -234,15 +234,15 @@ def run_diff(
 def difference_of(
     checkpoints: Sequence[tuple[str, OpenCheckpoint]], patterns: Sequence[str] = (), *, only_structure: bool
 ) -> ComparedPair:
-    """Return where two checkpoints differ, with a bar while values are read.
+    """Return the differences between two checkpoints, and show a bar while values are read.
 
     Args:
-        checkpoints: both, each with the name that it is shown by.
+        checkpoints: Both checkpoints, with their names for the output.
         patterns: Patterns of the keys to compare; none compares all keys and the common state.
-        only_structure: whether to compare keys, dtypes and shapes alone.
+        only_structure: True to compare only keys, dtypes and shapes.
 
     Raises:
-        CheckpointingException: a value can't be read.
+        CheckpointingException: A value can't be read.
     """
     with working("reading what is stored"):
         everything = [contents_at(tree) for _, tree in checkpoints]
@@ -252,14 +252,14 @@ def difference_of(
     if only_structure:
         difference = structure_difference(*(side.contents for side in sides))
     else:
-        # The bar's end: where dtype or shape differ, no values are read.
+        # The bar's total leaves out tensors whose dtypes or shapes differ, since their values aren't read.
         kinds = {row.key: (row.dtype, row.shape) for row in sides[1].contents.tensors}
         both = [row for row in sides[0].contents.tensors if kinds.get(row.key) == (row.dtype, row.shape)]
         with bar(Output(stderr=True), "compare", sum(row.length for row in both)) as advance:
             strategies = selecting(matcher(patterns)) if patterns else default_strategies
             options = replace(sides[0].tree.checkpoint.options, progress=advance)
-            one, other = (side.tree.checkpoint.storage for side in sides)
-            difference = compare(one, other, strategies=strategies, options=options)
+            left, right = (side.tree.checkpoint.storage for side in sides)
+            difference = compare(left, right, strategies=strategies, options=options)
     return ComparedPair(sides[0], sides[1], difference, only_structure, bool(patterns))
 
 
@@ -272,13 +272,13 @@ def structure_difference(left: StoredContents, right: StoredContents) -> Checkpo
         ('w',)
     """
     mine, theirs = ({row.key: row for row in contents.tensors} for contents in (left, right))
-    # Apart from tensors: an object's unique key may equal a tensor's key.
+    # Objects are compared separately, since an object's unique key may equal a tensor's key.
     objects = [dict.fromkeys(row.unique_key for row in contents.objects) for contents in (left, right)]
     both = [(mine[key], theirs[key]) for key in mine if key in theirs]
     kinds = [
-        KindDifference(one.key, _kind_of(one), _kind_of(other))
-        for one, other in both
-        if (one.dtype, one.shape) != (other.dtype, other.shape)
+        KindDifference(row.key, _kind_of(row), _kind_of(other))
+        for row, other in both
+        if (row.dtype, row.shape) != (other.dtype, other.shape)
     ]
     return CheckpointDifference(
         only_left=(*_missing(mine, theirs), *_missing(*objects)),
@@ -292,9 +292,9 @@ def _missing(names: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[str, 
 
 
 def selecting(matches: Callable[[str], bool]) -> Strategies:
-    """Return a table whose formats hold only the tensors and objects of some keys, and no common state.
+    """Return a table whose formats list only the tensors and objects of some keys, and no common state.
 
-    So `compare` itself needs no selection: what isn't in the metadata is neither read nor compared.
+    So `compare` needs no selection of its own: it neither reads nor compares keys that aren't in the metadata.
     """
 
     def load_metadata(load: Callable[..., Any], checkpoint: Any) -> Mapping[str, Any]:

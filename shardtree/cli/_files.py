@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: how many, how long, and which that it needs aren't there."""
+"""The files of a checkpoint's folder: their number and length, and the missing ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ..inspection.needed_files import missing_files
 from ..shell.storage import LocalStorage, Storage, file_lengths
 from ..stores import MemoryStorage
 
-_MOST, _MOST_REMOTE = 20_000, 500  # files that are counted; each remote one takes a request
+_MOST, _MOST_REMOTE = 20_000, 500
+"""Upper bounds of the files that are counted; each remote file takes a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,10 @@ class Files:
 
     Attributes:
         count: Number of counted files.
-        length: bytes in them.
-        is_all: whether there are no more.
-        missing: names of the checkpoint's files that aren't there, or are shorter than what lies in them; None where
-            this wasn't looked for.
-        is_readable: whether the checkpoint's metadata could be read.
+        length: Number of bytes in them.
+        is_all: True if there are no other files.
+        missing: Names of the checkpoint's files that are missing or too short; None if this wasn't checked.
+        is_readable: True if the checkpoint's metadata could be read.
     """
 
     count: int
@@ -35,7 +35,7 @@ class Files:
 
     @property
     def is_complete(self) -> bool | None:
-        """Whether none is missing; None where this wasn't looked for, or not all were counted.
+        """True if no file is missing; None if this wasn't checked, or not all files were counted.
 
         Examples:
             >>> Files(1, 9, True, ()).is_complete, Files(1, 9, True, ("b",)).is_complete
@@ -62,14 +62,14 @@ def files_in(storage: Storage) -> Files:
 
 
 def files_of(tree: OpenCheckpoint) -> Files:
-    """Return the number and length of the files in a checkpoint's folder, and those that it needs and that are missing.
+    """Return the number and length of the files in a checkpoint's folder, and the needed files that are missing.
 
-    Where there are more files than are counted, only those counted are compared with what the checkpoint needs.
+    If there are too many files to count, only the counted ones are compared with the checkpoint's needs.
     """
     storage = tree.checkpoint.storage
     lengths, most = _lengths(storage), _most(storage)
     counted = _counted(lengths, most)
-    # Files that weren't counted aren't asked for one by one either.
+    # Files that weren't counted aren't looked up one by one either.
     return replace(counted, missing=missing_files(tree, dict(lengths), most if counted.is_all else 0))
 
 
@@ -78,7 +78,7 @@ def _counted(lengths: Sequence[tuple[str, int]], most: int) -> Files:
 
 
 def _lengths(storage: Storage) -> list[tuple[str, int]]:
-    """Return names and lengths of files: one more than are counted, to know whether there are more."""
+    """Return names and lengths of files, including one beyond the limit to tell whether there are more."""
     return list(islice(file_lengths(storage), _most(storage) + 1))
 
 

@@ -35,7 +35,7 @@ from ._output import Heading, Output, Table, json_text, printable, show_table, s
 from ._series import find_steps, run_series
 from ._views import COMMON, KEYS, common_rows, key_rows, show_pieces, show_values
 
-# The output: tables for people, a document for programs.
+# The output is tables for people, or a document for programs.
 
 _TENSOR = (
     Heading("tensor", style="bold"),
@@ -58,15 +58,15 @@ class CheckpointFindings:
     """Content of a checkpoint that `inspect` shows.
 
     Attributes:
-        where: the checkpoint, as it was named.
-        fields: those of its metadata.json, or what recognizing its format gave.
-        everything: all of its tensors and objects.
-        selection: those whose keys match, sorted.
-        common: top-level entries of the common state, without the content metadata; None where it can't be read.
-        problem: why it can't.
-        content_metadata: the save's `content_metadata`.
-        files: the folder's files.
-        in_files: whether tensors are listed by the names in the files, where reading would find out others.
+        where: Name of the checkpoint, as the user typed it.
+        fields: Fields of its metadata.json, or of its recognised format.
+        everything: All tensors and objects.
+        selection: Tensors and objects whose keys match, sorted.
+        common: Top-level entries of the common state, without the content metadata; None if it can't be read.
+        problem: Error of reading the common state; None if there is none.
+        content_metadata: The save's `content_metadata`.
+        files: Files of the folder.
+        in_files: True if tensors are listed with the names in the files, although a read would give them others.
     """
 
     where: str
@@ -81,7 +81,7 @@ class CheckpointFindings:
 
 
 def show_findings(console: Console, findings: CheckpointFindings, limit: int | None, *, is_selection: bool) -> None:
-    """Print tables of tensors, objects and, unless keys were selected, the common state; then the totals."""
+    """Print tables of tensors, of objects and, unless keys were selected, of the common state; then the totals."""
     console.print(Text(printable(findings.where), style="bold"))
     _show_rows(console, tensor_table(findings.selection.tensors), limit)
     _show_rows(console, object_table(findings.selection.objects), limit)
@@ -107,7 +107,7 @@ def _show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def tensor_table(rows: Sequence[TensorRow]) -> Table:
-    """Return a row for each tensor."""
+    """Return the table with a row for each tensor."""
     shapes = [shape_text(row.shape) + " ?" * (not row.is_proven) for row in rows]
     cells = [
         (row.key, row.dtype, shape, cut_text(row.grid), size(row.length))
@@ -117,12 +117,12 @@ def tensor_table(rows: Sequence[TensorRow]) -> Table:
 
 
 def object_table(rows: Sequence[ObjectRow]) -> Table:
-    """Return a row for each array of objects, in the order of their first cells."""
+    """Return the table with a row for each array of objects, in the order of their first cells."""
     arrays: dict[tuple[str, tuple[int, ...]], list[ObjectRow]] = {}
     for row in rows:
         arrays.setdefault((row.key, row.shape), []).append(row)
     cells_of_rows = [
-        # Old checkpoints left the lengths of arrays of objects out: -1.
+        # -1 is the length of an array of objects that old checkpoints omit.
         (key, product_text(shape).replace("-1", "?") or "1", f"{len(cells):,}", _length(cells))
         for (key, shape), cells in arrays.items()
     ]
@@ -135,7 +135,7 @@ def _length(cells: Sequence[ObjectRow]) -> str:
 
 
 def facts_of(findings: CheckpointFindings) -> Iterable[tuple[str, str]]:
-    """Yield what there is to say of a checkpoint as a whole, as names and texts."""
+    """Yield facts about a checkpoint as a whole, as names and texts."""
     yield "tensors", _count(StoredContents(findings.everything.tensors, ()))
     by_dtype = Counter[str]()
     for row in findings.everything.tensors:
@@ -248,16 +248,16 @@ _SORTS = {"key": lambda row: row.key, "bytes": lambda row: (-(row.length or 0), 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which of a checkpoint's contents are shown; only one of the last four is given.
+    """Selection of a checkpoint's contents to show; at most one of the last four fields is given.
 
     Attributes:
         patterns: Patterns of the keys to show; none shows all.
-        sort: "key" or "bytes".
-        limit: rows of each table; None for all.
-        tree: whether keys are shown as a tree.
-        common: whether the common state is shown, with all that is in it.
-        values: a tensor, maybe with an index, of which elements are shown.
-        layout: a tensor whose pieces are shown.
+        sort: Order of the rows, "key" or "bytes".
+        limit: Upper bound of the rows of each table; None for all.
+        tree: True to show keys as a tree.
+        common: True to show the whole common state.
+        values: Key of a tensor whose elements are shown, maybe with an index.
+        layout: Key of a tensor whose pieces are shown.
     """
 
     patterns: Sequence[str] = ()
@@ -270,18 +270,18 @@ class Selection:
 
 
 def run_inspect(checkpoint: str, view: Selection, *, as_json: bool, allow_pickle: bool) -> int:
-    """Print what is in a checkpoint, or under a root of steps, and return the exit status.
+    """Print the contents of a checkpoint, or the steps under a root, and return the exit status.
 
-    It is 1 where its common state can't be read, or files are missing; else 0.
+    The status is 1 if the common state can't be read, or files are missing; else 0.
 
     Args:
-        checkpoint: a path or URL.
-        view: what is shown of it.
-        as_json: whether to print JSON.
-        allow_pickle: whether pickled values may be unpickled.
+        checkpoint: Path or URL of the checkpoint.
+        view: Contents to show.
+        as_json: True to print JSON.
+        allow_pickle: True to unpickle pickled values.
 
     Raises:
-        CheckpointingException: it can't be opened, or has no such key.
+        CheckpointingException: The checkpoint can't be opened, or has no such key.
     """
     try:
         with working("opening it"):
@@ -316,7 +316,7 @@ def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Sel
     with working("reading what is stored"):
         findings = examine(where, tree, view.patterns, view.sort)
     if findings.problem is not None:
-        # Tensors can be shown without it, as where it holds pickled values that may not be loaded.
+        # Tensors are shown without the common state, which may have pickled values that may not be loaded.
         complain("inspect", findings.problem)
     if as_json:
         print(json_text(document(findings, view.limit)))
@@ -329,7 +329,7 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
     """Return the content of a checkpoint to show, without reading a tensor.
 
     Raises:
-        KeyMismatch: a pattern matches nothing.
+        KeyMismatch: A pattern matches nothing.
         CheckpointingException: The checkpoint's metadata can't be read.
     """
     everything = contents_in_files(tree, patterns)
@@ -341,7 +341,7 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
         common = entries_of(tree.common())
     except CheckpointingException as error:
         problem = error
-    # The save stored it as an entry of the common state; it is shown apart.
+    # The content metadata is an entry of the stored common state, but is shown separately.
     content = load_content_metadata(preloaded_state_dict=common or {})
     if common is not None:
         common = {name: value for name, value in common.items() if name != "content_metadata"}

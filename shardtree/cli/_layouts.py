@@ -1,4 +1,4 @@
-"""Layouts that are typed or stored: a mesh with specs, a number of ranks, or the pieces of a checkpoint; as trees."""
+"""Typed and stored layouts as trees of ranks: a mesh with specs, a number of ranks, or the pieces of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RankTree = dict[str, ShardedTensor]
 
 @dataclass(frozen=True, slots=True)
 class RankTrees(Sequence[RankTree]):
-    """Ranks' trees, each made when it is asked for and not kept: those of all ranks of a large model fill the memory.
+    """Trees of ranks, made on access and not kept, since those of all ranks of a large model would fill the memory.
 
     Attributes:
-        make: returns a rank's.
+        make: Function that returns the tree of a rank.
         ranks: Number of ranks.
 
     Examples:
@@ -44,17 +44,17 @@ class RankTrees(Sequence[RankTree]):
         return self.make(range(self.ranks)[rank])
 
 
-# Typed layouts.
+# This section makes typed layouts.
 
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """Mesh and specs that the command line gives.
+    """Mesh and specs of the command line.
 
     Attributes:
-        mesh: the ranks.
-        specs: patterns of keys, with how those tensors are cut. The first that fits a key, and has no
-            more entries than the tensor has axes, counts; a tensor that none fits is whole on every rank.
+        mesh: Mesh of the ranks.
+        specs: Patterns of keys, with the specs of their tensors. The first one counts that fits a key and has no more
+            entries than the tensor has axes; other tensors are whole on every rank.
     """
 
     mesh: Mesh
@@ -62,16 +62,16 @@ class MeshLayout:
 
 
 def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> MeshLayout | None:
-    """Return the layout that options describe, None if they describe none.
+    """Return the layout that options describe; None if they describe none.
 
     Args:
-        mesh: axes and their sizes, as tp=4,dp=2; the last one's ranks are neighbours.
-        specs: PATTERN=SPEC, where the spec has for each axis of the tensor a mesh axis, several with + between them,
-            or - if it isn't cut.
-        ranks: instead of both: every tensor is cut along its first axis over so many.
+        mesh: Axes with their sizes, as tp=4,dp=2; ranks along the last axis are consecutive.
+        specs: Texts PATTERN=SPEC; a spec has for each axis of the tensor a mesh axis, several joined by +, or - if it
+            isn't cut.
+        ranks: Number of ranks that every tensor is cut over along its first axis, instead of mesh and specs.
 
     Raises:
-        typer.BadParameter: they contradict each other, or can't be parsed.
+        typer.BadParameter: The options contradict each other, or can't be parsed.
 
     Examples:
         >>> mesh_layout("tp=4,dp=2", ["**.weight=tp,-"], None).specs
@@ -95,7 +95,7 @@ def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> Me
 
 
 def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
-    pattern, sign, entries = text.rpartition("=")  # a key may have the sign in it
+    pattern, sign, entries = text.rpartition("=")  # A key may contain the sign.
     if not sign or not pattern:
         raise typer.BadParameter(f"{text!r} is not PATTERN=SPEC, as in '**.weight=tp,-'")
     split = [tuple(entry.split("+")) if entry not in ("", "-") else () for entry in entries.split(",")]
@@ -108,30 +108,30 @@ def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
 
 
 def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
-    """Return each rank's tree of the shards of whole tensors on a mesh, without data.
+    """Return the trees of ranks with the shards of whole tensors on a mesh, without data.
 
     Raises:
-        KeyMismatch: a spec is that of no tensor.
-        MetadataError: a spec doesn't fit its tensor.
+        KeyMismatch: A spec fits no tensor.
+        MetadataError: A spec doesn't fit its tensor.
     """
     rows = [(pattern, matcher([pattern]), spec) for pattern, spec in layout.specs]
 
     def fitting(key: str) -> tuple[str, PartitionSpec] | None:
-        # A spec for matrices isn't one for the vectors that its pattern fits too: '**.weight' names norms as well.
+        # A spec for matrices isn't used for vectors that its pattern fits too: '**.weight' also fits norms.
         axes = len(shards[key].global_shape)
         specs = ((pattern, spec) for pattern, fits, spec in rows if fits(key) and len(spec.entries) <= axes)
         return next(specs, None)
 
     specs = {key: fitting(key) for key in shards}
-    patterns = {one[0] for one in specs.values() if one is not None}
+    patterns = {row[0] for row in specs.values() if row is not None}
     spare = [pattern for pattern, _ in layout.specs if pattern not in patterns]
     if spare:
         lines = [_why_unused(pattern, fits, spec, shards) for pattern, fits, spec in rows if pattern in spare]
         fix = "Quote patterns, so that the shell doesn't expand them."
         raise KeyMismatch(error_text("--spec is used for no tensor", offenders=lines, fix=fix))
     note_shell_patterns("--spec", patterns, shards)
-    # Layers repeat shapes and specs: one tensor of each kind is cut, and the others are cut like it.
-    alike = {key: (shards[key].global_shape, shards[key].dtype, one and one[1]) for key, one in specs.items()}
+    # Layers repeat shapes and specs, so that one tensor of each kind is cut, and others copy its cut.
+    alike = {key: (shards[key].global_shape, shards[key].dtype, row and row[1]) for key, row in specs.items()}
     first = {kind: key for key, kind in reversed(alike.items())}
     models = {key: shards[key] for key in shards if first[alike[key]] == key}
 
@@ -141,7 +141,7 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
         keys = [key for key in shards if first[alike[key]] in cuts]
         return dict(zip(keys, with_keys([cuts[first[alike[key]]] for key in keys], keys), strict=True))
 
-    tree(0)  # a spec that doesn't fit its tensor is an error at once
+    tree(0)  # A spec that doesn't fit its tensor raises at once.
     return RankTrees(tree, layout.mesh.size)
 
 
@@ -152,24 +152,24 @@ def _why_unused(pattern: str, fits: Callable[[str], bool], spec: PartitionSpec, 
     key = max(keys, key=lambda key: len(shards[key].global_shape))
     axes = len(shards[key].global_shape)
     if len(spec.entries) > axes:
-        return f"{pattern!r}: a spec of {len(spec.entries)} axes, and {key!r} has {axes}"
+        return f"{pattern!r}: a spec of {len(spec.entries)} axes, but {key!r} has {axes}"
     return f"{pattern!r} fits {key!r}, but an earlier --spec does too: put this one first"
 
 
-# Stored layouts.
+# This section makes stored layouts.
 
 
 def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> Sequence[RankTree]:
-    """Return the pieces of stored tensors as ranks' trees: piece i of each tensor, in row-major order, on rank i.
+    """Return the pieces of stored tensors as trees of ranks: piece i of each tensor, in row-major order, is on rank i.
 
-    A checkpoint doesn't say which ranks held a piece, only which pieces there are.
+    A checkpoint has the pieces, but not the ranks that held them.
 
     Args:
-        tree: the checkpoint.
-        matches: which keys are meant.
+        tree: Open checkpoint.
+        matches: Predicate of the wanted keys.
 
     Returns:
-        A tree for each rank; one with whole tensors where the format doesn't say how they are cut.
+        A tree for each rank; one tree with whole tensors if the format has no index of pieces.
     """
     wholes = whole_tensors(tree, matches)
     index = stored_index(tree, wholes)
@@ -183,9 +183,9 @@ def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> Sequen
     place = np.arange(row.size) - np.searchsorted(key, key)
 
     def pieces(rank: int) -> RankTree:
-        own = row[place == rank].tolist()
-        names = [keys[number] for number in index.chunk_key[own].tolist()]
-        return {name: chunk_shard(index, each, wholes[name]) for name, each in zip(names, own, strict=True)}
+        chunks = row[place == rank].tolist()
+        names = [keys[number] for number in index.chunk_key[chunks].tolist()]
+        return {name: chunk_shard(index, chunk, wholes[name]) for name, chunk in zip(names, chunks, strict=True)}
 
     return RankTrees(pieces, int(place.max(initial=-1)) + 1)
 
@@ -196,7 +196,7 @@ def chunk_shard(index: Index, row: int, whole: ShardedTensor) -> ShardedTensor:
     Args:
         index: Index of the checkpoint.
         row: Row of the chunk.
-        whole: the tensor.
+        whole: Whole tensor.
     """
     axes, shape = len(whole.global_shape), whole.global_shape
     offset, local = (column[row].tolist()[-axes or None :][:axes] for column in (index.chunk_offset, index.chunk_shape))

@@ -1,4 +1,4 @@
-"""Formats, dtypes, functions, keys and sizes as people type them; an unknown name gets the most similar one back."""
+"""Parsers of typed formats, dtypes, functions, keys and sizes; errors suggest the most similar name."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ ALIASES = {
 }
 """Other names of formats and dtypes, in lower case."""
 
-# What can't be parsed is a BadParameter: typer shows the usage with it, and exits with status 2.
+# Parse errors are BadParameter, which typer shows with the usage before it exits with status 2.
 
 
 def format_named(text: str) -> str | tuple[str, int]:
     """Return the format that a text names, as BACKEND or BACKEND:VERSION.
 
     Raises:
-        typer.BadParameter: no format of that name can be written.
+        typer.BadParameter: There is no writable format of that name.
 
     Examples:
         >>> format_named("hf"), format_named("zarr:3")
         ('huggingface', ('zarr', 3))
     """
     backend, sign, version = text.partition(":")
-    # int() would also take digits of other scripts, signs and underscores.
+    # int() would also accept digits of other scripts, signs and underscores.
     if not backend or (sign and not (version.isascii() and version.isdecimal())):
         raise typer.BadParameter(f"{text!r} is not BACKEND or BACKEND:VERSION")
     formats = formats_with(StrategyAction.SAVE_SHARDED)
@@ -64,7 +64,7 @@ def float_dtype_named(text: str) -> str:
     """Return the name of the floating-point dtype that a text names.
 
     Raises:
-        typer.BadParameter: this torch has none of that name.
+        typer.BadParameter: This torch has no such dtype.
 
     Examples:
         >>> float_dtype_named("bf16")
@@ -72,15 +72,16 @@ def float_dtype_named(text: str) -> str:
     """
     import torch
 
-    dtypes = {dtype_name(one) for one in vars(torch).values() if isinstance(one, torch.dtype) and one.is_floating_point}
-    return known_name("floating-point dtype", text, dtypes)
+    dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+    names = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
+    return known_name("floating-point dtype", text, names)
 
 
 def known_name(kind: str, text: str, names: Collection[str]) -> str:
-    """Return the known name that a text means: itself, another case or alias of it.
+    """Return the known name that a text means: the name itself, in another case, or by an alias.
 
     Raises:
-        typer.BadParameter: it means none; names the most similar one, or all.
+        typer.BadParameter: The text means none; the error names the most similar one, or all.
 
     Examples:
         >>> known_name("format", "HF", {"huggingface", "zarr"})
@@ -98,9 +99,9 @@ def did_you_mean(text: str, names: Collection[str], others: Collection[str] = ()
     """Return the sentence that names the most similar name, or all names if there is none.
 
     Args:
-        text: what isn't one.
-        names: the names that there are.
-        others: more of them, which aren't listed.
+        text: Unknown name.
+        names: Known names.
+        others: Further known names, which aren't listed.
 
     Examples:
         >>> did_you_mean("bf61", ["bfloat16"], ["bf16"])
@@ -111,12 +112,12 @@ def did_you_mean(text: str, names: Collection[str], others: Collection[str] = ()
 
 
 def function_named(text: str) -> Callable[[Any], Any]:
-    """Return a function of a Python file, or a trace, named as FILE.py:NAME; the file is run.
+    """Execute a Python file, and return a function or a trace in it, named as FILE.py:NAME.
 
-    What a function raises when it is called is a TreeError that names the line.
+    Errors of the function become a TreeError that names the line.
 
     Raises:
-        typer.BadParameter: there is no such file or function, or running the file failed.
+        typer.BadParameter: There is no such file or function, or the file raised an error.
     """
     file, _, name = text.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
@@ -127,11 +128,11 @@ def function_named(text: str) -> Callable[[Any], Any]:
         names = runpy.run_path(file)
     except Exception as error:
         raise typer.BadParameter(f"{_place(error, file)}: {type(error).__name__}: {error}") from error
-    functions = {each for each, value in names.items() if callable(value) and not each.startswith("__")}
+    functions = {key for key, value in names.items() if callable(value) and not key.startswith("__")}
     if name not in functions:
         what = "isn't a function" if name in names else "isn't there"
         raise typer.BadParameter(f"{file}: {name!r} {what}. {did_you_mean(name, functions)}")
-    from ..traces import Trace  # here, since most commands name formats and keys alone
+    from ..traces import Trace  # Most commands don't need this import.
 
     return names[name] if isinstance(names[name], Trace) else _with_location(names[name], file, name)
 
@@ -154,7 +155,7 @@ def _with_location(function: Callable[[Any], Any], file: str, name: str) -> Call
 
 
 def _place(error: Exception, file: str) -> str:
-    """Return the file with the line in it that an error comes from."""
+    """Return the file and the line that an error comes from."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{file}, line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -162,10 +163,10 @@ def _place(error: Exception, file: str) -> str:
 
 
 def renamings(texts: Collection[str]) -> dict[str, str]:
-    """Return the keys that texts name as OLD=NEW.
+    """Return the new key by the old one, from texts OLD=NEW.
 
     Raises:
-        typer.BadParameter: one is written otherwise, or an OLD is given twice.
+        typer.BadParameter: A text has another form, or an OLD is given twice.
 
     Examples:
         >>> renamings(["decoder.*=layers.*"])
@@ -188,16 +189,16 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def size_named(text: str) -> int:
-    """Return the number of bytes that a text says: MB and its like are decimal, MiB and its like binary.
+    """Return the number of bytes in a text; units such as MB are decimal, units such as MiB are binary.
 
     Raises:
-        typer.BadParameter: it isn't such a number, or is below one.
+        typer.BadParameter: The text isn't such a number, or is below one.
 
     Examples:
         >>> size_named("256MB"), size_named("1.5 GiB"), size_named("4096")
         (256000000, 1610612736, 4096)
     """
-    # Fifteen digits are what a float holds exactly.
+    # A float has fifteen exact digits.
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text.strip(), re.ASCII)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) * unit < 1:
@@ -209,10 +210,10 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def seconds_named(text: str) -> float:
-    """Return the number of seconds that a text names: a number, with s, m, h, d or w behind it.
+    """Return the number of seconds in a text: a number, maybe followed by s, m, h, d or w.
 
     Raises:
-        typer.BadParameter: the text isn't such a number.
+        typer.BadParameter: The text isn't such a number.
 
     Examples:
         >>> seconds_named("90"), seconds_named("1.5h"), seconds_named("7d")

@@ -1,4 +1,4 @@
-"""Where commands print to: a console, bars, verdicts, JSON; tables of any length; and sizes as text."""
+"""Output of commands: a console, bars, verdicts, JSON, and tables of any length."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from rich.text import Text
 from ..errors import printable as printable
 from ..errors import size_text as size
 
-# Our own signs alone: keys may hold any character, and are escaped where the encoding lacks it.
+# These are only our own signs; keys may have any character, and are escaped if the encoding lacks it.
 _ASCII = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "─": "-", "✓": "+", "✗": "!", "→": ">"})
 
 
 class Output(Console):
-    """A console that never cuts a line, and has colours on a terminal only."""
+    """A console that never cuts a line, and has colours only on a terminal."""
 
     def __init__(self, *, stderr: bool = False) -> None:
-        # NO_COLOR counts if it isn't empty, as no-color.org says. Keys may look like rich's markup or emoji codes.
+        # NO_COLOR counts unless it is empty, see no-color.org. Keys may look like rich's markup or emoji codes.
         colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
         super().__init__(
             stderr=stderr, color_system=colours, highlight=False, markup=False, emoji=False, soft_wrap=True
         )
 
     def on_broken_pipe(self) -> None:
-        """Leave it to `unprintable`."""
-        # rich would exit with status 1, which says "damaged" or "different" here.
+        """Raise, so that `unprintable` handles the closed pipe."""
+        # rich would exit with status 1, which means "damaged" or "different" here.
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @contextmanager
 def bar(console: Console, doing: str, total: int | None, *, is_shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yield `progress(nbytes)`, called with the bytes done since the last call; the bar is gone afterwards.
+    """Show a bar, and yield `progress(nbytes)`, which takes the bytes done since the last call.
 
     Args:
-        console: where it is drawn; nothing is where it isn't a terminal.
-        doing: what moves them.
-        total: bytes, None where that isn't known.
-        is_shown: whether it is drawn at all: one rank of several draws.
+        console: Console of the bar, which is only drawn on a terminal.
+        doing: Description of the work.
+        total: Number of bytes; None if unknown.
+        is_shown: True to draw the bar; of several ranks, one draws it.
     """
     columns = (
         SpinnerColumn(),
@@ -77,7 +77,7 @@ def bar(console: Console, doing: str, total: int | None, *, is_shown: bool = Tru
 
 @contextmanager
 def working(doing: str) -> Iterator[None]:
-    """Show on stderr, where that is a terminal, what goes on and for how long; for work that counts no bytes."""
+    """Show a description of work and its duration on stderr, if that is a terminal; for work without a byte count."""
     console = Output(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -86,7 +86,7 @@ def working(doing: str) -> Iterator[None]:
 
 
 def spellable(console: Console) -> Callable[[str], str]:
-    """Return the function that replaces our own signs where the console's encoding may lack them."""
+    """Return a function that replaces our own signs if the console's encoding may lack them."""
     if console.encoding.lower().startswith("utf"):
         return lambda words: words
     return lambda words: words.translate(_ASCII)
@@ -96,13 +96,13 @@ _SIGNS = {True: ("✓ ", "bold green"), False: ("✗ ", "bold red"), None: ("? "
 
 
 def show_verdict(console: Console, is_good: bool | None, words: str) -> None:
-    """Print a sentence behind the sign that says whether it is good; None where that isn't known."""
+    """Print a sentence after a sign for good, bad, or unknown (None)."""
     sign, style = _SIGNS[is_good]
     console.print(Text.assemble((spellable(console)(sign), style), printable(words)))
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """Return a document as JSON in ASCII: a line for each name, and for each item of a list, so that grep can be used.
+    """Return a document as ASCII JSON with a line for each name and for each item of a list, which suits grep.
 
     Examples:
         >>> print(json_text({"sound": False, "damage": [{"file": "a"}, {"file": "b"}], "more": []}))
@@ -124,7 +124,7 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def pace(count: int, seconds: float) -> str:
-    """Return the time that moving bytes took, and from 10 MB on the rate: below, opening files takes most of the time.
+    """Return the text of a transfer's time, and of its rate from 10 MB on; below, opening files dominates.
 
     Examples:
         >>> pace(2_000, 0.1), pace(272_000_000, 0.5)
@@ -133,12 +133,15 @@ def pace(count: int, seconds: float) -> str:
     return f"in {seconds:.2f} s" + (f", {size(int(count / max(seconds, 1e-9)))}/s" if count >= 10**7 else "")
 
 
-# Tables of any length: aligned columns, and long keys folded where a terminal is too narrow.
+# This section prints tables of any length, with aligned columns, and folds long keys if a terminal is too narrow. It
+# doesn't use rich.table, which takes 14 times as long: a checkpoint may have millions of keys.
 
 _GAP = "  "
-# Not rich.table, which takes 14 times as long: a checkpoint may have millions of keys.
-_LEAST = 16  # characters that a folded column keeps
-_BATCH = 2000  # lines of one call of rich, which renders all that it is passed before it prints
+_LEAST = 16
+"""Least width of a folded column, in characters."""
+
+_BATCH = 2000
+"""Number of lines of a call of rich, which renders all its lines before it prints."""
 
 Row = Sequence[str]
 
@@ -148,9 +151,9 @@ class Heading:
     """A column's name and format.
 
     Attributes:
-        name: the text above it.
-        right: whether it is right-aligned, as numbers are.
-        style: a style of rich, by name.
+        name: Text above the column.
+        right: True for right alignment, as for numbers.
+        style: Name of a style of rich.
     """
 
     name: str
@@ -163,8 +166,8 @@ class Table:
     """A table before it is shown, in a terminal or on a page.
 
     Attributes:
-        headings: the columns.
-        rows: a text for each column.
+        headings: Headings of the columns.
+        rows: Rows with a text for each column.
     """
 
     headings: Sequence[Heading]
@@ -172,32 +175,34 @@ class Table:
 
 
 def show_table(console: Console, headings: Sequence[Heading], rows: Sequence[Row], limit: int | None = None) -> None:
-    """Print a table; the first column is folded where a terminal is too narrow, and nothing is ever cut off.
+    """Print a table; the first column is folded if a terminal is too narrow, and nothing is ever cut off.
 
     Args:
-        console: where to.
-        headings: the columns.
-        rows: a text for each column.
-        limit: Number of rows to print; None for all. A last line counts those that are left out.
+        console: Console to print on.
+        headings: Headings of the columns.
+        rows: Rows with a text for each column.
+        limit: Number of rows to print; None for all. A last line counts the others.
     """
     spell = spellable(console)
-    # The first column holds keys, which are shown as they are: a sign of ours in one isn't ours to replace.
-    texts = [(printable(first), *(spell(printable(cell)) for cell in rest)) for first, *rest in rows[:limit]]
+    # The first column has keys, in which our signs aren't replaced.
+    texts = [(printable(first), *(spell(printable(cell)) for cell in cells)) for first, *cells in rows[:limit]]
     names = [heading.name for heading in headings]
     widths = [max(map(cell_len, column)) for column in zip(names, *texts, strict=True)]
-    # Elsewhere nothing is folded: programs expect a row on one line.
+    # Only a terminal folds, since programs expect a row on one line.
     if console.is_terminal:
         others = sum(widths[1:]) + len(_GAP) * len(widths[1:])
         widths[0] = min(widths[0], max(_LEAST, console.width - others))
     rule = spell("─") * (sum(widths) + len(_GAP) * len(widths[1:]))
     bold, dim, *styles = (Style.parse(style) for style in ("bold", "dim", *(heading.style for heading in headings)))
-    folds = (zip_longest(chop_cells(key, widths[0]), *([one] for one in rest), fillvalue="") for key, *rest in texts)
+    folds = (
+        zip_longest(chop_cells(key, widths[0]), *([cell] for cell in cells), fillvalue="") for key, *cells in texts
+    )
     lines = chain(
         [_line(names, headings, widths, [bold] * len(names)), [Segment(rule, dim)]],
         (_line(part, headings, widths, styles) for parts in folds for part in parts),
     )
     while batch := list(islice(lines, _BATCH)):
-        if console.color_system is None:  # plain lines end without the spaces that fill the last column
+        if console.color_system is None:  # Plain lines lose the spaces that fill the last column.
             batch = [[Segment("".join(piece.text for piece in line).rstrip())] for line in batch]
         console.print(Segments(piece for line in batch for piece in (*line, Segment.line())), end="")
     if len(texts) < len(rows):

@@ -1,4 +1,4 @@
-"""`shardtree explain`, `plan` and `trace`: what a load, a move between ranks or loading code would do to tensors."""
+"""`shardtree explain`, `plan` and `trace`: previews of a load, of a move between ranks, and of loading code."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def run_explain(
     as_json: bool,
     options: LoadOptions,
 ) -> int:
-    """Print what a load would do, and return the exit status: 1 where it would fail.
+    """Print the preview of a load, and return the exit status: 1 if the load would fail.
 
     Args:
-        checkpoint: a path or URL.
-        layout: Wanted layout of the checkpoint's own tensors; None keeps the stored one.
-        like: another checkpoint, whose tensors are wanted instead.
+        checkpoint: Path or URL of the checkpoint.
+        layout: Wanted layout of the tensors; None keeps the stored one.
+        like: Path or URL of another checkpoint whose tensors are wanted; None for those of the first.
         patterns: Patterns of the wanted keys; none means all.
-        cast: whether dtypes are converted.
-        plain: patterns of keys of values that need no scales.
-        as_json: whether to print JSON.
+        cast: True to convert dtypes.
+        plain: Patterns of keys of FP8 numbers that need no scales.
+        as_json: True to print JSON.
         options: Options of the reads.
 
     Raises:
-        CheckpointingException: a checkpoint can't be opened, or the layout doesn't fit its tensors.
+        CheckpointingException: A checkpoint can't be opened, or the layout doesn't fit its tensors.
     """
     with working("reading what is stored"):
         source = open_checkpoint(checkpoint, options=options)
@@ -52,10 +52,10 @@ def run_explain(
         trees = _trees(model, layout, patterns)
     with working(f"planning the reads of {plural(len(trees), 'rank')}"):
         explanation = explain_ranks(trees, checkpoint, cast=cast, plain=plain, options=options)
-    # A layout is one of tensors, and a selection leaves out on purpose: neither forgets what it lacks.
+    # A layout has only tensors, and a selection omits keys on purpose, so that other keys don't count as missing.
     tensors = {} if patterns else whole_tensors(source, matcher(patterns))
     explanation = replace(explanation, missing=tuple(key for key in explanation.missing if key in tensors))
-    is_ok = explanation.ok is not False  # None where only values can tell
+    is_ok = explanation.ok is not False  # None means that only values can tell.
     if as_json:
         record = {
             "checkpoint": checkpoint,
@@ -69,21 +69,21 @@ def run_explain(
             "total": explanation.cost and asdict(explanation.cost),
             "ranks": [
                 {
-                    "rank": one.rank,
-                    "shards": one.shards,
-                    "objects": one.objects,
-                    "reads": one.cost and asdict(one.cost),
-                    "sent": one.sent,
-                    "received": one.received,
+                    "rank": read.rank,
+                    "shards": read.shards,
+                    "objects": read.objects,
+                    "reads": read.cost and asdict(read.cost),
+                    "sent": read.sent,
+                    "received": read.received,
                 }
-                for one in explanation.reads
+                for read in explanation.reads
             ],
         }
         print(json_text(record))
         return 0 if is_ok else 1
-    console, (first, *rest) = Output(), str(explanation).split("\n")
+    console, (first, *lines) = Output(), str(explanation).split("\n")
     show_verdict(console, is_ok, first)
-    for line in rest:
+    for line in lines:
         console.print(Text(printable(line)))
     if len(explanation.reads) == 1 and is_ok:
         console.print(Text(f"{plural(1, 'rank')}: --ranks, --mesh with --spec, or --like ask for more.", style="dim"))
@@ -105,18 +105,18 @@ def run_plan(
     """Print a plan, and return the exit status 0.
 
     Args:
-        source: a checkpoint, whose tensors move.
-        target: another one, whose tensors are wanted; None for the source's.
+        source: Path or URL of the checkpoint whose tensors move.
+        target: Path or URL of the checkpoint whose tensors are wanted; None for the source.
         before: Layout of the source's tensors; None for the stored one.
         after: Layout of the target's tensors; None for the stored one.
         patterns: Patterns of the wanted keys; none means all.
-        origins: whether to print where each box of each tensor comes from.
-        cast: whether dtypes are converted.
-        plain: patterns of keys of values that need no scales.
-        as_json: whether to print JSON.
+        origins: True to print the origin of each box of each tensor.
+        cast: True to convert dtypes.
+        plain: Patterns of keys of FP8 numbers that need no scales.
+        as_json: True to print JSON.
 
     Raises:
-        CheckpointingException: a checkpoint can't be opened, or its tensors can't get into that layout.
+        CheckpointingException: A checkpoint can't be opened, or its tensors can't get that layout.
     """
     source_tree = open_checkpoint(source)
     target_tree = source_tree if target is None else open_checkpoint(target)
@@ -149,24 +149,24 @@ def _trees(tree: OpenCheckpoint, layout: MeshLayout | None, patterns: Sequence[s
     return stored_trees(tree, matches) if layout is None else trees_on_mesh(whole_tensors(tree, matches), layout)
 
 
-# What loading code makes of a checkpoint.
+# This section traces loading code.
 
 
 Loader = Callable[[Any], Any] | Trace
-"""Loading code, from tensors by name to tensors by name; or what it was traced to."""
+"""Loading code, from tensors by name to tensors by name; or its trace."""
 
 
 def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json: bool) -> int:
-    """Print what loading code does to a checkpoint's tensors, and return the exit status: 1 where something is wrong.
+    """Print the trace of loading code on a checkpoint, and return the exit status: 1 if it has problems or differs.
 
     Args:
-        loader: the code.
-        checkpoint: a path or URL.
-        other: another loader of the same model, to compare with; None for none.
-        as_json: whether to print JSON.
+        loader: Loading code.
+        checkpoint: Path or URL of the checkpoint.
+        other: Another loader of the same model to compare with; None for none.
+        as_json: True to print JSON.
 
     Raises:
-        CheckpointingException: the checkpoint can't be read, or the code asks for what tensors hold.
+        CheckpointingException: The checkpoint can't be read, or the code asks for elements of tensors.
     """
     with working("reading what is stored"):
         source = open_checkpoint(checkpoint)
@@ -174,7 +174,7 @@ def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json:
         trace = traced(loader, source)
         problems = trace.check()
         differing = {} if other is None else trace.diff(traced(other, source))
-    differences = [each for some in differing.values() for each in some]
+    differences = [difference for of_output in differing.values() for difference in of_output]
     if as_json:
         record = {
             "checkpoint": checkpoint,
@@ -205,5 +205,5 @@ def traced(loader: Loader, sources: Any) -> Trace:
 
 
 def through(loader: Loader) -> Callable[[Any], Any]:
-    """Return loading code as a function of the tree of shards, which converts it."""
+    """Return a function that applies loading code to the tree of shards."""
     return lambda tree: transformed(traced(loader, tree), tree, "convert")

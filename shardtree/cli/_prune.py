@@ -1,4 +1,4 @@
-"""`shardtree series prune` and `clean`: what goes of a run's steps, shown before it is removed."""
+"""`shardtree series prune` and `clean`: removal of a run's steps, which are listed first, and of leftovers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ._series import find_series, no_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The options that say what stays.
+    """Options that say which steps stay.
 
     Attributes:
-        last: the number of newest steps to keep, or None.
-        every: the number whose multiples stay, or None.
-        seconds: the age up to which steps stay, or None.
-        every_seconds: the least time between steps that stay, or None.
-        best: texts such as ``"1:loss"``.
-        steps: numbers of steps that stay.
-        policies: texts such as ``"policies.py:choose"``.
+        last: Number of newest steps to keep, or None.
+        every: Number whose multiples stay, or None.
+        seconds: Age in seconds up to which steps stay, or None.
+        every_seconds: Least time in seconds between steps that stay, or None.
+        best: Texts such as ``"1:loss"``.
+        steps: Numbers of steps that stay.
+        policies: Texts such as ``"policies.py:choose"``.
     """
 
     last: int | None = None
@@ -52,20 +52,20 @@ class Kept:
 
 
 def run_prune(where: str, names: str | None, kept: Kept, *, is_removing: bool, as_json: bool) -> int:
-    """Print which steps stay and which go, and remove these if asked to.
+    """Print the steps that stay and those that go, and remove the latter if requested.
 
     Args:
-        where: the root, as a path or URL.
-        names: the format of the steps' folders; None to take the one that finished steps have.
-        kept: the options that say what stays.
-        is_removing: whether to remove what goes.
-        as_json: whether to print JSON.
+        where: Path or URL of the root.
+        names: Format of the names of steps' folders; None for that of finished steps.
+        kept: Options that say which steps stay.
+        is_removing: True to remove the steps that go.
+        as_json: True to print JSON.
 
     Returns:
-        The exit status: 1 if a step that was to go stays, else 0.
+        The exit status: 1 if a step that should go stays, else 0.
 
     Raises:
-        typer.BadParameter: an option names a metric that no step has, or is misspelt.
+        typer.BadParameter: An option names a metric that no step has, or is misspelt.
         NotACheckpoint: No step is finished.
         CheckpointingException: The steps can't be listed or removed.
     """
@@ -92,14 +92,14 @@ def run_prune(where: str, names: str | None, kept: Kept, *, is_removing: bool, a
 
 
 def policy_of(kept: Kept, steps: Sequence[SavedStep]) -> RetentionPolicy:
-    """Return the policy that options describe: it keeps what any of them keeps.
+    """Return the policy that keeps each step that any option keeps.
 
     Args:
-        kept: the options.
-        steps: the listing, for the names of metrics.
+        kept: Options that say which steps stay.
+        steps: Steps of the series, for the names of metrics.
 
     Raises:
-        typer.BadParameter: an option names a metric that no step has, or is misspelt.
+        typer.BadParameter: An option names a metric that no step has, or is misspelt.
 
     Examples:
         >>> policy_of(Kept(last=3, best=["1:loss"]), [SavedStep(1, metrics={"loss": 0.5})])
@@ -127,12 +127,12 @@ def _policies(kept: Kept, steps: Sequence[SavedStep]) -> Iterator[Choose]:
 
 
 def _best(text: str, metrics: set[str]) -> RetentionPolicy:
-    """Return the policy that N:METRIC[:max] names; a metric's own name may have colons."""
+    """Return the policy of N:METRIC[:max]; the metric's name may contain colons."""
     count, _, metric = text.partition(":")
     metric, is_max = metric.removesuffix(":max"), metric.endswith(":max")
     if not (count.isascii() and count.isdecimal()) or not metric:
         raise typer.BadParameter(f"{text!r} is not N:METRIC, such as 1:loss, or N:METRIC:max")
-    # All steps without the metric stay, so that a wrong name would keep everything without a word.
+    # All steps without the metric stay, so that a wrong name would silently keep everything.
     if metrics and metric not in metrics:
         raise typer.BadParameter(f"no step has a metric {metric!r}. {did_you_mean(metric, metrics)}")
     return keep_best(int(count), metric, mode="max" if is_max else "min")
@@ -159,19 +159,19 @@ def _document(where: str, removal: Removal, removed: Sequence[int]) -> dict[str,
 
 
 def run_clean(where: str, names: str | None, *, stale_after: float, as_json: bool) -> int:
-    """Remove what killed saves left of steps that were never finished, and print what went and what is left.
+    """Remove the leftovers of killed saves, and print the folders that were removed and that are left.
 
     Args:
-        where: the root, as a path or URL.
-        names: the format of the steps' folders; None to take the one that finished steps have.
-        stale_after: seconds without a change after which a save of another machine counts as killed.
-        as_json: whether to print JSON.
+        where: Path or URL of the root.
+        names: Format of the names of steps' folders; None for that of finished steps.
+        stale_after: Time in seconds without a change after which a save of another machine counts as killed.
+        as_json: True to print JSON.
 
     Returns:
         The exit status: 1 if unfinished folders are left, else 0.
 
     Raises:
-        CheckpointingException: the steps can't be listed, or files can't be removed.
+        CheckpointingException: The steps can't be listed, or files can't be removed.
     """
     series = find_series(where, names)
     with working("removing leftovers"):

@@ -1,4 +1,4 @@
-"""`shardtree report`: a page of HTML about a checkpoint, or about two: contents, cuts, sizes, damage, differences."""
+"""`shardtree report`: an HTML page about one checkpoint or two: contents, cuts, sizes, damage, differences."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from ._output import Heading, Output, Table, printable, show_verdict, size
 from ._verify import find_damage, unchecked_lines, verdict
 from ._views import COMMON, KEYS, common_rows, key_rows
 
-_MOST_ROWS = 2000  # of a table: a browser shows a page of a million rows badly
-_MOST_SHARES = 64  # of the table of sizes
+_MOST_ROWS = 2000  # A browser is slow with a page of a million rows.
+_MOST_SHARES = 64
 _MOST_BARS = 16
-_LONGEST_NAME = 32  # characters beside a bar: cut to fit, long names of files would look alike
+_LONGEST_NAME = 32  # Longer names beside a bar would be cut, and look alike.
 
-# Only a file's name says which rank wrote it: ours and PyTorch's do, as 00003-of-00008.safetensors and __3_0.distcp.
+# Only the names of files tell the rank that wrote them, as in 00003-of-00008.safetensors and __3_0.distcp.
 _OF_RANK = re.compile(r"(?:.*/)?(?:(\d{5,})-of-\d{5,}(?:-\d+)?|__(\d+)_\d+)\.\w+")
 
 
@@ -52,10 +52,10 @@ class Side:
     """A checkpoint of a report.
 
     Attributes:
-        where: Path or URL as it was typed.
-        tree: The opened checkpoint; None if it can't be opened, say because its index is damaged.
+        where: Path or URL, as the user typed it.
+        tree: Open checkpoint; None if it can't be opened, for example because its index is damaged.
         findings: Contents of the checkpoint; None if it can't be opened.
-        problem: Reason why it can't be opened or checked for damage.
+        problem: Reason that it can't be opened or checked for damage; "" if there is none.
         verification: Damage, and the number of bytes checked; None if nothing was checked.
     """
 
@@ -70,14 +70,14 @@ def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool
     """Write the report, print its verdicts, and return the exit status: 1 for damage or a difference, else 0.
 
     Args:
-        checkpoint: a path or URL.
-        other: another one, to compare it with.
-        out: the file to write, a path or URL.
-        is_checked: whether bytes are checked for damage, and values compared.
-        allow_pickle: whether pickled values may be unpickled.
+        checkpoint: Path or URL of the checkpoint.
+        other: Path or URL of another checkpoint to compare with; None for none.
+        out: Path or URL of the file to write.
+        is_checked: True to check bytes for damage, and to compare values.
+        allow_pickle: True to unpickle pickled values.
 
     Raises:
-        CheckpointingException: there is no such checkpoint, or the file can't be written.
+        CheckpointingException: There is no such checkpoint, or the file can't be written.
     """
     names = [checkpoint] if other is None else [checkpoint, other]
     sides = [_examine(name, is_checked=is_checked, allow_pickle=allow_pickle) for name in names]
@@ -88,9 +88,9 @@ def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool
     console, verdicts = Output(), list(_verdicts(sides, outcome))
     for is_good, text in verdicts:
         show_verdict(console, is_good, text)
-    problems = [each for each in (*(side.problem for side in sides), problem) if each]
-    for each in problems:
-        typer.echo("\n".join(map(printable, f"shardtree report: {each}".split("\n"))), err=True)
+    problems = [text for text in (*(side.problem for side in sides), problem) if text]
+    for text in problems:
+        typer.echo("\n".join(map(printable, f"shardtree report: {text}".split("\n"))), err=True)
     console.print(Text(f"written: {printable(out)}"))
     if any(is_good is False for is_good, _ in verdicts):
         return 1
@@ -105,7 +105,7 @@ def _examine(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
     except NotACheckpoint:
         raise
     except CheckpointingException as error:
-        # With a damaged index there is still the damage to report.
+        # Even if a damaged index can't be read, its damage is reported.
         if not is_checked:
             raise
         problem = _in_the_shell(error)
@@ -114,24 +114,24 @@ def _examine(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
     try:
         verification = find_damage(where)
     except StrategyError as error:
-        fix = "All else is in the report; with --no-verify nothing is checked, and the status is 0."
+        fix = "The report has its contents; with --no-verify nothing is checked, and the status is 0."
         note = f"{where} wasn't checked for damage, since its format can't be.\n  {_in_the_shell(error)}\n  {fix}"
         return Side(where, tree, findings, problem or note, None)
-    # What keeps it from being opened is among the damage then.
+    # The damage then includes the reason that the checkpoint can't be opened.
     return Side(where, tree, findings, "" if verification.damage else problem, verification)
 
 
 def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[ComparedPair | None, str]:
     if left.tree is None or right.tree is None:
-        return None, "They can't be compared, since one of them can't be opened."
+        return None, "The checkpoints can't be compared, since one of them can't be opened."
     try:
         return difference_of([(left.where, left.tree), (right.where, right.tree)], only_structure=only_structure), ""
     except CheckpointingException as error:
-        return None, f"They can't be compared.\n  {_in_the_shell(error)}"
+        return None, f"The checkpoints can't be compared.\n  {_in_the_shell(error)}"
 
 
 def _verdicts(sides: Sequence[Side], outcome: ComparedPair | None) -> Iterator[tuple[bool | None, str]]:
-    """Yield what was found in a sentence each, and whether it is good; None where that isn't known."""
+    """Yield a sentence about each result, with whether it is good; None means unknown."""
     for side in sides:
         if side.verification is None:
             yield None, f"{side.where} wasn't checked for damage"
@@ -141,16 +141,16 @@ def _verdicts(sides: Sequence[Side], outcome: ComparedPair | None) -> Iterator[t
         yield not outcome.difference, summary(outcome)
 
 
-# The page.
+# This section makes the page.
 
 
 def report_page(sides: Sequence[Side], outcome: ComparedPair | None, problem: str = "") -> str:
-    """Return the page: one file of HTML, with nothing from elsewhere and no script.
+    """Return the page: one file of HTML without external resources or scripts.
 
     Args:
-        sides: one checkpoint, or the two that are compared.
-        outcome: where they differ.
-        problem: why they couldn't be compared.
+        sides: One checkpoint, or the two that are compared.
+        outcome: Differences between them; None if nothing was compared.
+        problem: Reason that they couldn't be compared; "" if there is none.
     """
     title = " and ".join(side.where for side in sides)
     return html_page(f"Report on {title}", _parts(title, sides, outcome, problem))
@@ -162,8 +162,8 @@ def _parts(title: str, sides: Sequence[Side], outcome: ComparedPair | None, prob
         yield element_html("p", text, {None: "dim", True: "good", False: "bad"}[is_good])
     yield from _lines(problem)
     facts = [dict(facts_of(side.findings)) if side.findings is not None else {} for side in sides]
-    names = dict.fromkeys(name for each in facts for name in each)
-    rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
+    names = dict.fromkeys(name for side_facts in facts for name in side_facts)
+    rows = [(name, *(side_facts.get(name, "") for side_facts in facts)) for name in names]
     yield table_html(("", "A", "B") if len(sides) > 1 else ("", ""), rows)
     if outcome is not None:
         yield from _differences(outcome)
@@ -180,13 +180,13 @@ def _in_the_shell(error: CheckpointingException) -> str:
 
 
 def _about(side: Side, name: str) -> Iterator[str]:
-    """Yield the sections on one checkpoint."""
+    """Yield the sections about one checkpoint."""
     if side.problem:
         yield element_html("h2", f"{name}problem")
         yield from _lines(side.problem)
     yield from _damage(side, name)
     if side.tree is None or side.findings is None:
-        yield element_html("p", f"{name}What is in it isn't shown, since it can't be opened.", "dim")
+        yield element_html("p", f"{name}The contents aren't shown, since the checkpoint can't be opened.", "dim")
         return
     everything = side.findings.everything
     yield element_html("h2", f"{name}sizes")
@@ -221,12 +221,12 @@ def _damage(side: Side, name: str) -> Iterator[str]:
         yield element_html("h2", f"{name}damage")
         rows = [
             (
-                one.file,
-                f"{one.begin:,} to {one.end:,}" if one.end else "all",
-                " ".join(one.what.split()),
-                ", ".join(shorten(one.holds)),
+                damage.file,
+                f"{damage.begin:,} to {damage.end:,}" if damage.end else "all",
+                " ".join(damage.what.split()),
+                ", ".join(shorten(damage.holds)),
             )
-            for one in side.verification.damage
+            for damage in side.verification.damage
         ]
         headings = [Heading("file"), Heading("bytes", right=True), Heading("what"), Heading("what lies there")]
         yield _html(Table(headings, rows))
@@ -237,13 +237,13 @@ def _damage(side: Side, name: str) -> Iterator[str]:
 def _figure(tree: OpenCheckpoint) -> Iterator[str]:
     try:
         picture = draw(tree).picture
-        # The bars below the tensors are those of the sizes above.
+        # The last row's bars are left out, since the sizes above show them.
         yield figure_html(replace(picture, rows=picture.rows[:-1]))
-    except StrategyError as error:  # a format without an index
+    except StrategyError as error:  # The format has no index.
         yield element_html("p", str(error), "dim")
 
 
-# Sizes by dtype and rank.
+# This section shows sizes by dtype and rank.
 
 
 def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
@@ -257,9 +257,9 @@ def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
     panels = [_bars("bytes by dtype", dict(by_dtype.most_common()))]
     if all(len(name) <= _LONGEST_NAME for name in totals):
         panels.append(_bars(f"bytes by {whose}", totals))
-    yield figure_html(Picture(f"{size(by_dtype.total())} in tensors", (tuple(each for each in panels if each.bars),)))
+    yield figure_html(Picture(f"{size(by_dtype.total())} in tensors", (tuple(bars for bars in panels if bars.bars),)))
     if shares:
-        headings = [Heading(whose), Heading("bytes", right=True), *(Heading(each, right=True) for each in dtypes)]
+        headings = [Heading(whose), Heading("bytes", right=True), *(Heading(dtype, right=True) for dtype in dtypes)]
         rows = [
             (name, size(totals[name]), *(size(share[dtype]) if share[dtype] else "" for dtype in dtypes))
             for name, share in shares.items()
@@ -274,7 +274,7 @@ def _bars(heading: str, amounts: dict[str, int]) -> Bars:
 
 
 def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
-    """Return the bytes of each dtype that each rank wrote, or each file has if names don't tell the rank."""
+    """Return the bytes of each dtype by the rank that wrote them, or by file if names don't tell the rank."""
     index = stored_index(tree)
     if index is None or not index.chunk_key.size:
         return {}
@@ -293,7 +293,7 @@ def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
     return {name: shares[name] for name in order}
 
 
-# Differences.
+# This section shows differences.
 
 
 def _differences(outcome: ComparedPair) -> Iterator[str]:
@@ -312,10 +312,10 @@ def _differences(outcome: ComparedPair) -> Iterator[str]:
         ]
         rows = [(a.key, a.dtype, shape_text(a.shape), cut_text(a.grid), cut_text(b.grid)) for a, b in other]
         yield _html(Table(headings, rows))
-        # The largest of them, as it is cut on both sides.
+        # The picture shows the largest of these tensors with both cuts.
         key = max(other, key=lambda pair: pair[0].length)[0].key
-        with suppress(StrategyError):  # a format without an index
+        with suppress(StrategyError):  # A format has no index.
             pictures = [stored_picture(side.tree.stored_layout(key)) for side in (outcome.left, outcome.right)]
             firsts = [picture.rows[0][0] for picture in pictures]
-            planes = [replace(each, heading=f"in {name}") for name, each in zip("AB", firsts, strict=True)]
+            planes = [replace(plane, heading=f"in {name}") for name, plane in zip("AB", firsts, strict=True)]
             yield figure_html(Picture(pictures[0].title, (tuple(planes),), is_step=True))

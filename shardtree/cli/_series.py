@@ -1,4 +1,4 @@
-"""The steps of a run, as `shardtree inspect` and `shardtree series list` show them; `latest`, `pin` and `unpin`."""
+"""`shardtree series list`, `latest`, `pin` and `unpin`, and `shardtree inspect` for the steps of a run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Steps:
     """The steps under a root.
 
     Attributes:
-        where: the root, as it was named.
-        rows: the finished steps, by number, and the files of each; a run would resume from the last.
-        unfinished: folders that are named like them, and aren't finished checkpoints.
+        where: Path or URL of the root, as the user typed it.
+        rows: Finished steps by number, with their files; a run would resume from the last.
+        unfinished: Folders with names of steps that aren't finished checkpoints.
     """
 
     where: str
@@ -39,7 +39,7 @@ class Steps:
 
     @property
     def newest(self) -> str:
-        """The newest step, as it would be named."""
+        """Path or URL of the newest step, as the user would type it."""
         return _path(self.where, self.rows[-1][0])
 
 
@@ -47,21 +47,21 @@ def find_steps(where: str, names: str | None = None) -> Steps | None:
     """Return the steps under a root; None if it has no finished one.
 
     Args:
-        where: the root, as a path or URL.
-        names: the format of the steps' folders; None for every name that ends in a number, as step_00000100,
+        where: Path or URL of the root.
+        names: Format of the names of steps' folders; None for all names that end in a number, such as step_00000100,
             iter_0000100, checkpoint-100 or 100.
     """
     with listed(storage_at(where)) as storage:
         folders = _step_folders(storage)
-        # What stands before the number may differ: each beginning is a series of its own.
+        # Names may have different prefixes before the number; each prefix is a series.
         formats = sorted(set(folders.values())) if names is None else [names]
-        steps = [step for one in formats for step in series_in(storage, one).steps()]
+        steps = [step for form in formats for step in series_in(storage, form).steps()]
         steps.sort(key=lambda step: (step.number, step.folder))
         if not steps:
             return None
-        # Each has an index to read: only the one that a run resumes from is opened.
+        # Opening a step takes reading its index, so that only the one that a run resumes from is opened.
         rows = tuple((step, _files(folder_in(storage, step.folder), is_opened=step is steps[-1])) for step in steps)
-    unfinished = {folder for folder, own in folders.items() if names is None or _start(own) == _start(names)}
+    unfinished = {folder for folder, form in folders.items() if names is None or _start(form) == _start(names)}
     return Steps(where, rows, tuple(sorted(unfinished - {step.folder for step in steps})))
 
 
@@ -69,12 +69,12 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
     """Return the series under a root, for one process.
 
     Args:
-        where: the root, as a path or URL.
-        names: the format of the steps' folders; None to take the one that finished steps have.
+        where: Path or URL of the root.
+        names: Format of the names of steps' folders; None for that of finished steps.
 
     Raises:
-        NotACheckpoint: Finished steps have several names, two folders have one number, or no folder is named like a
-            step.
+        NotACheckpoint: Finished steps have names of several formats, two folders have one number, or no folder has the
+            name of a step.
     """
     if names is not None:
         return series_in(where, names)
@@ -82,10 +82,10 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
         folders = _step_folders(storage)
         formats = sorted(set(folders.values()))
         if len(formats) > 1:
-            # A folder that is named like a step may be anything, as the logs of a run.
+            # A folder with the name of a step may have other contents, such as the logs of a run.
             formats = _finished_formats(storage)
     if len(formats) == 1:
-        _refuse_twins(where, [folder for folder, own in folders.items() if own == formats[0]])
+        _refuse_twins(where, [folder for folder, form in folders.items() if form == formats[0]])
         return series_in(where, formats[0])
     if not formats:
         raise NotACheckpoint(no_step(where))
@@ -94,12 +94,13 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
 
 
 def _finished_formats(storage: Storage) -> list[str]:
-    """Return the formats of folders' names with a finished step, sorted."""
-    return [one for one in sorted(set(_step_folders(storage).values())) if series_in(storage, one).latest() is not None]
+    """Return the sorted formats of folders' names that have a finished step."""
+    formats = sorted(set(_step_folders(storage).values()))
+    return [form for form in formats if series_in(storage, form).latest() is not None]
 
 
 def _refuse_twins(where: str, folders: Sequence[str]) -> None:
-    """Raise if two folders have one number: a run's own format means one of them, and nothing here tells which."""
+    """Raise if two folders have one number, since only the run's own format would tell which is meant."""
     by_number: dict[int, list[str]] = {}
     for folder in folders:
         by_number.setdefault(int(folder.removeprefix(str(step_prefix(folder)))), []).append(folder)
@@ -110,29 +111,29 @@ def _refuse_twins(where: str, folders: Sequence[str]) -> None:
 
 
 def series_in(root: Storage | str, names: str) -> CheckpointSeries:
-    """Return the series of a root whose steps have names of a format, for one process."""
+    """Return the series of a root with a format of names, for one process."""
     return CheckpointSeries(root, names, world=one_process())
 
 
 def no_step(where: str) -> str:
-    """Return the text that says what was looked for under a root that has no steps."""
+    """Return the error's text for a root without steps."""
     what, expected = f"series: no finished step under {where!r}", "folders such as step_00000100 or iter_0000100"
     return error_text(what, expected=expected, fix="Name the folder of a run, or pass --names.")
 
 
 def _step_folders(storage: Storage) -> dict[str, str]:
-    """Return the folders that are named like steps, each with the format of its name."""
+    """Return the format of the name of each folder that has the name of a step."""
     prefixes = {name: prefix for name in storage.names() if (prefix := step_prefix(name)) is not None}
     return {name: prefix.replace("{", "{{").replace("}", "}}") + "{}" for name, prefix in prefixes.items()}
 
 
 def _start(names: str) -> str:
-    """Return the part of a format before its number."""
+    """Return the prefix of a format, before its number."""
     return re.split(r"(?<!\{)\{(?!\{)", names, maxsplit=1)[0]
 
 
 def _files(folder: Storage, *, is_opened: bool) -> Files:
-    """Return the files of a step's folder; which of them are missing too, if the step is to be opened."""
+    """Return the files of a step's folder; with the missing ones if the step is opened."""
     if not is_opened:
         return files_in(folder)
     try:
@@ -198,7 +199,7 @@ def run_list(where: str, names: str | None, *, limit: int | None, as_json: bool)
     """Print the finished steps under a root, and return the exit status 0.
 
     Raises:
-        NotACheckpoint: no step is finished.
+        NotACheckpoint: No step is finished.
     """
     with working("listing the steps"):
         steps = find_steps(where, names)
@@ -211,16 +212,16 @@ def run_latest(where: str, names: str | None, *, is_verified: bool, as_json: boo
     """Print the path of the newest finished step, and return the exit status: 1 if there is none, else 0.
 
     Args:
-        where: the root, as a path or URL.
-        names: the format of the steps' folders; None to take the one that finished steps have.
-        is_verified: whether damaged steps are passed over, which reads every byte.
-        as_json: whether to print JSON.
+        where: Path or URL of the root.
+        names: Format of the names of steps' folders; None for that of finished steps.
+        is_verified: True to skip damaged steps, which takes reading every byte.
+        as_json: True to print JSON.
 
     Raises:
-        NotACheckpoint: finished steps have several names.
+        NotACheckpoint: Finished steps have names of several formats.
     """
     with listed(storage_at(where)) as storage:
-        # A run that has saved nothing yet is an answer, and no mistake.
+        # A run that hasn't saved yet has status 1 rather than an error.
         is_empty = names is None and not _finished_formats(storage)
     step = None
     if not is_empty:
@@ -241,15 +242,15 @@ def run_pin(where: str, names: str | None, numbers: Sequence[int], *, is_pinned:
     """Pin or unpin steps, print them, and return the exit status 0.
 
     Raises:
-        NotACheckpoint: one of the steps isn't there; none is changed then.
+        NotACheckpoint: A step doesn't exist; then none is changed.
     """
     series = find_series(where, names)
     steps = {step.number: step for step in series.steps()}
     lost = [str(number) for number in numbers if number not in steps]
     if lost:
-        found = ", ".join(shorten([str(number) for number in steps])) or "no finished step"
+        existing = ", ".join(shorten([str(number) for number in steps])) or "no finished step"
         what = f"series: no {'step' if len(lost) == 1 else 'steps'} {', '.join(shorten(lost))} under {where!r}"
-        raise NotACheckpoint(error_text(what, found=found, fix="Name steps by their numbers."))
+        raise NotACheckpoint(error_text(what, found=existing, fix="Name steps by their numbers."))
     chosen = [steps[number] for number in dict.fromkeys(numbers)]
     for step in chosen:
         (series.pin if is_pinned else series.unpin)(step)
@@ -262,7 +263,7 @@ def run_pin(where: str, names: str | None, numbers: Sequence[int], *, is_pinned:
 
 
 def _path(where: str, step: SavedStep) -> str:
-    """Return a step's folder as it would be typed."""
+    """Return the path or URL of a step's folder, as the user would type it."""
     return f"{where.rstrip('/')}/{step.folder}"
 
 

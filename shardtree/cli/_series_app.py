@@ -1,4 +1,4 @@
-"""The commands below `shardtree series`, and their options; each imports what it runs, as those of `_app` do."""
+"""The commands of `shardtree series`, and their options; each imports its code when it runs, like those of `_app`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Names = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="How the steps' folders are called, as 'step_{:08d}'. Needed where finished steps have several names.",
+        help="Format of the names of steps' folders, as 'step_{:08d}'. Needed if finished steps have several formats.",
     ),
 ]
 _Steps = Annotated[list[int], typer.Argument(metavar="STEP...", min=0, help="Numbers of steps.")]
@@ -30,7 +30,7 @@ _Steps = Annotated[list[int], typer.Argument(metavar="STEP...", min=0, help="Num
 
 @_command(
     "list",
-    epilog="Example: shardtree series list run --limit 20\n\nExit status: 0; 2 where no step is finished.",
+    epilog="Example: shardtree series list run --limit 20\n\nExit status: 0; 2 if no step is finished.",
 )
 def list_(
     root: _Root,
@@ -48,13 +48,13 @@ def list_(
 
 @_command(
     epilog="Example: shardtree convert $(shardtree series latest run --verified) model --to hf\n\n"
-    "Exit status: 0; 1 where no step is finished; 2 trouble."
+    "Exit status: 0; 1 if no step is finished; 2 trouble."
 )
 def latest(
     root: _Root,
     names: _Names = None,
     verified: Annotated[
-        bool, typer.Option("--verified", help="Pass over damaged steps. Reads every byte of the newest.")
+        bool, typer.Option("--verified", help="Skip damaged steps, which takes reading every byte of the newest.")
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -64,7 +64,7 @@ def latest(
     return run_latest(root, names, is_verified=verified, as_json=as_json)
 
 
-@_command(epilog="Example: shardtree series pin run 1000 2000\n\nExit status: 0; 2 where there is no such step.")
+@_command(epilog="Example: shardtree series pin run 1000 2000\n\nExit status: 0; 2 if there is no such step.")
 def pin(root: _Root, steps: _Steps, names: _Names = None, as_json: Json = False) -> int:
     """Pin steps, so that no policy removes them."""
     from ._series import run_pin
@@ -72,7 +72,7 @@ def pin(root: _Root, steps: _Steps, names: _Names = None, as_json: Json = False)
     return run_pin(root, names, steps, is_pinned=True, as_json=as_json)
 
 
-@_command(epilog="Example: shardtree series unpin run 1000\n\nExit status: 0; 2 where there is no such step.")
+@_command(epilog="Example: shardtree series unpin run 1000\n\nExit status: 0; 2 if there is no such step.")
 def unpin(root: _Root, steps: _Steps, names: _Names = None, as_json: Json = False) -> int:
     """Unpin steps, so that policies may remove them again."""
     from ._series import run_pin
@@ -82,27 +82,27 @@ def unpin(root: _Root, steps: _Steps, names: _Names = None, as_json: Json = Fals
 
 @_command(
     epilog="Example: shardtree series prune run --keep-last 3 --keep-best 1:loss --keep-every 1000 --yes\n\n"
-    "Exit status: 0; 1 where a step that should go stays, as one that is being saved; 2 trouble."
+    "Exit status: 0; 1 if a step that should go stays, such as one that is being saved; 2 trouble."
 )
 def prune(
     root: _Root,
     names: _Names = None,
     keep_last: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep the newest N.")] = None,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep those whose number is a multiple of N.")
+        int | None, typer.Option(min=1, metavar="N", help="Keep steps whose number is a multiple of N.")
     ] = None,
     keep_for: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Keep those saved at most so long before the newest, as 7d or 12h."),
+        typer.Option(metavar="TIME", help="Keep steps saved within this time before the newest, as 7d or 12h."),
     ] = None,
     keep_every_seconds: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Keep one for each such time, as 3600 or 1h.")
+        str | None, typer.Option(metavar="TIME", help="Keep one step for each such interval, as 3600 or 1h.")
     ] = None,
     keep_best: Annotated[
         list[str] | None,
         typer.Option(
             metavar="N:METRIC[:max]",
-            help="Keep the best N by a metric, and those without it; the smallest are best without :max. Repeatable.",
+            help="Keep the best N by a metric, and steps without it; without :max, the smallest are best. Repeatable.",
         ),
     ] = None,
     keep_step: Annotated[
@@ -112,14 +112,16 @@ def prune(
         list[str] | None,
         typer.Option(
             metavar="FILE.py:NAME",
-            help="Keep what a function of yours returns, from the listing to numbers of steps. The file is run."
+            help="Keep the numbers of steps that a function of the listing returns. The whole file is executed."
             " Repeatable.",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it, nothing is changed.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove the steps that go. Without it, nothing is changed.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Show which steps a policy keeps and which go, and with --yes remove these; what any option keeps stays.
+    """Show the steps that stay and those that go, and with --yes remove those; any option keeps a step.
 
     The newest finished step and pinned ones always stay.
     """
@@ -143,7 +145,7 @@ def prune(
 
 @_command(
     epilog="Example: shardtree series clean run\n\n"
-    "Exit status: 0; 1 where unfinished folders are left, as those of saves in progress; 2 trouble."
+    "Exit status: 0; 1 if unfinished folders are left, such as those of saves in progress; 2 trouble."
 )
 def clean(
     root: _Root,
@@ -152,13 +154,13 @@ def clean(
         str,
         typer.Option(
             metavar="TIME",
-            help="How long a save of another machine has to stand still to count as killed. One of this machine counts"
-            " once its process is gone.",
+            help="Time without a change after which a save of another machine counts as killed. A save of this machine"
+            " counts once its process is gone.",
         ),
     ] = "1h",
     as_json: Json = False,
 ) -> int:
-    """Remove what killed saves left of steps that were never finished, and finish interrupted removals."""
+    """Remove the leftovers of killed saves, and finish interrupted removals."""
     from ._names import seconds_named
     from ._prune import run_clean
 

@@ -1,4 +1,4 @@
-"""`shardtree verify`: every byte of a checkpoint that has a checksum compared with it."""
+"""`shardtree verify`: the comparison of a checkpoint's bytes with their checksums."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ._output import Output, bar, json_text, pace, printable, show_verdict, size
 
 
 def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, as_json: bool) -> int:
-    """Print what is damaged in a checkpoint, and return the exit status: 0 where nothing is, else 1.
+    """Print the damage of a checkpoint, and return the exit status: 0 if there is none, else 1.
 
     Args:
-        checkpoint: a path or URL.
-        threads: Number of threads that read and check; None for the usual number.
-        needs_checksums: whether bytes without a checksum make the status 2, where nothing is damaged.
-        as_json: whether to print JSON.
+        checkpoint: Path or URL of the checkpoint.
+        threads: Number of threads that read and check; None for the default.
+        needs_checksums: True to return 2 if nothing is damaged but bytes have no checksum.
+        as_json: True to print JSON.
 
     Raises:
-        CheckpointingException: there is no checkpoint, or nothing to check it by.
+        CheckpointingException: There is no checkpoint, or its format has no checks.
     """
     began = time.monotonic()
     report = find_damage(checkpoint, threads)
@@ -40,8 +40,8 @@ def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, a
             "bytes_read": report.bytes_read,
             "bytes_checked": report.bytes_checked,
             "bytes_unchecked": report.unchecked_nbytes,
-            "damage": [asdict(one) for one in report.damage],
-            "unchecked": [asdict(one) for one in report.unchecked],
+            "damage": [asdict(damage) for damage in report.damage],
+            "unchecked": [asdict(unchecked) for unchecked in report.unchecked],
         }
         print(json_text(record))
     else:
@@ -51,44 +51,46 @@ def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, a
         amount = f"{size(report.unchecked_nbytes)} of {checkpoint}"
         complain("verify", StrategyError(error_text(what, found=amount, expected="none", fix=fix)))
         return TROUBLE
-    # Bytes without a checksum aren't damage: most formats of other programs have some.
+    # Bytes without a checksum aren't damage, since most formats of other programs have some.
     return 0 if report.sound is not False else 1
 
 
 def run_replicas(checkpoint: str, *, as_json: bool) -> int:
-    """Print how the copies differ that a checkpoint's files have of one tensor; return 0 where none do, else 1.
+    """Print the differences between files' copies of a tensor, and return the exit status: 0 if there are none, else 1.
 
     Raises:
-        CheckpointingException: there is no checkpoint.
+        CheckpointingException: There is no checkpoint.
     """
     apart = check_replicas(checkpoint, world=one_process())
     if as_json:
-        print(json_text({"checkpoint": checkpoint, "equal": not apart, "differences": [asdict(one) for one in apart]}))
+        differences = [asdict(difference) for difference in apart]
+        print(json_text({"checkpoint": checkpoint, "equal": not apart, "differences": differences}))
         return 1 if apart else 0
     console = Output()
-    for one in apart:
-        console.print(Text(printable(str(one))))
-    differ = f"copies of {plural(len({one.key for one in apart}), 'tensor')} differ in {checkpoint}"
+    for difference in apart:
+        console.print(Text(printable(str(difference))))
+    keys = {difference.key for difference in apart}
+    differ = f"copies of {plural(len(keys), 'tensor')} differ in {checkpoint}"
     show_verdict(console, not apart, differ if apart else f"all copies in {checkpoint} are equal")
     return 1 if apart else 0
 
 
 def find_damage(checkpoint: str, threads: int | None = None) -> VerifyReport:
-    """Return the damage of a checkpoint, and the number of bytes checked, with a bar while it is read.
+    """Return the damage of a checkpoint and the number of bytes checked, and show a bar while it is read.
 
     Raises:
-        CheckpointingException: there is no checkpoint, or nothing to check it by.
+        CheckpointingException: There is no checkpoint, or its format has no checks.
     """
     storage = storage_at(checkpoint)
     files, reports = files_in(storage), list[VerifyReport]()
-    # The bar is on stderr, so that stdout can be piped; without the length of all files it has no end to show.
+    # The bar is on stderr, so that stdout can be piped. Its total needs the length of all files.
     with bar(Output(stderr=True), "verify", files.length if files.is_all else None) as advance:
         verify(storage, options=LoadOptions(threads=threads, progress=advance), report=reports.append)
     return reports[0]
 
 
 def verdict(where: str, report: VerifyReport) -> str:
-    """Return in a sentence what was found of a checkpoint.
+    """Return a sentence about the result of a check.
 
     Examples:
         >>> from shardtree.strategies import Unchecked
@@ -100,7 +102,7 @@ def verdict(where: str, report: VerifyReport) -> str:
         'step-1 is unchecked: its 7 B have no checksum'
     """
     if report.damage:
-        return f"{where} is damaged in {plural(len({one.file for one in report.damage}), 'file')}"
+        return f"{where} is damaged in {plural(len({damage.file for damage in report.damage}), 'file')}"
     checked, unchecked = size(report.bytes_checked), size(report.unchecked_nbytes)
     if report.sound:
         return f"no damage found in {where}: {size(report.bytes_read)} read"
@@ -110,11 +112,11 @@ def verdict(where: str, report: VerifyReport) -> str:
 
 
 def _show(console: Console, where: str, report: VerifyReport, pace: str) -> None:
-    for one in report.damage:
-        # An end of 0: the file is damaged or missing as a whole.
-        place = f", bytes {one.begin:,} to {one.end:,}" if one.end else ""
-        console.print(Text.assemble((printable(one.file), "bold red"), place))
-        for line in (*one.what.split("\n"), *(f"  {key}" for key in shorten(one.holds))):
+    for damage in report.damage:
+        # An end of 0 means that the file is damaged or missing as a whole.
+        place = f", bytes {damage.begin:,} to {damage.end:,}" if damage.end else ""
+        console.print(Text.assemble((printable(damage.file), "bold red"), place))
+        for line in (*damage.what.split("\n"), *(f"  {key}" for key in shorten(damage.holds))):
             console.print(Text(f"    {printable(line)}"))
     read = "" if report.sound else f". {size(report.bytes_read)} read"
     show_verdict(console, report.sound, f"{verdict(where, report)}{read} {pace}")
@@ -123,7 +125,7 @@ def _show(console: Console, where: str, report: VerifyReport, pace: str) -> None
 
 
 def unchecked_lines(report: VerifyReport) -> Iterator[str]:
-    """Yield for how many bytes there is no checksum, by the reason."""
+    """Yield a line with the number of bytes without a checksum, for each reason."""
     for why, parts in by_reason(report.unchecked).items():
-        amount = f"{size(sum(one.nbytes for one in parts))} in {plural(len(parts), 'file')}"
+        amount = f"{size(sum(part.nbytes for part in parts))} in {plural(len(parts), 'file')}"
         yield f"no checksum for {amount}: {why}"

@@ -1,4 +1,4 @@
-"""Views of a checkpoint: its keys and common state as indented rows; one tensor's values, and where its pieces lie."""
+"""Views of a checkpoint: its keys and common state as indented rows; values and pieces of a tensor."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ KEYS = (
 )
 COMMON = (Heading("common state", style="bold"), Heading("type", style="cyan"), Heading("value"))
 
-_DEEPEST = 64  # levels that are shown as such: keys and values come from files, and may have any number
+_DEEPEST = 64
+"""Upper bound of the levels of indentation, since keys and values of a file may have any number."""
+
 _INDENT = "  "
-_WIDEST = 24  # characters of a row's key, so that all columns fit an ordinary terminal
+_WIDEST = 24
+"""Upper bound of the characters of a joined key, so that all columns fit an ordinary terminal."""
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class _RowNode:
 
 
 def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
-    """Return keys, taken apart at their dots, as rows of `KEYS`; numbered neighbours that are alike are one row.
+    """Return keys, split at their dots, as rows of `KEYS`; consecutive numbers with equal contents are one row.
 
     Examples:
         >>> rows = [TensorRow(f"layers.{n}.w", "float32", (2, 3), 24, None) for n in range(3)]
@@ -69,22 +72,22 @@ def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
 
 
 def _rows(node: _RowNode, depth: int) -> Iterator[tuple[str, ...]]:
-    for names, one in _groups(node.inner):
+    for names, entry in _groups(node.inner):
         label = _INDENT * depth + _range(names)
-        # What holds nothing but one entry shares its row, as long as that stays narrow. Layers don't: below them stands
-        # what one of them has.
-        while len(names) == 1 and one.row is None and len(inner := _groups(one.inner)) == 1:
+        # An entry with a single child shares its child's row if that stays narrow. A group of layers doesn't, since the
+        # rows below it show one of the layers.
+        while len(names) == 1 and entry.row is None and len(inner := _groups(entry.inner)) == 1:
             longer = f"{label}.{_range(inner[0][0])}"
             if len(longer) > _WIDEST:
                 break
-            label, ((names, one),) = longer, inner
-        if one.row is not None:
-            alike, grid = f"{len(names):,}" if len(names) > 1 else "", cut_text(one.row.grid)
-            yield label, alike, one.row.dtype, shape_text(one.row.shape), grid, size(one.row.length * len(names))
-        if one.inner:
+            label, ((names, entry),) = longer, inner
+        if entry.row is not None:
+            alike, grid = f"{len(names):,}" if len(names) > 1 else "", cut_text(entry.row.grid)
+            yield label, alike, entry.row.dtype, shape_text(entry.row.shape), grid, size(entry.row.length * len(names))
+        if entry.inner:
             times = f"{len(names)} \N{MULTIPLICATION SIGN} " if len(names) > 1 else ""
-            yield label, f"{times}{one.count:,}", "", "", "", size(one.length * len(names))
-            yield from _rows(one, depth + 1)
+            yield label, f"{times}{entry.count:,}", "", "", "", size(entry.length * len(names))
+            yield from _rows(entry, depth + 1)
 
 
 def _range(names: Sequence[str]) -> str:
@@ -92,7 +95,7 @@ def _range(names: Sequence[str]) -> str:
 
 
 def _groups(inner: Mapping[str, _RowNode]) -> list[tuple[list[str], _RowNode]]:
-    """Return the entries in order, numbers by value; neighbours by number that are alike are one entry."""
+    """Return the sorted entries, numbers by value; consecutive numbers with equal contents are one entry."""
     groups: list[tuple[list[str], _RowNode]] = []
     last: tuple[Any, ...] | None = None
     for name in sorted(inner, key=lambda name: (True, int(name), name) if _is_number(name) else (False, 0, name)):
@@ -111,14 +114,14 @@ def _is_number(name: str) -> bool:
 
 
 def _outline(node: _RowNode) -> tuple[Any, ...]:
-    """Return the common fields of layers that are alike."""
+    """Return the fields that are equal for layers with equal contents."""
     row = node.row
-    own = None if row is None else (row.dtype, row.shape, cut_text(row.grid))
-    return own, tuple((name, _outline(one)) for name, one in sorted(node.inner.items()))
+    fields = None if row is None else (row.dtype, row.shape, cut_text(row.grid))
+    return fields, tuple((name, _outline(inner)) for name, inner in sorted(node.inner.items()))
 
 
 def common_rows(common: Any, depth: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Yield every value of a common state as rows of `COMMON`, those within others indented.
+    """Yield every value of a common state as rows of `COMMON`; nested values are indented.
 
     Examples:
         >>> list(common_rows({"args": {"lr": 0.1, "betas": (0.9, 0.95)}}))
@@ -132,17 +135,18 @@ def common_rows(common: Any, depth: int = 0) -> Iterator[tuple[str, str, str]]:
 
 
 def _short_list(value: Any) -> str | None:
-    """Return a list of a few numbers as Python writes it; None for anything else."""
+    """Return a short list of numbers as Python writes it; None for other values."""
     if not isinstance(value, list | tuple) or len(value) > 8:
         return None
-    if any(type(one) not in (int, float, bool) or (type(one) is int and one.bit_length() > 64) for one in value):
+    if any(type(item) not in (int, float, bool) or (type(item) is int and item.bit_length() > 64) for item in value):
         return None
     return repr(value)
 
 
-# One tensor: its values.
+# This section prints the values of a tensor.
 
-_MOST = 64 * 2**20  # bytes that are printed: more is a mistake
+_MOST = 64 * 2**20
+"""Upper bound of the bytes that are printed; a request for more is probably a mistake."""
 _INDEXED = re.compile(r"(?P<key>.+)\[(?P<index>[^\[\]]*)\]", re.DOTALL)
 _ENTRY = re.compile(r"(?P<start>-?\d{0,18}):(?P<stop>-?\d{0,18})|-?\d{1,18}")
 _PIECES = (
@@ -157,21 +161,21 @@ _LISTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 
 def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: bool) -> None:
-    """Print elements of a tensor, named as KEY or KEY[0:4] or KEY[3, :, 2]; no others are read.
+    """Print elements of a tensor, given as KEY or KEY[0:4] or KEY[3, :, 2], without reading others.
 
     Raises:
-        KeyMismatch: nothing is stored under that key.
-        ShapeError: the index doesn't fit the tensor, or so many elements aren't for reading.
+        KeyMismatch: Nothing is stored under that key.
+        ShapeError: The index doesn't fit the tensor, or selects too many elements.
     """
-    match = None if text in tree else _INDEXED.fullmatch(text)  # a key may end in brackets itself
+    match = None if text in tree else _INDEXED.fullmatch(text)  # A key may itself end in brackets.
     key = text if match is None else match["key"]
-    index = () if match is None else tuple(_entry(one.strip(), text) for one in match["index"].split(","))
+    index = () if match is None else tuple(_entry(part.strip(), text) for part in match["index"].split(","))
     data = _tensor(tree, key).data
     if len(index) > len(data.shape):
         what, expected = f"inspect: {text!r} has too many indices", f"at most {len(data.shape)}"
         raise ShapeError(error_text(what, found=len(index), expected=expected))
     try:
-        # One index at a time, the last axis first, so that an index that drops its axis doesn't move the others.
+        # Indices apply one at a time from the last axis on, so that one that drops its axis doesn't move the others.
         for axis in reversed(range(len(index))):
             data = data[(slice(None),) * axis + (index[axis],)]
     except IndexError as error:
@@ -183,7 +187,7 @@ def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: b
     values, dtype = _numbers(data.read()), data.dtype
     if as_json:
         record = {"key": key, "dtype": dtype_name(dtype), "shape": list(values.shape)}
-        # What JSON has no form for, as complex numbers, is a text.
+        # Values that JSON lacks, such as complex numbers, become text.
         content = values.tolist() if values.dtype in _LISTED or values.is_floating_point() else str(values)
         print(json_text({**record, "values": plain(content)}))
         return
@@ -194,7 +198,7 @@ def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: b
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return values, or their bits as integers where torch has no numbers of them, as of pairs of 4-bit floats."""
+    """Return values, or their bits as integers if torch can't convert the dtype, such as pairs of 4-bit floats."""
     has_numbers = values.is_complex() or torch_converts(values.dtype, torch.float64)
     return values if has_numbers else as_integers(values)
 
@@ -206,12 +210,12 @@ def _entry(part: str, text: str) -> int | slice:
         raise ShapeError(error_text(f"inspect: {text!r} isn't an index", found=repr(part), expected=expected))
     if match["start"] is None:
         return int(part)
-    start, stop = (int(one) if one not in ("", "-") else None for one in (match["start"], match["stop"]))
+    start, stop = (int(bound) if bound not in ("", "-") else None for bound in (match["start"], match["stop"]))
     return slice(start, stop)
 
 
 def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
-    with suppress(KeyMismatch):  # not of one that can't be read, whose error says why
+    with suppress(KeyMismatch):  # Errors about tensors that can't be read aren't suppressed.
         shard = tree[key]
         if isinstance(shard, ShardedTensor):
             return shard
@@ -220,15 +224,15 @@ def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
     raise KeyMismatch(error_text(f"inspect: no tensor {key!r}", fix=fix))
 
 
-# Where its pieces lie.
+# This section prints the pieces of a tensor.
 
 
 def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | None, *, as_json: bool) -> None:
-    """Print which piece of a tensor lies in which file.
+    """Print the pieces of a tensor with their files.
 
     Raises:
-        KeyMismatch: nothing is stored under that key.
-        StrategyError: the format doesn't say it.
+        KeyMismatch: Nothing is stored under that key.
+        StrategyError: The format has no index of pieces.
     """
     whole, index = _tensor(tree, key), stored_index(tree, [key])
     if index is None:
@@ -255,7 +259,7 @@ def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | N
         print(json_text({**record, "pieces": pieces}))
         return
     shape, folders = shape_text(whole.global_shape), {file.rpartition("/")[0] for file, *_ in places}
-    # The one folder of a save is said once: with it in each row, rows are wider than terminals.
+    # A folder that all files share is printed once, since it would make rows wider than terminals.
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
     words = f"  {dtype_name(whole.dtype)}  {shape}{'  in ' * bool(folder)}{printable(folder)}"
     console.print(Text.assemble((printable(key), "bold"), words))
@@ -272,20 +276,20 @@ def _place(shard: ShardedTensor) -> str:
     return box if flat is None else f"{box} flattened [{flat.start}:{flat.stop}]"
 
 
-# A picture of that.
+# This section draws these pieces.
 
 
 def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allow_pickle: bool) -> int:
-    """Draw which file holds which part of a checkpoint's tensors, print it or write it, and return the exit status.
+    """Print or write a picture of tensors' parts by file, and return the exit status.
 
     Args:
-        checkpoint: a path or URL.
-        key: the tensor's; None for the largest ones.
-        out: the file to write, by its ending an SVG, a page of HTML or text; None to print.
-        allow_pickle: whether pickled values may be unpickled.
+        checkpoint: Path or URL of the checkpoint.
+        key: Key of the tensor; None for the largest tensors.
+        out: File to write, whose suffix means SVG, HTML or text; None to print.
+        allow_pickle: True to unpickle pickled values.
 
     Raises:
-        CheckpointingException: it can't be opened, has no such tensor, or the file can't be written.
+        CheckpointingException: The checkpoint can't be opened, has no such tensor, or the file can't be written.
     """
     drawing = draw(open_checkpoint(checkpoint, options=LoadOptions(allow_pickle=allow_pickle)), key)
     console = Output()
@@ -298,7 +302,7 @@ def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allo
 
 
 def show_picture(console: Console, picture: Picture) -> None:
-    """Print a picture, in colours where the console has them, else with a mark for each."""
+    """Print a picture, in colours if the console has them, else with a mark for each tone."""
     is_plain = console.color_system is None
     for line in picture_lines(picture, console.width, filled=is_plain):
         spans = ((span.text, f"black on {COLOURS[span.tone]}" if span.tone and not is_plain else "") for span in line)

@@ -107,7 +107,9 @@ def convert(
             them in the source that are named like scales.
         prune: Whether keys that the transform doesn't pass on are left out too, for example by one that keeps some
             layers.
-        max_bytes_in_flight: Upper bound of a batch's bytes. A format that can't stream has one batch in memory.
+        max_bytes_in_flight: Upper bound of a batch's bytes. A format that can't stream has one batch in memory. In an
+            object store, a batch to the format huggingface is one or more files; 5 * 10**9 gives files as large as on
+            a disk.
         verify: Whether the destination is read back and compared.
         strategies: Dispatch table; None for the process's.
         load_options: Options for reading the source, and the destination when it is compared.

@@ -1,1 +1,1 @@
-"""Formats of other programs, a folder for each, and what several of them share: archives and pickles."""
+"""Formats of other programs, a folder for each, and their shared parts: archives and pickles."""

@@ -1,4 +1,4 @@
-"""Megatron-Core's `integrity.json`: the SHA-256 of each file of a checkpoint, which its saves can write."""
+"""Megatron-Core's `integrity.json`, an optional list of the SHA-256 of each file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_manifest(checkpoint: Checkpoint) -> Mapping[str, str] | None:
-    """Return the SHA-256 of each file by its name, as hexadecimal digits; None if there is no such manifest.
+    """Return the SHA-256 of each file by its name, as hexadecimal digits; None if there is no manifest.
 
     Raises:
-        CorruptCheckpoint: the manifest isn't one, or has hashes of another kind.
+        CorruptCheckpoint: The manifest isn't sound, or has hashes of another algorithm.
     """
     return checkpoint.once(_read)
 
 
 def _read(checkpoint: Checkpoint) -> Mapping[str, str] | None:
-    # In other formats' folders a file of that name is somebody else's. Only our own metadata.json has a digest.
+    # In folders of other formats, a file of that name belongs to another program. Only our own metadata.json has a
+    # digest.
     if not checkpoint.traits.manifest or "digest" in checkpoint.fields:
         return None
     storage = checkpoint.storage
@@ -33,7 +34,7 @@ def _read(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     if length is None:
         return None
     where = storage.where(MANIFEST_FILE)
-    # Guards against a manifest that fills the memory: it isn't hashed itself.
+    # A crafted manifest mustn't fill the memory; it isn't hashed itself.
     if length > limits.SIDE_FILE_BYTES:
         raise _unsound(where, f"{length} bytes", f"at most {limits.SIDE_FILE_BYTES}")
     fields = parse_json(storage.read(MANIFEST_FILE), where)
@@ -49,10 +50,10 @@ def _read(checkpoint: Checkpoint) -> Mapping[str, str] | None:
 
 
 def check_listed(checkpoint: Checkpoint, name: str) -> None:
-    """Raise unless a file has the SHA-256 that the manifest lists, if it lists one; reads the file whole, once.
+    """Raise if a file's SHA-256 differs from that in the manifest; a listed file is read whole, once.
 
     Raises:
-        CorruptCheckpoint: it has another, or the manifest isn't sound.
+        CorruptCheckpoint: The SHA-256 differs, or the manifest isn't sound.
     """
     checked_names = checkpoint.once(_checked_names)
     expected = (read_manifest(checkpoint) or {}).get(name)
@@ -61,7 +62,7 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
     if file_sha256(checkpoint.storage, name) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
         where = checkpoint.storage.where(name)
-        what = f"load: {where!r} isn't what was saved: its SHA-256 isn't the one in {MANIFEST_FILE}"
+        what = f"load: {where!r} isn't what was saved: its SHA-256 differs from that in {MANIFEST_FILE}"
         raise CorruptCheckpoint(error_text(what, fix=fix))
     checked_names.add(name)
 
@@ -72,9 +73,9 @@ def _checked_names(_: Checkpoint) -> set[str]:
 
 
 def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], frozenset[str]]:
-    """Return the findings of a checkpoint's manifest, files that it doesn't list among them, and the files it confirms.
+    """Return the findings of a checkpoint's manifest, including files that it doesn't list, and the files it confirms.
 
-    The manifest itself needs no checksum: any change makes it unsound, or makes some file differ from its entry.
+    The manifest itself needs no checksum: any change makes it unsound, or makes a file differ from its entry.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -91,16 +92,16 @@ def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], froz
 
 
 def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:
-    """Return the damage of a listed file as text; empty if it is whole."""
+    """Return the damage of a listed file as text; "" if it is undamaged."""
     try:
         length = checkpoint.storage.length(name)
         if length is None:
             return f"no such file, which {MANIFEST_FILE} lists"
         sha256 = file_sha256(checkpoint.storage, name)
-    except CheckpointingException as error:  # say for a name that leads out of the folder
+    except CheckpointingException as error:  # A name may lead out of the folder.
         return str(error)
     checkpoint.options.progress(length)
-    return "" if sha256 == expected else f"its SHA-256 isn't the one in {MANIFEST_FILE}"
+    return "" if sha256 == expected else f"its SHA-256 differs from that in {MANIFEST_FILE}"
 
 
 def _unlisted_files(storage: Storage, manifest: Mapping[str, Any]) -> Iterator[Unchecked]:

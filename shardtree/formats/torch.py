@@ -1,4 +1,4 @@
-"""The common state as Megatron-Core stores it: ``common.pt``, an archive of torch.save, without the shards."""
+"""Megatron-Core's format of the common state: ``common.pt``, an archive of torch.save without the shards."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from .archives import add_record, archive_records, decode_archive, encode_archiv
 from .manifest import check_listed
 from .pickles import read_pickle, write_pickle
 
-# Holes in lists and tuples: empty dicts are stored in their place, and a record lists where they were
+# Holes in lists and tuples are stored as empty dicts, and a record lists their paths.
 
 _HOLES = ".shardtree_holes"
-"""The archive's record of the places in lists and tuples where shards were; other readers pass it over."""
+"""Name of the archive's record of holes in lists and tuples, which other readers ignore."""
 
 
 def filled(common: Any) -> tuple[Any, list[TreePath]]:
-    """Return a common tree without holes, and the paths at which an empty dict replaces one.
+    """Return a common tree without holes, and the paths of holes that empty dicts replace.
 
     Examples:
         >>> filled({"w": HOLE, "groups": [HOLE, {"lr": 0.1}]})
         ({'groups': [{}, {'lr': 0.1}]}, [('groups', 0)])
     """
-    left = without_holes(common)
-    paths = [path for path, leaf in leaves_with_paths(left) if leaf is HOLE]
-    return map_sharing(_empty, left), paths
+    tree = without_holes(common)
+    paths = [path for path, leaf in leaves_with_paths(tree) if leaf is HOLE]
+    return map_sharing(_empty, tree), paths
 
 
 def _empty(leaf: Any) -> Any:
@@ -60,15 +60,15 @@ def _empty(leaf: Any) -> Any:
 
 
 def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
-    """Return the tree with holes at these paths; lists and dicts are changed in place.
+    """Return the tree with holes at some paths; lists and dicts are changed in place.
 
     Args:
-        tree: just read, so that nobody else holds it.
+        tree: Tree that was just read, so that nothing else refers to it.
         paths: Paths that `filled` returned.
-        what: the file, for messages.
+        what: Description of the file, for errors.
 
     Raises:
-        CorruptCheckpoint: there is no empty dict at one of the paths.
+        CorruptCheckpoint: A path doesn't lead to an empty dict.
 
     Examples:
         >>> with_holes({"groups": ({}, 1)}, [("groups", 0)], "example")
@@ -78,8 +78,8 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
         try:
             tree = _put(tree, path)
         except (LookupError, TypeError) as error:
-            found = f"no empty dict at {render_path(path)}"[:200]
-            raise CorruptCheckpoint(error_text(f"{what}: its record of shards contradicts it", found=found)) from error
+            cause = f"no empty dict at {render_path(path)}"[:200]
+            raise CorruptCheckpoint(error_text(f"{what}: its record of shards contradicts it", found=cause)) from error
     return tree
 
 
@@ -99,7 +99,7 @@ def encode_with_holes(tree: Any, *, allow_pickle: bool) -> bytes:
     """Return torch.save's archive of a tree, with a record of the holes in lists and tuples.
 
     Raises:
-        UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
+        UnsupportedValue: A value would have to be pickled, and `allow_pickle` isn't given.
     """
     plain, holes = filled(tree)
     data = encode_archive(plain, allow_pickle=allow_pickle)
@@ -107,11 +107,11 @@ def encode_with_holes(tree: Any, *, allow_pickle: bool) -> bytes:
 
 
 def decode_with_holes(data: Buffer, what: str, options: LoadOptions) -> Any:
-    """Return the tree that `encode_with_holes` was given, or that another program saved.
+    """Return the tree of an archive that `encode_with_holes` or another program wrote.
 
     Raises:
-        CorruptCheckpoint: the bytes aren't what was saved.
-        UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
+        CorruptCheckpoint: The bytes aren't what was saved.
+        UnsafeFile: Reading the tree takes pickled code, and `allow_pickle` isn't given.
     """
     with collector_paused():
         tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
@@ -123,17 +123,17 @@ def encode_holes(paths: Sequence[TreePath]) -> bytes:
     """Return paths as bytes.
 
     Raises:
-        UnsupportedValue: a dict's key on a path isn't a number, a string or a tuple of them.
+        UnsupportedValue: A dict's key on a path isn't a number, a string or a tuple of them.
     """
-    # Others' programs read the file too: it has a field's position.
+    # A field is stored as its position, since other programs read the file too.
     return write_pickle([tuple(int(entry) if isinstance(entry, Field) else entry for entry in path) for path in paths])
 
 
 def decode_holes(data: bytes, what: str) -> list[TreePath]:
-    """Return the paths that `encode_holes` was given.
+    """Return the paths in bytes that `encode_holes` wrote.
 
     Raises:
-        CorruptCheckpoint: the bytes aren't of paths.
+        CorruptCheckpoint: The bytes aren't a list of paths.
     """
     paths = read_pickle(data, {}, what=f"{what}: its record of shards")
     if type(paths) is not list or any(type(path) is not tuple or len(path) > 200 for path in paths):
@@ -150,11 +150,11 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
     """Write the common tree, and return the fields of metadata.json that name its format.
 
     Raises:
-        UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
+        UnsupportedValue: A value would have to be pickled, and `allow_pickle` isn't given.
     """
-    # A dict's key is left out where a shard was, as in Megatron-Core. It leaves shards out of lists too, and what
-    # follows gets another position: here an empty dict keeps the place. Megatron-Core's `load` joins that with a dict
-    # of shards, and refuses to join it with anything else.
+    # Keys of shards are left out of dicts, as in Megatron-Core. Megatron-Core also leaves shards out of lists, which
+    # moves later items: here an empty dict keeps the position. Megatron-Core's `load` merges it with a dict of shards,
+    # and refuses to merge it with other values.
     data = encode_with_holes(common, allow_pickle=pending.options.allow_pickle)
     pending.storage.write(COMMON_FILE, [memoryview(data)], durable=pending.options.durable)
     return {"common_backend": BACKEND, "common_backend_version": VERSION}
@@ -164,28 +164,28 @@ def load_common(checkpoint: Checkpoint) -> Any:
     """Return the stored common tree, with holes where lists and tuples had shards.
 
     Raises:
-        CorruptCheckpoint: there is no such file, or it isn't what was saved.
-        UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
+        CorruptCheckpoint: The file is missing, or isn't what was saved.
+        UnsafeFile: Reading the tree takes pickled code, and `allow_pickle` isn't given.
     """
     return load_archive(checkpoint, COMMON_FILE)
 
 
 def load_archive(checkpoint: Checkpoint, name: str) -> Any:
-    """Return the tree in one of a checkpoint's files; it raises as `load_common`."""
+    """Return the tree in a file of a checkpoint; it raises the errors of `load_common`."""
     data, what = _read(checkpoint, name)
     return decode_with_holes(data, what, checkpoint.options)
 
 
 def verify_common(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return whether common.pt is damaged."""
+    """Return the findings about common.pt."""
     return verify_archive(checkpoint, COMMON_FILE)
 
 
 def verify_archive(checkpoint: Checkpoint, name: str) -> tuple[Finding, ...]:
-    """Return whether one of a checkpoint's files is damaged: a checksum differs, or it can't be read at all."""
+    """Return the findings about an archive of a checkpoint: damage if a checksum differs or it can't be read."""
     try:
         data, what = _read(checkpoint, name)
-        with suppress(UnsafeFile, UnsupportedValue):  # its checksums are right; nobody asks for its values here
+        with suppress(UnsafeFile, UnsupportedValue):  # The checksums are right, and the values aren't needed here.
             decode_with_holes(data, what, checkpoint.options)
     except CorruptCheckpoint as error:
         return (Damage(name, str(error)),)
@@ -194,7 +194,7 @@ def verify_archive(checkpoint: Checkpoint, name: str) -> tuple[Finding, ...]:
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the name of the one file."""
+    """Return the name of the only file."""
     return (COMMON_FILE,)
 
 
@@ -203,16 +203,16 @@ def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
     if (length := checkpoint.storage.length(name)) is None:
         refuse_replaced(checkpoint)
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
-        raise CorruptCheckpoint(error_text(f"open: the common state {where!r} isn't there", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: the common state {where!r} is missing", fix=fix))
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, name)
     with opened(checkpoint.storage, name, length) as reader:
         return reader.read(), where
 
 
-# A single archive of torch.save: which of its bytes have a CRC32
+# This section lists the bytes of an archive that have a CRC32.
 
-HEADERS = "headers, names and padding of zip archives: compared where they say a thing twice"
+HEADERS = "headers, names and padding of zip archives: only fields that are stored twice are compared"
 
 
 def archive_findings(name: str, data: Buffer) -> tuple[Finding, ...]:
@@ -225,6 +225,6 @@ def archive_findings(name: str, data: Buffer) -> tuple[Finding, ...]:
     try:
         records = archive_records(lambda begin, end: data[begin:end], data.nbytes, what=name)
     except CheckpointingException:
-        records = ()  # torch wrote it in another form, which has no checksums
+        records = ()  # torch wrote another form of the file, which has no checksums.
     spans = ((record.begin, record.begin + record.nbytes) for record in records if record.crc32)
     return span_findings(name, HEADERS, data.nbytes, spans)

@@ -1,4 +1,4 @@
-"""Unique keys of sharded objects, by which other programs' formats tell objects from tensors and plain values."""
+"""Unique keys of sharded objects, which distinguish objects from tensors and plain values in other formats."""
 
 from __future__ import annotations
 

@@ -110,5 +110,5 @@ def test_a_spec_that_cuts_nothing_is_an_error(folder: Path) -> None:
     done = run("explain", folder, "--mesh", "tp=2", "--spec", "modle.weight=tp", "--spec", "model.bias=-,tp")
     assert done.exit_code == 2
     assert "'modle.weight' (did you mean 'model.weight'?)" in done.stderr
-    assert "'model.bias': a spec of 2 axes, and 'model.bias' has 1" in done.stderr
+    assert "'model.bias': a spec of 2 axes, but 'model.bias' has 1" in done.stderr
     assert "'model.bias'" in done.stderr

@@ -93,7 +93,7 @@ def test_damage_has_status_1_and_is_shown(folder: Path) -> None:
 def test_a_damaged_index_leaves_the_damage(folder: Path) -> None:
     flip(next(folder.rglob("index-*")), 200)
     page = report(folder, status=1)
-    assert "What is in it isn't shown, since it can't be opened." in page.texts
+    assert "The contents aren't shown, since the checkpoint can't be opened." in page.texts
 
 
 def test_two_checkpoints_and_their_differences(folder: Path) -> None:
@@ -123,7 +123,7 @@ def test_damage_keeps_values_from_being_compared(folder: Path) -> None:
     shutil.copytree(folder, folder.parent / "copy")
     flip(data_file(folder), data_file(folder).stat().st_size - 1)
     page = report(folder, folder.parent / "copy", status=1)
-    assert "They can't be compared." in page.texts
+    assert "The checkpoints can't be compared." in page.texts
 
 
 def test_keys_are_text(tmp_path: Path) -> None:

@@ -179,5 +179,5 @@ def test_a_record_that_contradicts_its_value_is_corrupt(kinds: Any, monkeypatch:
 
 
 def test_a_record_of_a_dict_where_a_list_is_is_corrupt() -> None:
-    with pytest.raises(ValueError, match="a list has a record of a dict"):
+    with pytest.raises(ValueError, match="a list is recorded as a dict"):
         _common.nested({("v", 0): 1}, {("v",): OrderedDict()})

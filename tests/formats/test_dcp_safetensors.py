@@ -156,8 +156,8 @@ def test_verify_says_what_it_cannot(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ([rows(4, 10)], r"28 of the 70 elements that shape \(10, 7\) has are in no file"),
-        ([rows(0, 4), rows(6, 10)], "14 of the 70 elements"),
+        ([rows(4, 10)], r"28 of 70 elements of shape \(10, 7\) are in no file"),
+        ([rows(0, 4), rows(6, 10)], "14 of 70 elements"),
         ([rows(0, 6), rows(4, 10)], "parts overlap"),
         ([rows(0, 5), rows(0, 5), rows(5, 10)], "parts overlap"),
         ([rows(0, 4), rows(2, 4), rows(6, 10)], "parts overlap, and others are in no file"),
@@ -172,7 +172,7 @@ def test_parts_that_make_no_whole_are_refused(files: list[bytes], words: str) ->
 def test_a_missing_rank_of_a_real_save_is_named() -> None:
     files = real_files()
     del files[FIRST]
-    with pytest.raises(CorruptCheckpoint, match=f"{HEAD}.*110 of the 210 elements.*{SECOND}"):
+    with pytest.raises(CorruptCheckpoint, match=f"{HEAD}.*110 of 210 elements.*{SECOND}"):
         st.open_checkpoint(folders.folder_of(files))
 
 

@@ -161,11 +161,11 @@ def with_shards(tree: Any) -> Any:
     ("tree", "error", "said"),
     [
         pytest.param({"a.b": 1, "a": {"b": 2}}, TreeError, r"two values named 'a\.b'", id="two paths of one name"),
-        pytest.param({"model.w": 1}, TreeError, r"in the place of 'model\.w'", id="a value named like a tensor"),
+        pytest.param({"model.w": 1}, TreeError, r"has the name of 'model\.w'", id="a value named like a tensor"),
         pytest.param({"o/shard_0_1": 1}, TreeError, "named like an object", id="a value named like an object"),
-        pytest.param({"model.w": {"lr": 1}}, TreeError, "in the place of", id="a dict named like a tensor"),
-        pytest.param([1, "shard"], TreeError, "keeps plain values in a dict", id="no dict"),
-        pytest.param({3: 1}, TreeError, "keeps plain values in a dict", id="no texts"),
+        pytest.param({"model.w": {"lr": 1}}, TreeError, "has the name of", id="a dict named like a tensor"),
+        pytest.param([1, "shard"], TreeError, "needs a dict with strings as keys", id="no dict"),
+        pytest.param({3: 1}, TreeError, "needs a dict with strings as keys", id="no texts"),
         pytest.param({"a": object()}, UnsupportedValue, "object", id="a value that no archive holds"),
     ],
 )

@@ -179,9 +179,9 @@ def test_a_permuted_file_of_zero3_is_refused_by_the_padding_in_its_moments(order
         assert st.load_plain_tensors(folder).keys() == SAVE.expected().keys()
         return
     assert len(st.load_plain_tensors(folder, options=LoadOptions(verify=None))) == len(SAVE.expected())
-    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* isn't its rank's own: moments where padding should be"):
+    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* isn't its rank's file: it lacks the rank's padding"):
         st.load_plain_tensors(folder)
-    assert "isn't its rank's own" in str(st.verify(folder, report=lambda found: None)[0])
+    assert "isn't its rank's file" in str(st.verify(folder, report=lambda found: None)[0])
 
 
 def test_padding_that_decay_has_filled_tells_nothing() -> None:
@@ -189,7 +189,7 @@ def test_padding_that_decay_has_filled_tells_nothing() -> None:
 
 
 OPTIMIZER = "step_3/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-LACKING = r"lacks the optim_states|hasn't one optimizer file"
+LACKING = r"lacks the optim_states|doesn't have one optimizer file"
 MODEL = "step_3/zero_pp_rank_2_mp_rank_00_model_states.pt"
 
 
@@ -197,7 +197,7 @@ MODEL = "step_3/zero_pp_rank_2_mp_rank_00_model_states.pt"
     ("stage", "file", "said"),
     [
         *((stage, OPTIMIZER.format(rank), LACKING) for stage in (1, 3) for rank in range(3)),
-        (3, MODEL, r"hasn't one model file for each rank\n  found 2 files, expected 3"),
+        (3, MODEL, r"doesn't have one model file for each rank\n  found 2 files, expected 3"),
     ],
 )
 def test_a_missing_file_is_refused(stage: int, file: str, said: str) -> None:
@@ -225,7 +225,7 @@ UNJOINABLE = {
     "mp_rank_01_model_states.pt": "tensor parallelism",
     "zero_pp_rank_0_mp_rank_01_optim_states.pt": "tensor parallelism",
     "layer_03-model_00-model_states.pt": "a pipeline",
-    "layer_0_expert_1_mp_rank_00_model_states.pt": "experts",
+    "layer_0_expert_1_mp_rank_00_model_states.pt": "an expert",
     "expp_rank_0_mp_rank_00_optim_states.pt": "experts",
 }
 
@@ -274,7 +274,7 @@ def factored(inner: dict[str, Any]) -> None:
 
 def test_a_state_that_is_the_group_s_is_refused_by_name() -> None:
     folder = with_inner(factored)
-    with pytest.raises(UnsupportedValue, match=r"'optimizer.state.row.a': the group has one of shape \(2, 3\)"):
+    with pytest.raises(UnsupportedValue, match=r"'optimizer.state.row.a': the group has one value of shape \(2, 3\)"):
         st.load_plain_tensors(folder)
     assert wrong_in_layout(folder, {"c": SAVE.expected()["c"]}, "rows") == []
 

@@ -42,7 +42,9 @@ def test_states_without_the_rows_that_pad_a_vocabulary_have_fewer_rows() -> None
 def test_a_state_of_another_shape_is_refused() -> None:
     folder = universal_of(SAVE)
     folder.replace("zero/a/exp_avg.pt", archive({"param": torch.ones(3, 5)}), durable=False)
-    with pytest.raises(CorruptCheckpoint, match=r"zero/a/exp_avg.pt' isn't a state of its parameter\n  found \(3, 5\)"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"exp_avg.pt' isn't a state of its parameter\n  found a tensor of shape \(3, 5\)"
+    ):
         st.open_checkpoint(folder)
 
 

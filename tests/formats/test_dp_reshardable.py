@@ -70,7 +70,7 @@ def test_the_law_catches_an_order_that_swaps_norms(monkeypatch):
 def test_one_changed_weight_is_refused():
     job, key = Job(layer_kinds(16)), "decoder.layers.mlp.linear_fc2.weight"
     job.weights[key].view(-1)[-1] += 1
-    with pytest.raises(UnsupportedValue, match="no parameter of the model has the values"):
+    with pytest.raises(UnsupportedValue, match="no parameter of the model has these values"):
         check_states(job)
     assert st.open_checkpoint(stored(job))[key].data.read().equal(job.weights[key])  # the model loads
 
@@ -285,7 +285,7 @@ def test_ranks_whose_moments_have_other_dtypes_are_refused():
     job.after = job.after[1:]
     wide = [shard for shard in Job.shards(job) if "dp_group_idx_1." in shard.key]
     job.shards = lambda: [shard for shard in Narrow.shards(job) if "dp_group_idx_1." not in shard.key] + wide
-    with pytest.raises(CorruptCheckpoint, match="ranks' optimizer states have other dtypes"):
+    with pytest.raises(CorruptCheckpoint, match="ranks' optimizer states have different dtypes"):
         check_states(job)
 
 

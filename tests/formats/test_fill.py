@@ -63,11 +63,11 @@ def test_strips_tile_a_tensor() -> None:
 def test_overlapping_elements_that_span_much_are_refused() -> None:
     far = stored((2**14, 2**14), (2**20, 2**20), nbytes=2**50)
     with pytest.raises(
-        CorruptCheckpoint, match=f"example: a tensor too large\n  found {reach(far)} bytes of overlapping"
+        CorruptCheckpoint, match=f"example: a tensor is too large\n  found {reach(far)} bytes of overlapping"
     ):
         filled_tensor(lambda begin, end: pytest.fail("it was read"), far, "example")
 
 
 def test_bytes_that_are_not_there_are_an_error() -> None:
-    with pytest.raises(CorruptCheckpoint, match="example: a tensor's bytes aren't there"):
+    with pytest.raises(CorruptCheckpoint, match="example: bytes of a tensor are missing"):
         filled_tensor(lambda begin, end: b"", TRANSPOSED, "example")

@@ -52,7 +52,7 @@ def test_each_record_has_its_checksum() -> None:
 
 def test_a_tensor_with_fewer_bytes_than_it_should_have_is_refused() -> None:
     short = StreamedTensor(torch.float32, (2,), lambda: iter([memoryview(bytes(4))]))
-    with pytest.raises(UnsupportedValue, match="found 4, expected 8"):
+    with pytest.raises(UnsupportedValue, match="found 4 bytes, expected 8 bytes"):
         written(short)
 
 

@@ -244,8 +244,8 @@ def test_items_of_one_stage_each_open() -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({}, r"extra_0\.pt.* belongs to the checkpoint"),
-        ({'["b"]': placed("Shard")}, r"extra_0\.pt.* belongs to the checkpoint"),
+        ({}, r"extra_0\.pt.* is missing"),
+        ({'["b"]': placed("Shard")}, r"extra_0\.pt.* is missing"),
     ],
 )
 def test_an_item_that_no_rank_has_is_damage(said: dict[str, Any], words: str) -> None:
@@ -267,13 +267,13 @@ def named(*names: str) -> Callable[[int], Any]:
 
 @pytest.mark.parametrize("name", ["model_0.pt", "./model_0.pt", ".//model_0.pt"])
 def test_a_file_that_is_named_for_two_ranks_is_damage(name: str) -> None:
-    refused(by_hand(described({}, 2, named("model_0.pt", name))), r"files are named twice\n  'model_0\.pt'")
+    refused(by_hand(described({}, 2, named("model_0.pt", name))), r"names files twice\n  'model_0\.pt'")
 
 
 def test_a_file_that_is_named_for_two_items_is_damage() -> None:
     saved = described({}, 2)
     saved["metadata"]["optimizer"] = described({}, 1, named("model_1.pt"))["metadata"]["model"]
-    refused(by_hand(saved), r"files are named twice\n  'model_1\.pt'")
+    refused(by_hand(saved), r"names files twice\n  'model_1\.pt'")
 
 
 def test_ranks_files_that_are_missing_are_counted_and_a_few_are_named() -> None:
@@ -330,7 +330,7 @@ def test_a_layouts_own_files_are_read() -> None:
     place = folder_of({"rank_0/model.pt": archive({"w": WHOLE}), "metadata.pkl": pickle.dumps(saved)})
     assert torch.equal(st.load_plain_tensors(place)["model.w"], WHOLE)
     place.remove("rank_0/model.pt")
-    with pytest.raises(CorruptCheckpoint, match=r"rank_0/model\.pt.* belongs to the checkpoint"):
+    with pytest.raises(CorruptCheckpoint, match=r"rank_0/model\.pt.* is missing"):
         st.open_checkpoint(place)
 
 

@@ -55,9 +55,9 @@ def test_an_extension_that_must_be_understood_is_refused_everywhere(name: str) -
     for mark in MARKS:
         place = folder(POINTS[name](mark))
         for read in (st.load_plain_tensors, lambda place: st.convert(place, MemoryStorage(), backend="safetensors")):
-            with pytest.raises(UnsupportedValue, match=r"w/zarr\.json' has extensions that aren't known here\n"):
+            with pytest.raises(UnsupportedValue, match=r"w/zarr\.json' has unknown extensions\n"):
                 read(place)
-        assert "extensions that aren't known here" in st.verify(place)[0].what
+        assert "unknown extensions" in st.verify(place)[0].what
 
 
 def test_a_grid_or_names_of_chunks_that_arent_known_are_refused_however_they_are_marked() -> None:
@@ -96,7 +96,7 @@ def test_groups_are_asked_too_the_outermost_and_those_within() -> None:
         st.load_plain_tensors(folder(PLAIN, GROUP | {"mine": {}}))
     within = {f"layers/{name}": data for name, data in {"w/zarr.json": encoded(PLAIN), **CHUNKS}.items()}
     nested = folder_of({"zarr.json": V3_GROUP, "layers/zarr.json": encoded(GROUP | {"mine": {}}), **within})
-    with pytest.raises(UnsupportedValue, match=r"layers/zarr\.json' has extensions"):
+    with pytest.raises(UnsupportedValue, match=r"layers/zarr\.json' has unknown extensions"):
         st.load_plain_tensors(nested)
 
 
@@ -126,7 +126,7 @@ def check_understood(node: Node, *, marked: bool) -> None:
     if marked:
         assert understood(node, "w")["codecs"]
     else:
-        with pytest.raises(UnsupportedValue, match="extensions that aren't known here"):
+        with pytest.raises(UnsupportedValue, match="unknown extensions"):
             understood(node, "w")
 
 

@@ -1,4 +1,4 @@
-"""What `load` checks on its way, by degree and format, as the table in docs/checks.md has it."""
+"""What `load` checks on its way, by degree and format, as docs/checks.md has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.save's zip archives: encoding and decoding values, and reading or writing one tensor's payload in place."""
+"""torch.save's zip archives: encoding and decoding values, and reading or writing a tensor's payload in place."""
 
 from ._decode import decode_archive
 from ._describe import DTensorParts, Placement, StoredDTensor, describe_archive

@@ -17,21 +17,21 @@ from ...kit import Record, addresses_of, exactly, named_types, type_name
 from ..pickles import Constructor, Global
 
 Child = Callable[..., Any]
-"""Copies a child of a value, which steps lead to."""
+"""Function that copies a child of a value; further arguments are the steps of its path."""
 
-# Classes that the caller allows.
+# This section makes constructors of the classes that the caller allows.
 
 
 def constructors(types: Iterable[type]) -> dict[tuple[str, str], Constructor]:
-    """Return constructors for instances of these classes.
+    """Return constructors for instances of classes, by module and qualified name.
 
-    No `__init__` runs, and of a dataclass only its fields are set.
+    No `__init__` runs. Only the fields of a dataclass are set.
 
     Args:
-        types: enums, dataclasses and named tuples.
+        types: Enums, dataclasses and named tuples.
 
     Raises:
-        UnsupportedValue: a class is none of these.
+        UnsupportedValue: A class is none of these.
 
     Examples:
         >>> from http import HTTPStatus
@@ -64,7 +64,7 @@ def _member_of(cls: type[Enum]) -> Callable[..., Enum]:
             return cls(value)
         except (ValueError, TypeError, KeyError):
             text = repr(value)[:200] if type(value) in (int, str) else f"a {type(value).__name__}"
-            raise _mismatch_error(cls, f"value {text}", "one of a member") from None
+            raise _mismatch_error(cls, f"value {text}", "the value of a member") from None
 
     return make
 
@@ -97,11 +97,11 @@ def _fill(value: Any, state: Any) -> None:
     if missing:
         raise _mismatch_error(type(value), f"no field {missing[0]!r}", f"{names}"[:200])
     for name in names:
-        object.__setattr__(value, name, fields[name])  # the class's own would refuse it where the class is frozen
+        object.__setattr__(value, name, fields[name])  # A frozen class's own __setattr__ would refuse.
 
 
 def _fields(state: Any, names: list[str]) -> dict[str, Any]:
-    if type(state) is list:  # of a frozen dataclass with slots
+    if type(state) is list:  # The class is a frozen dataclass with slots.
         return dict(zip(names, state, strict=False))
     if type(state) is tuple:
         return {**(state[0] or {}), **(state[1] or {})}
@@ -113,8 +113,8 @@ def _mismatch_error(cls: type, found: str, expected: str) -> UnsupportedValue:
     return UnsupportedValue(error_text(what, found=found, expected=expected))
 
 
-# Other names in the checkpoints of training programs: plain classes of Megatron-Core, and kinds of tensors that aren't
-# supported, each with an error that says what to do.
+# This section lists other names in checkpoints of training programs: plain classes of Megatron-Core, and kinds of
+# tensors that aren't supported, each with an error that gives advice.
 
 _MEGATRON_ENUMS = {
     "enums": ("ModelType", "Fp8Recipe", "Fp4Recipe"),
@@ -137,7 +137,7 @@ def _module_and_name(type_name: str) -> tuple[str, str]:
 
 
 def _member(type_name: str) -> Constructor:
-    """Return the constructor of an enum's member as a `Record`; a pickle has only its value, not its name."""
+    """Return a constructor that makes a `Record` of an enum's member; pickles have its value, but not its name."""
     return Constructor(lambda value: Record(type_name, {"name": None, "value": value}))
 
 
@@ -150,7 +150,7 @@ def _fill_record(record: Any, state: Any) -> None:
 
 
 def is_named(record: Record) -> bool:
-    """Return whether this module makes such a record from a pickle, so that it can be pickled again.
+    """Return whether a record is one that this module makes from pickles, and so can be pickled again.
 
     Examples:
         >>> is_named(Record("megatron.core.enums.ModelType", {"name": None, "value": 1}))
@@ -165,7 +165,7 @@ def is_named(record: Record) -> bool:
 
 def _refusal(what: str, instead: str) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
-        fix = f"{instead} LoadOptions(allow_pickle=True) reads it with torch.load, and runs whatever code it brings."
+        fix = f"{instead} LoadOptions(allow_pickle=True) reads it with torch.load, and runs any code in the file."
         raise UnsupportedValue(error_text(what, fix=fix))
 
     return make
@@ -174,7 +174,7 @@ def _refusal(what: str, instead: str) -> Callable[..., Any]:
 _SPARSE = Constructor(_refusal("a sparse tensor", "Store its indices and values, or tensor.to_dense();"))
 _QUANTISED = Constructor(_refusal("a quantised tensor", "Store tensor.dequantize();"))
 _NESTED = Constructor(_refusal("a nested tensor", "Store its parts as a list;"))
-_META = Constructor(_refusal("a tensor without elements, on the meta device", "Store one that has some;"))
+_META = Constructor(_refusal("a tensor on the meta device, without elements", "Store a materialised tensor;"))
 _SUBCLASS = Constructor(_refusal("a subclass of torch.Tensor", "Store plain tensors;"))
 
 NAMED: dict[tuple[str, str], Any] = {
@@ -191,15 +191,15 @@ NAMED: dict[tuple[str, str], Any] = {
 }
 
 
-# Pickling such records again, by the names of their classes, as Megatron-Core itself does.
+# This section pickles such records again, by the names of their classes, as Megatron-Core does.
 
 
 def named_record(value: Any, child: Child) -> Any:
-    """Return a copy of a record that can be pickled, `NotImplemented` for any other value.
+    """Return a copy of a record that can be pickled; `NotImplemented` for any other value.
 
     Args:
-        value: any value.
-        child: copies a field's value.
+        value: Value of any type.
+        child: Function that copies a field's value.
 
     Examples:
         >>> record = Record("megatron.core.enums.ModelType", {"name": None, "value": 1})
@@ -235,7 +235,7 @@ def _save_record(pickler: Any, record: Record) -> None:
 
 
 class _NamePickler(pickle._Pickler):
-    """Also writes names of classes that can't be imported here; pickle's own pickler imports each to check it."""
+    """A pickler that also writes names of classes that can't be imported; pickle's own imports each to check it."""
 
     dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         **pickle._Pickler.dispatch,

@@ -20,8 +20,8 @@ from ._classes import NAMED, constructors
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
 from ._zip import open_archive, slices
 
-# Constructors beside those of tensors: containers, numbers, buffers, paths, namespaces, dtypes. Each checks the types
-# of its arguments, since these come from the file and can be anything.
+# These constructors make values other than tensors: containers, numbers, buffers, paths, namespaces, dtypes. Each
+# checks the types of its arguments, since these come from the file and can be anything.
 
 FACTORIES: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 """Allowed factories of a defaultdict."""
@@ -29,7 +29,7 @@ FACTORIES: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray,
 PATHS: tuple[type[PurePath], ...] = (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
 """Classes of paths that may be stored."""
 
-_MOST = 2**63 - 1  # positions and lengths have 64 bits
+_MOST = 2**63 - 1  # Positions and lengths have 64 bits.
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
@@ -49,7 +49,7 @@ def _items(items: Any = ()) -> list[Any]:
 
 
 def _made_of(kind: Callable[[Any], Any], part: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return the constructor of a container whose one argument, which may be left out, is checked first."""
+    """Return a constructor that makes a container from one optional argument, after `part` has checked it."""
     return lambda contents=(): kind(part(contents))
 
 
@@ -99,7 +99,7 @@ def _fill_namespace(value: Any, state: Any) -> None:
 def _fill_buffer(value: BytesIO, state: Any) -> None:
     data, position, attributes = state
     if not 0 <= exactly(int, position) <= _MOST or attributes:
-        raise ValueError("a buffer with attributes, or with a position outside of any file")
+        raise ValueError("a buffer with attributes, or with a position that doesn't fit 64 bits")
     value.write(exactly(bytes, data))
     value.seek(position)
 
@@ -131,7 +131,7 @@ _FACTORY_OF = {_BUILTINS[kind.__name__]: kind for kind in FACTORIES}
 
 def _defaultdict(factory: Any = None, pairs: Any = ()) -> defaultdict[Any, Any]:
     if factory is not None and (type(factory) is not Constructor or factory not in _FACTORY_OF):
-        raise TypeError(f"a defaultdict that makes its items by a {type(factory).__name__}")
+        raise TypeError(f"a defaultdict whose factory is a {type(factory).__name__}")
     return defaultdict(None if factory is None else _FACTORY_OF[factory], _dict(pairs))
 
 
@@ -160,29 +160,29 @@ _CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NAMED, **NUMPY, **REBUILDERS
 
 _FIX = (
     "If it is an enum, a dataclass or a named tuple, pass the class in LoadOptions(types=(...)); otherwise "
-    "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
+    "only LoadOptions(allow_pickle=True) reads it, and runs any code in it: use it only if you trust the file."
 )
 
 
 def decode_archive(
     data: bytes | bytearray | memoryview, *, what: str, types: Iterable[type] = (), allow_pickle: bool = False
 ) -> Any:
-    """Return the value that was saved by torch.save; the bytes may be untrusted.
+    """Return the value that torch.save saved; the bytes may be untrusted.
 
-    Nothing that the bytes name is imported. Members of Megatron-Core's enums and its `OptimizerConfig` come back
-    as `Record`s, unless `types` has the class. Tensors and parameters come back as plain tensors on the CPU that
-    need no gradient, with their strides, and share memory where they did. Every record's CRC32 is checked.
+    Nothing that the bytes name is imported. Members of Megatron-Core's enums and its `OptimizerConfig` become
+    `Record`s, unless `types` has the class. Tensors and parameters become plain tensors on the CPU that need no
+    gradient; they keep their strides and the memory that they share. Every record's CRC32 is checked.
 
     Args:
-        data: a whole archive. The value shares no memory with it.
-        what: the archive, for messages.
-        types: enums, dataclasses and named tuples that may be in it; their `__init__` isn't run.
-        allow_pickle: unpickle archives that can't be read otherwise. Only for files whose writer you trust.
+        data: Bytes of a whole archive. The value shares no memory with them.
+        what: Description of the archive, for errors.
+        types: Enums, dataclasses and named tuples that the value may contain; their `__init__` isn't run.
+        allow_pickle: True to unpickle archives that can't be read otherwise; only for files whose writer you trust.
 
     Raises:
-        CorruptCheckpoint: the bytes aren't such an archive, or were damaged.
-        UnsafeFile: it names something that isn't data, and `allow_pickle` isn't given.
-        UnsupportedValue: a class in `types` isn't what was stored, or a tensor is quantised, sparse or nested.
+        CorruptCheckpoint: The bytes aren't such an archive, or were damaged.
+        UnsafeFile: The archive names something that isn't data, and `allow_pickle` isn't given.
+        UnsupportedValue: A class in `types` isn't what was stored, or a tensor is quantised, sparse or nested.
 
     Examples:
         >>> from shardtree.formats.archives import encode_archive
@@ -213,4 +213,4 @@ def _unpickle(data: bytes | bytearray | memoryview, what: str) -> Any:
         return torch.load(BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CorruptCheckpoint(error_text(f"{what}: it can't be unpickled: {reason}")) from error
+        raise CorruptCheckpoint(error_text(f"{what}: the archive can't be unpickled: {reason}")) from error

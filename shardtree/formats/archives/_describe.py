@@ -1,6 +1,6 @@
-"""Archives of trees with many tensors: the tree, with where each tensor's elements are in place of the tensors.
+"""Descriptions of archives: the saved tree with each tensor replaced by its dtype, its view and its byte offset.
 
-DTensors are read without torch.distributed: the mesh position and the placements, as plain records.
+DTensors are described without torch.distributed: mesh position and placements are plain records.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Placement:
     """Placement of a tensor along one axis of a mesh.
 
     Attributes:
-        kind: whether the axis cuts the tensor, cuts what other axes left, copies it, or holds terms of a sum.
-        dim: the tensor's axis that is cut.
-        split_factor: Number of pieces into which the axes to its right have cut before; for "strided".
+        kind: "shard" for a cut, "strided" for a cut after those of axes to its right, "replicate" for copies,
+            "partial" for terms of a sum.
+        dim: Axis of the tensor that is cut.
+        split_factor: Number of pieces that the axes to its right have cut; for "strided".
     """
 
     kind: Literal["shard", "strided", "replicate", "partial"]
@@ -50,13 +51,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class DTensorParts:
-    """Where a rank's part of a DTensor belongs.
+    """Position of a rank's part in a DTensor.
 
     Attributes:
-        placements: one for each axis of the mesh.
-        sizes: lengths of the mesh's axes.
-        position: the rank's, on each axis.
-        rank: Number among all ranks, None where the mesh doesn't tell.
+        placements: Placement along each axis of the mesh.
+        sizes: Shape of the mesh.
+        position: Coordinate of the rank on each axis of the mesh.
+        rank: Global rank, None if the mesh doesn't tell.
     """
 
     placements: tuple[Placement, ...]
@@ -66,27 +67,27 @@ class DTensorParts:
 
 
 Element = Callable[[Any, tuple[int, ...]], int]
-"""Returns the element of a tensor of integers at a position."""
+"""Function that returns an element of a tensor of integers, by its indices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSubclass:
-    """A subclass of a tensor before its state is known.
+    """A DTensor before its state is known.
 
     Attributes:
         dtype: Dtype of the elements.
-        shape: the global tensor's.
+        shape: Shape of the global tensor.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def local_tensor(self, state: Any, element: Element) -> tuple[Any, DTensorParts]:
-        """Return the local tensor, and where it belongs.
+        """Return the local tensor, and its position in the DTensor.
 
         Args:
-            state: the DTensor's.
-            element: returns an element of a tensor of integers in it.
+            state: State of the DTensor in the pickle.
+            element: Function that returns an element of a tensor of integers in the state.
         """
         fields = _fields(state)
         spec = _fields(_stub(fields["_spec"], "DTensorSpec").state)
@@ -96,7 +97,7 @@ class TensorSubclass:
         position = tuple(exactly(int, at) for at in _items(mesh["_coordinate_on_dim"]))
         fits = len(placements) == len(sizes) == len(position)
         if not fits or any(not 0 <= at < size for at, size in zip(position, sizes, strict=True)):
-            raise ValueError(f"a DTensor of {len(placements)} placements at {position} of a mesh {sizes}"[:200])
+            raise ValueError(f"a DTensor with {len(placements)} placements at {position} of a mesh {sizes}"[:200])
         return fields["_local_tensor"], DTensorParts(placements, sizes, position, _rank(mesh, position, element))
 
 
@@ -125,7 +126,7 @@ def _stub(value: Any, name: str) -> Stub:
 
 def _items(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (tuple, list)):
-        raise TypeError("something in place of a tuple")
+        raise TypeError(f"a {type(value).__name__} in place of a tuple")
     return tuple(value)
 
 
@@ -147,7 +148,7 @@ def _placement(value: Any) -> Placement:
 
 def _sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
     """Return the lengths of a mesh's axes."""
-    if "mesh" in mesh:  # a tensor of ranks, up to torch 2.8
+    if "mesh" in mesh:  # Up to torch 2.8, the mesh is a tensor of ranks.
         return tuple(mesh["mesh"].shape)
     layout = _stub(mesh["_layout"], "_MeshLayout")
     fields = _fields(layout.state)
@@ -162,16 +163,16 @@ def _size(shape: Any) -> int:
 
 
 def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> int | None:
-    """Return the number of the rank whose mesh it was."""
+    """Return the global rank that saved the mesh; None if the mesh doesn't tell."""
     if mesh.get("_rank") is not None:
         return exactly(int, mesh["_rank"])
     if "mesh" not in mesh:
-        return None  # a submesh's own layout says nothing about the root's ranks
+        return None  # The layout of a submesh doesn't have the root's ranks.
     return element(mesh["mesh"], position)
 
 
 def _of_fsdp1(*args: Any) -> Any:
-    fix = "Save with FSDP2, or load it with FSDP1 and save a whole or a torch.distributed.checkpoint state dict."
+    fix = "Save with FSDP2, or load it with FSDP1 and save a full state dict or one of torch.distributed.checkpoint."
     raise UnsupportedValue(error_text("a ShardedTensor, as FSDP1 saves its parameters", fix=fix))
 
 
@@ -179,7 +180,7 @@ def _call(*args: Any) -> Any:
     raise TypeError("a call of a tensor's class")
 
 
-_TENSOR, _DTENSOR = Constructor(_call), Constructor(_call)  # classes, told apart by identity
+_TENSOR, _DTENSOR = Constructor(_call), Constructor(_call)  # Classes are distinguished by identity.
 
 _OLD, _NEW = "torch.distributed._tensor", "torch.distributed.tensor"
 _STUBS = {
@@ -203,12 +204,10 @@ _DTENSOR_CLASSES: dict[tuple[str, str], Any] = {
     },
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): Constructor(_of_fsdp1),
 }
-"""Names of torch's classes of DTensors in pickles, since 2.4."""
+"""Constructors for the names of DTensors' classes in pickles of torch 2.4 and later."""
 
 _MOST_AXES = 64
-_FIX = (
-    "Nothing but data is read from such a file; an enum, a dataclass or a named tuple needs LoadOptions(types=(...))."
-)
+_FIX = "Only data is read from such a file; for an enum, a dataclass or a named tuple pass LoadOptions(types=(...))."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,9 +215,9 @@ class StoredDTensor:
     """A rank's part of a DTensor, which isn't read.
 
     Attributes:
-        local: The rank's own elements.
-        shape: the global tensor's.
-        parts: where they belong in it.
+        local: Stored tensor of the rank's part.
+        shape: Shape of the global tensor.
+        parts: Position of the part in the global tensor.
     """
 
     local: StoredTensor
@@ -231,8 +230,8 @@ class ArchiveDescription:
     """An archive's value without its tensors' elements.
 
     Attributes:
-        value: what was saved; tensors are `StoredTensor` and `StoredDTensor`.
-        records: the archive's, in the order of their bytes.
+        value: Saved value; its tensors are `StoredTensor` and `StoredDTensor`.
+        records: Records of the archive, in the order of their bytes.
     """
 
     value: Any
@@ -253,25 +252,25 @@ def describe_archive(
     Only the directory and the pickle are read. DTensors are described without torch.distributed.
 
     Args:
-        read: returns the bytes from one byte of the archive up to another.
+        read: Function that returns a byte range of the archive, by its first byte and one past its last.
         length: Length of the archive in bytes.
-        what: the archive, for messages.
-        file: the archive's name, for `StoredTensor.file`.
-        classes: further names that the pickle may have, and what they are.
-        types: enums, dataclasses and named tuples that may be in it.
+        what: Description of the archive, for errors.
+        file: Name of the archive, for `StoredTensor.file`.
+        classes: Constructors or values of further names that the pickle may contain.
+        types: Enums, dataclasses and named tuples that the value may contain.
 
     Raises:
-        CorruptCheckpoint: it isn't such an archive, or contradicts itself.
-        UnsafeFile: it names something that isn't data.
-        UnsupportedValue: a tensor is quantised, sparse, or of a kind that isn't read.
+        CorruptCheckpoint: The bytes aren't such an archive, or contradict each other.
+        UnsafeFile: The archive names something that isn't data.
+        UnsupportedValue: A tensor is quantised, sparse, or of another kind that isn't read.
 
     Examples:
         >>> import io
         >>> out = io.BytesIO()
         >>> torch.save({"w": torch.arange(6.0)[2:], "step": 7}, out)
         >>> data = out.getvalue()
-        >>> found = describe_archive(lambda begin, end: data[begin:end], len(data), what="example", file="w.pt").value
-        >>> found["step"], found["w"].shape, data[found["w"].begin :][:4]
+        >>> saved = describe_archive(lambda begin, end: data[begin:end], len(data), what="example", file="w.pt").value
+        >>> saved["step"], saved["w"].shape, data[saved["w"].begin :][:4]
         (7, (4,), b'\x00\x00\x00@')
     """
     archive = open_archive(read, length, what)
@@ -302,10 +301,10 @@ def _with_lazy_bits(tensor: StoredTensor, extra: Any) -> StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Finds the places of an archive's tensors.
+    """Constructors that describe an archive's tensors.
 
     Attributes:
-        archive: the archive.
+        archive: Archive that is described.
         file: Name of the file.
     """
 
@@ -313,25 +312,25 @@ class _Places:
     file: str
 
     def tensor(self, *arguments: Any) -> StoredTensor:
-        """Return the tensor of a storage and a layout in it."""
+        """Return the description of a tensor, from its storage and the view of it."""
         return stored_tensor(describe_tensor(*arguments), self.archive, self.file)
 
     def subclass(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
-        """Return a tensor with attributes, or of a subclass."""
+        """Return the description of a tensor with attributes, or of a DTensor."""
         tensor = function.make(*args) if type(function) is Constructor and type(args) is tuple else None
         if type(tensor) is StoredTensor and kind is _TENSOR:
-            return tensor  # attributes of the object, such as DeepSpeed's ids, aren't needed
+            return tensor  # The object's attributes, such as DeepSpeed's ids, aren't needed.
         if type(tensor) is not TensorSubclass:
-            raise TypeError("a tensor's subclass that isn't known")
+            raise TypeError("an unknown subclass of torch.Tensor")
         local, parts = tensor.local_tensor(state, self._element)
         if type(local) is not StoredTensor or local.dtype != tensor.dtype or len(tensor.shape) > _MOST_AXES:
-            raise ValueError("a DTensor whose local tensor isn't a tensor of its dtype")
+            raise ValueError("a DTensor whose local tensor is no tensor or has another dtype")
         return StoredDTensor(local, tensor.shape, parts)
 
     def _element(self, tensor: Any, position: tuple[int, ...]) -> int:
         if type(tensor) is not StoredTensor or tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError("a mesh whose ranks aren't a tensor of integers")
-        # Alone, and not the whole mesh, which every DTensor has, and which strides of 0 make as large as they like.
+        # Only this element is read: every DTensor has the mesh, and strides of 0 can make it arbitrarily large.
         begin = tensor.begin + sum(map(mul, position, tensor.stride)) * tensor.dtype.itemsize
         return int(
             filled_tensor(self.archive.read, replace(tensor, begin=begin, shape=(), stride=()), self.archive.what)

@@ -1,6 +1,6 @@
-"""`encode_archive` writes archives as torch.save does, of values that can be read without running code.
+"""`encode_archive` writes archives as torch.save does, for values that can be read without running code.
 
-`streamed_archive` writes those of values that hold large tensors, in bounded memory.
+`streamed_archive` writes archives of values with large tensors in bounded memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ._payload import begin_archive, finish_archive
 from ._tensors import STORAGE_KINDS
 from ._zip import WrittenRecord, descriptor, local_header
 
-# Values that can be stored: leaves unchanged, containers and tensors as plain copies.
+# This section makes plain copies of containers and tensors; leaves are stored as they are.
 
 _NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
 _MAX_DEPTH = 100
@@ -57,7 +57,7 @@ LEAVES: frozenset[type] = frozenset(
 @cache
 def _is_supported(dtype: torch.dtype) -> bool:
     """Return whether torch.save can write tensors of a dtype."""
-    # Tried rather than listed: dtypes of fewer than 8 bits fail today, and torch adds dtypes with each release.
+    # A trial is used rather than a list: dtypes of fewer than 8 bits fail today, and each release of torch adds dtypes.
     try:
         torch.save(torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype), BytesIO())
     except Exception:
@@ -68,8 +68,8 @@ def _is_supported(dtype: torch.dtype) -> bool:
 def _tensor(value: torch.Tensor, child: Child) -> Any:
     if not is_dense(value) or not _is_supported(value.dtype):
         return NotImplemented
-    # torch.save writes a tensor's whole storage: a view of one row of a large tensor must be copied, or all of it goes
-    # into the file.
+    # torch.save writes a tensor's whole storage, so a view of a row of a large tensor is copied, or the file would get
+    # the large tensor.
     plain = value.detach()
     if plain.is_cpu and not plain.is_conj() and not plain.is_neg() and plain.untyped_storage().nbytes() == plain.nbytes:
         return plain
@@ -133,20 +133,20 @@ _REBUILDS: dict[type, Callable[[Any, Child], Any]] = {
 
 
 def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
-    """Return the bytes that torch.save writes for a value, which `decode_archive` and torch.load read.
+    """Return the archive of a value, as torch.save writes it; `decode_archive` and torch.load read it.
 
-    Tensors are stored as plain ones that need no gradient, each without the rest of its storage; a value that occurs
-    twice is stored twice. Enum members, dataclasses and named tuples are stored as pickle does, by the name of their
-    class: readers pass the class in ``types``.
+    Tensors become plain tensors that need no gradient, each without the rest of its storage. A value that occurs
+    twice is stored twice. Enum members, dataclasses and named tuples are stored under the name of their class, as
+    pickle does: readers pass the class in ``types``.
 
     Args:
-        value: what `encode_tree` takes except `HOLE`, of `Record`s only those that `decode_archive` makes; and
-            `types.SimpleNamespace` and `Counter`.
-        allow_pickle: store other values too, which run code when they are loaded.
+        value: Tree as for `encode_tree`, which may also contain `types.SimpleNamespace` and `Counter`, but no `HOLE`,
+            and no `Record` other than those that `decode_archive` makes.
+        allow_pickle: True to store other values too, which run code when they are loaded.
 
     Raises:
-        UnsupportedValue: a value is none of these.
-        TreeError: it is more than 100 deep, or contains itself.
+        UnsupportedValue: The tree contains another value.
+        TreeError: The tree is more than 100 deep, or contains itself.
 
     Examples:
         >>> import io
@@ -165,8 +165,8 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
         ) from error
     data = file.getvalue()
     if classes - {Record} and not allow_pickle:
-        # Read it once: a class can define how it is pickled (__reduce__), and the result may not be readable.
-        decode_archive(data, what="encode_archive: what was just encoded", types=classes - {Record})
+        # The archive is read once, since a class can define its pickling (__reduce__) in a way that can't be read.
+        decode_archive(data, what="encode_archive: the encoded archive", types=classes - {Record})
     return data
 
 
@@ -178,9 +178,9 @@ def _plain_copy(
     classes: set[type],
     leaves: frozenset[type] = LEAVES,
 ) -> Any:
-    """Return a plain copy of a value for pickling; `parents` are the values that contain it, outermost first."""
+    """Return a plain copy of a value for pickling; `parents` are the containers around it, outermost first."""
     if len(parents) > _MAX_DEPTH:
-        what = f"encode_archive: more than {_MAX_DEPTH} deep, or a value that contains itself"
+        what = f"encode_archive: a tree more than {_MAX_DEPTH} deep, or one that contains itself"
         raise TreeError(error_text(f"{what}, at {shown_path(path)}", fix="Flatten it, and break cycles."))
     kind = type(value)
     if kind in leaves:
@@ -220,12 +220,12 @@ _STORAGES = {kind.dtype: getattr(torch, name) for (module, name), kind in STORAG
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedTensor:
-    """A tensor in a value, whose bytes are asked for when they are written.
+    """A tensor whose bytes are requested when they are written.
 
     Attributes:
         dtype: Dtype of the elements.
-        shape: lengths.
-        buffers: returns the row-major bytes, in order.
+        shape: Shape of the tensor.
+        buffers: Function that returns the row-major bytes, in order.
     """
 
     dtype: torch.dtype
@@ -234,18 +234,18 @@ class StreamedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The length in bytes."""
+        """Length in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def streamed_archive(value: Any) -> Iterator[memoryview]:
-    """Return the bytes of an archive of a value, in which tensors may be streamed; `torch.load` reads it.
+    """Return the archive of a value with streamed tensors, as an iterator of its bytes; `torch.load` reads it.
 
     Args:
-        value: what `encode_archive` takes, without instances of the caller's classes, and `StreamedTensor`s.
+        value: Tree as for `encode_archive`, without instances of the caller's classes; may contain `StreamedTensor`s.
 
     Raises:
-        UnsupportedValue: at once, if something in it can't be stored.
+        UnsupportedValue: A value can't be stored. It is raised by the call, not by the iterator.
 
     Examples:
         >>> import io
@@ -280,10 +280,11 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
             yield buffer
             nbytes += buffer.nbytes
         if nbytes != tensor.nbytes:
-            what = f"streamed_archive: a tensor {tensor.shape} {tensor.dtype} came with another number of bytes"
-            raise UnsupportedValue(error_text(what, found=nbytes, expected=tensor.nbytes))
+            what = f"streamed_archive: the buffers of a tensor {tensor.shape} {tensor.dtype} have another length"
+            found, expected = f"{nbytes} bytes", f"{tensor.nbytes} bytes"
+            raise UnsupportedValue(error_text(what, found=found, expected=expected))
         at += nbytes
-        # The CRC32 follows the bytes, in a descriptor, so that nothing is written twice.
+        # The CRC32 follows the bytes in a descriptor, so that nothing is written twice.
         records.append(WrittenRecord(record.name, checksum, nbytes, begin))
         out = bytearray(descriptor(records[-1]))
     yield memoryview(finish_archive(out, at, records))
@@ -291,13 +292,13 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """The storage of a tensor, as its persistent id."""
+    """The storage of a tensor, represented by its persistent id."""
 
     id: tuple[Any, ...]
 
 
 class _TensorPickler(pickle.Pickler):
-    """Writes tensors as torch.save does, and notes them instead of their bytes."""
+    """A pickler that refers to tensors as torch.save does, and collects them instead of writing their bytes."""
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file, protocol=2)

@@ -1,4 +1,4 @@
-"""A stored tensor's elements, read by its strides in strips, so that a part takes little more than its own bytes."""
+"""Reads of a stored tensor by its strides, in strips, so that a part takes little more than its own bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from ._tensors import MOST_EXPANDED_BYTES
 from ._zip import Read
 
 _SHORT_BYTES, _STRIP_BYTES = 64 * 1024, 4 * 1024 * 1024
-_DENSE = 8  # bytes that are read for each one that is wanted, at most, in a strip longer than the short one
+_DENSE = 8
+"""Upper bound of the bytes read for each byte wanted, in strips that are longer than the short ones."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
 
 
 def reach(tensor: StoredTensor) -> int:
-    """Return the number of bytes from a stored tensor's first element to the end of its last one."""
+    """Return the number of bytes from the beginning of a stored tensor's first element to the end of its last."""
     if 0 in tensor.shape:
         return 0
     steps = ((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
@@ -34,8 +35,8 @@ def box_of(tensor: StoredTensor, box: Box) -> StoredTensor:
     """Return a box of a stored tensor as a stored tensor.
 
     Args:
-        tensor: The tensor.
-        box: A box inside of it.
+        tensor: Stored tensor.
+        box: Box inside the tensor.
     """
     offset, shape = box
     begin = tensor.begin + sum(map(mul, offset, tensor.stride)) * tensor.dtype.itemsize
@@ -45,19 +46,19 @@ def box_of(tensor: StoredTensor, box: Box) -> StoredTensor:
 def strips(tensor: StoredTensor, what: str) -> Iterator[Box]:
     """Yield the boxes in which a stored tensor is read, each by one read of the bytes that it spans.
 
-    They cut the axes of the largest strides: boxes of a transposed tensor are columns.
+    The axes of the largest strides are cut: boxes of a transposed tensor are columns.
 
     Args:
-        tensor: The tensor.
-        what: The archive, for messages.
+        tensor: Stored tensor.
+        what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: Elements overlap, so that boxes share bytes, and span more than is read at once.
+        CorruptCheckpoint: Elements overlap, so that the tensor is read at once, and span too many bytes for that.
     """
     if _overlaps(tensor):
         if (span := reach(tensor)) > MOST_EXPANDED_BYTES:
             found, expected = f"{span} bytes of overlapping elements", f"at most {MOST_EXPANDED_BYTES}"
-            raise CorruptCheckpoint(error_text(f"{what}: a tensor too large", found=found, expected=expected))
+            raise CorruptCheckpoint(error_text(f"{what}: a tensor is too large", found=found, expected=expected))
         yield (0,) * len(tensor.shape), tensor.shape
     elif 0 not in tensor.shape:
         yield from _strips(tensor, (0,) * len(tensor.shape))
@@ -69,7 +70,7 @@ def _strips(tensor: StoredTensor, offset: tuple[int, ...]) -> Iterator[Box]:
     if span <= most:
         yield offset, tensor.shape
         return
-    # Of all axes that are longer than 1, one has a stride, since the span is more than one element.
+    # The span is more than one element, so at least one axis longer than 1 has a stride that isn't 0.
     axis = max(range(len(tensor.shape)), key=lambda axis: (tensor.shape[axis] > 1, tensor.stride[axis]))
     inner = reach(replace(tensor, shape=_with(tensor.shape, axis, 1)))
     count = 1 + max(0, most - inner) // (tensor.stride[axis] * tensor.dtype.itemsize)
@@ -83,7 +84,7 @@ def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
 
 
 def _overlaps(tensor: StoredTensor) -> bool:
-    """Return whether strides, other than those of 0, don't nest, so that two elements may share a byte."""
+    """Return whether the strides that aren't 0 don't nest, so that two elements may share a byte."""
     axes = zip(tensor.stride, tensor.shape, strict=True)
     span = 1
     for step, length in sorted((step, length) for step, length in axes if step and length > 1):
@@ -94,36 +95,37 @@ def _overlaps(tensor: StoredTensor) -> bool:
 
 
 def fill_tensor(read: Read, tensor: StoredTensor, out: torch.Tensor, what: str) -> None:
-    """Put a stored tensor's elements into memory, of which no more than a strip is held besides.
+    """Read a stored tensor's elements into memory, with no more than one strip in additional memory.
 
     Args:
-        read: returns the bytes from one byte of the archive up to another.
-        tensor: The tensor, or a box of one.
-        out: A tensor of its dtype and shape on the CPU, with any strides.
-        what: The archive, for messages.
+        read: Function that returns a byte range of the archive, by its first byte and one past its last.
+        tensor: Stored tensor, or a box of one.
+        out: Destination on the CPU, of the same dtype and shape, with any strides.
+        what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: Its bytes aren't there, or it is too large.
+        CorruptCheckpoint: The tensor's bytes are missing, or it is too large.
     """
     for offset, shape in strips(tensor, what):
         target = out[tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))]
-        # As integers, bit for bit, and of dtypes that torch can't copy.
+        # Integers are copied, bit for bit, since torch can't copy all dtypes.
         as_integers(target).copy_(as_integers(_view(read, box_of(tensor, (offset, shape)), what)))
 
 
 def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
-    """Return a stored tensor with its elements, in new memory.
+    """Return the elements of a stored tensor, in new memory.
 
     Args:
-        read: returns the bytes from one byte of the archive up to another.
+        read: Function that returns a byte range of the archive, by its first byte and one past its last.
         tensor: Description of the tensor, from `describe_archive`.
-        what: the archive, for messages.
+        what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: The tensor's bytes aren't there, or it is too large.
+        CorruptCheckpoint: The tensor's bytes are missing, or it is too large.
     """
     if prod(tensor.shape) * tensor.dtype.itemsize > reach(tensor):
-        # An expanded tensor stays one, as it was saved: a file of a few bytes may have many that would fill the memory.
+        # An expanded tensor stays expanded: a file of a few bytes may have many of them, whose copies would fill the
+        # memory.
         next(strips(tensor, what))
         return _view(read, tensor, what)
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -134,7 +136,7 @@ def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
 def _view(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
     data = bytearray(read(tensor.begin, tensor.begin + reach(tensor)))
     if len(data) != reach(tensor):
-        raise CorruptCheckpoint(error_text(f"{what}: a tensor's bytes aren't there"))
+        raise CorruptCheckpoint(error_text(f"{what}: bytes of a tensor are missing"))
     view = torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride)
     view = view.conj() if tensor.conj else view
     return torch._neg_view(view) if tensor.neg else view

@@ -1,4 +1,4 @@
-"""Archives of one tensor: where the tensor's bytes are, and the bytes before and after them."""
+"""Archives of one tensor: the offset of the tensor's bytes, and the bytes before and after them."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from ._zip import (
 )
 from ._zip import Record as ZipRecord
 
-# Finding the tensor's bytes.
+# This section finds the tensor's bytes.
 
-# Enough for the pickle at the beginning and the zip directory at the end of an archive of one tensor: two small reads
-# in place of the whole archive, whose payload can then be read straight into its target.
+# These lengths suffice for the pickle at the beginning and the zip directory at the end of an archive of one tensor:
+# two small reads replace one of the whole archive, and the payload can then be read straight into its destination.
 _HEAD, _TAIL = 1024, 2048
 _MOST_CACHED = 1000
-"""Bytes; longer pickles aren't cached. That of one tensor is commonly shorter."""
+"""Upper bound of the length of pickles that are cached, in bytes; that of one tensor is usually shorter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A tensor of an archive that isn't read.
+    """Description of a tensor in an archive, whose elements aren't read.
 
     Attributes:
-        file: the archive's name, as the caller gave it.
+        file: Name of the archive, as the caller gave it.
         dtype: Dtype of the elements.
-        shape: lengths.
-        stride: elements from one to the next, by axis.
-        begin: the byte of the file where its first element is.
-        record: the record that it lies in.
-        conj: whether elements are the conjugates of what is stored.
-        neg: whether elements are what is stored, negated.
+        shape: Shape of the tensor.
+        stride: Stride of each axis, in elements.
+        begin: Offset of the first element in the file, in bytes.
+        record: Record that has the elements.
+        conj: True if the elements are the conjugates of the stored ones.
+        neg: True if the elements are the negatives of the stored ones.
     """
 
     file: str
@@ -71,7 +71,7 @@ class StoredTensor:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the stored bytes are its elements, adjacent and in row-major order."""
+        """True if the elements are stored contiguously in row-major order."""
         if self.conj or self.neg:
             return False
         size = 1
@@ -83,25 +83,25 @@ class StoredTensor:
 
     @property
     def fills_record(self) -> bool:
-        """Whether the record consists of its elements, in row-major order."""
+        """True if the record consists of the elements in row-major order."""
         nbytes = prod(self.shape) * self.dtype.itemsize
         return self.is_row_major and (self.begin, nbytes) == (self.record.begin, self.record.nbytes)
 
 
 def tensor_place(read: Read, length: int, *, what: str) -> StoredTensor:
-    """Return where the elements of an archive's only tensor are; only the archive's beginning and end are read.
+    """Return the description of an archive's only tensor; only the archive's beginning and end are read.
 
-    The tensor may be a parameter. Archives of anything else, such as two tensors, a list, or a lazily conjugated
+    The tensor may be a parameter. Archives of other values, such as two tensors, a list, or a lazily conjugated
     tensor, need `decode_archive`.
 
     Args:
-        read: returns the bytes from one byte of the archive up to another.
+        read: Function that returns a byte range of the archive, by its first byte and one past its last.
         length: Length of the archive in bytes.
-        what: the archive, for messages.
+        what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: it isn't such an archive.
-        UnsafeFile: it names something that doesn't belong to a tensor.
+        CorruptCheckpoint: The bytes aren't such an archive.
+        UnsafeFile: The archive names something that doesn't belong to a tensor.
 
     Examples:
         >>> import io
@@ -133,15 +133,15 @@ def archive_ends(length: int) -> list[tuple[int, int]]:
 
 
 def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, ...]:
-    """Return the records of an archive, in the order of their bytes, each with its CRC32; payloads aren't read.
+    """Return the records of an archive, in the order of their bytes; payloads aren't read.
 
     Args:
-        read: returns the bytes from one byte of the archive up to another.
+        read: Function that returns a byte range of the archive, by its first byte and one past its last.
         length: Length of the archive in bytes.
-        what: the archive, for messages.
+        what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: it isn't a zip, or its records are compressed, encrypted or overlap.
+        CorruptCheckpoint: The bytes aren't a zip, or its records are compressed, encrypted or overlap.
 
     Examples:
         >>> import io
@@ -160,12 +160,12 @@ def _read_description(data: bytes, what: str) -> Any:
     try:
         return _cached_parse(data)
     except CheckpointingException:
-        return _parse(data, what)  # raises the same error, with the name of this archive
+        return _parse(data, what)  # This raises the same error, with the name of the archive.
 
 
 @lru_cache(maxsize=1024)
 def _cached_parse(data: bytes) -> Any:
-    return _parse(data, "")  # cached: most archives of a checkpoint differ only in their tensors' elements
+    return _parse(data, "")  # The cache helps since most archives of a checkpoint differ only in their elements.
 
 
 def _parse(data: bytes, what: str) -> Any:
@@ -174,11 +174,11 @@ def _parse(data: bytes, what: str) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescribedTensor:
-    """A tensor in a pickle whose storage isn't read.
+    """A tensor in a pickle, whose storage isn't read.
 
     Attributes:
-        storage: the storage.
-        place: where the tensor's elements are in it.
+        storage: Reference to the storage.
+        place: View of the storage.
     """
 
     storage: StorageReference
@@ -186,7 +186,7 @@ class DescribedTensor:
 
 
 def describe_tensor(storage: Any, *arguments: Any) -> DescribedTensor:
-    """Return where a tensor's elements are in a storage; see `tensor_layout`."""
+    """Return the description of a tensor, from its storage and the arguments of `tensor_layout`."""
     if type(storage) is not StorageReference:
         raise TypeError("a tensor without a storage")
     return DescribedTensor(storage, tensor_layout(storage.dtype, storage.nbytes, arguments))
@@ -196,21 +196,21 @@ T = TypeVar("T")
 
 
 def not_lazy(tensor: T, extra: Any) -> T:
-    """Return a tensor, after checking that it isn't conjugated or negated lazily."""
+    """Return a tensor; raise ValueError if it is conjugated or negated lazily."""
     if extra and (type(extra) is not dict or any(extra.values())):
         raise ValueError("a tensor that is conjugated or negated lazily")
     return tensor
 
 
 def stored_tensor(tensor: DescribedTensor, archive: Archive, file: str) -> StoredTensor:
-    """Return where the elements of a described tensor are in its archive.
+    """Return a described tensor with its record and offset in an archive.
 
     Raises:
-        ValueError: The tensor's storage isn't there.
+        ValueError: The archive lacks the tensor's storage.
     """
     record, place = archive.records.get(f"data/{tensor.storage.key}"), tensor.place
     if record is None or record.nbytes < tensor.storage.nbytes:
-        raise ValueError(f"the bytes of storage {tensor.storage.key[:100]!r} aren't there")
+        raise ValueError(f"the bytes of storage {tensor.storage.key[:100]!r} are missing")
     begin = record.begin + place.offset * place.dtype.itemsize
     return StoredTensor(file, place.dtype, place.shape, place.stride, begin, record)
 
@@ -224,7 +224,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _cached_ends(read: Read, length: int) -> Read:
-    """Return a reader that has cached both ends of the archive, and reads only what lies between them."""
+    """Return a `Read` that has both ends of the archive in memory, and reads other bytes on request."""
     spans = archive_ends(length)
     parts = [memoryview(read(begin, end)).cast("B") for begin, end in spans]
     head, tail, start = parts[0], parts[-1], spans[-1][0]
@@ -237,26 +237,26 @@ def _cached_ends(read: Read, length: int) -> Read:
     return from_ends
 
 
-# Writing an archive around a tensor's row-major bytes, byte for byte as torch.save of torch 2.13 does.
+# This section writes an archive around a tensor's row-major bytes, byte for byte as torch.save of torch 2.13 does.
 
-_NAMES_HASH = 15728199511854643026  # torch's hash of these records' names, which never change
+_NAMES_HASH = 15728199511854643026  # This is torch's hash of the records' names, which never change.
 _STORAGE_NAMES = {kind.dtype: name for (module, name), kind in STORAGE_KINDS.items() if kind.dtype is not None}
 
 
 def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """Return the bytes of an archive of one tensor that come before the tensor's bytes.
+    """Return the bytes before the tensor's bytes, in an archive of one tensor.
 
     Head, row-major little-endian bytes and tail together are an archive that `torch.load` reads.
 
     Args:
         dtype: Dtype of the elements.
-        shape: lengths.
+        shape: Shape of the tensor.
 
     Returns:
-        A multiple of 64 bytes.
+        The head, whose length is a multiple of 64 bytes.
 
     Raises:
-        UnsupportedValue: the dtype is quantised.
+        UnsupportedValue: The dtype is quantised.
 
     Examples:
         >>> import io, zlib
@@ -272,19 +272,19 @@ def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
-    """Return the bytes of an archive of one tensor that come after the tensor's bytes.
+    """Return the bytes after the tensor's bytes, in an archive of one tensor.
 
     Args:
         dtype: Dtype of the elements.
-        shape: lengths.
+        shape: Shape of the tensor.
         crc32: CRC32 of the tensor's bytes, as `zlib.crc32` returns it.
 
     Examples:
         >>> len(archive_tail(torch.uint8, (2, 3), 0)) == len(archive_tail(torch.uint8, (2, 3), 2**32 - 1))
         True
     """
-    # The CRC32 is in the tail only, in a descriptor and in the directory: so a writer can hash the bytes while it
-    # writes them, and never goes back.
+    # The CRC32 is only in the tail, in a descriptor and in the directory. So a writer can hash the bytes while it
+    # writes them, and never seeks back.
     head, before = _head(dtype, tuple(shape))
     nbytes = _nbytes(dtype, shape)
     records = [*before[:-1], WrittenRecord(before[-1].name, crc32, nbytes, before[-1].at)]
@@ -314,7 +314,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
-    """Return the head, and its records; the last one is the tensor's, without its CRC32."""
+    """Return the head and the list of its records, of which the last is the tensor's, without its CRC32."""
     check_storable(dtype, "archive_head")
     out, records = begin_archive(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
@@ -323,7 +323,7 @@ def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[Writ
 
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    # Newer dtypes have no storage class: torch writes an untyped storage, counted in bytes, and names the dtype itself.
+    # Newer dtypes have no storage class: torch writes an untyped storage, whose length is in bytes, and the dtype.
     name = _STORAGE_NAMES.get(dtype)
     kind = Global("torch.storage", "UntypedStorage") if name is None else Global("torch", name)
     count = _nbytes(dtype, shape) if name is None else prod(shape)
@@ -337,7 +337,7 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
-    """Return the records that an archive begins with, before those of tensors: its bytes so far, and their list."""
+    """Return the bytes of an archive before its tensors, and the list of the records in them."""
     out, records = bytearray(), list[WrittenRecord]()
     append(out, 0, records, "data.pkl", content)
     append(out, 0, records, ".format_version", b"1")
@@ -347,14 +347,14 @@ def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
 
 
 def finish_archive(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
-    """Return bytes of an archive that begin at byte `at`, with all that comes after them; the list gets its records."""
+    """Return the archive's bytes from offset `at` to its end: `out` and the closing records, which the list gets."""
     append(out, at, records, "version", b"3\n")
     append(out, at, records, ".data/serialization_id", _serialization_id(records))
     return bytes(out + directory(records, at + len(out)))
 
 
 def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
-    """Return the id of an archive: torch's hash of the records' names, then one of their CRC32s."""
+    """Return the id of an archive: torch's hash of its records' names, followed by a hash of their CRC32s."""
     seed = 0
     for record in records:
         seed ^= (record.crc32 + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % 2**64

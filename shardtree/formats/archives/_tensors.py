@@ -15,16 +15,16 @@ import torch
 from ...kit import exactly, has_wrong_characters, is_quantised
 from ..pickles import Constructor
 
-# Tensors: a storage, an offset, a shape and strides.
+# This section makes tensors from a storage, an offset, a shape and strides.
 
-# Guard: strides of 0 make a tensor of any size from a few bytes, and whatever copies it later needs memory for all.
+# Strides of 0 make a tensor of any size from a few bytes, and a later copy needs memory for all of it.
 MOST_EXPANDED_BYTES = 1 << 30
-"""The most bytes that a tensor larger than its storage, such as an expanded one, may have."""
+"""Upper bound of the bytes of a tensor that is larger than its storage, such as an expanded one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """A storage class, represented by the dtype of its elements; None if each tensor names its own."""
+    """A storage class, represented by the dtype of its elements; None for untyped storages."""
 
     dtype: torch.dtype | None
 
@@ -34,8 +34,8 @@ class StoredStorage:
     """A storage.
 
     Attributes:
-        bits: uint8 (bytes,).
-        dtype: Dtype of its elements, None if each tensor names its own.
+        bits: Bytes of the storage, uint8 (bytes,).
+        dtype: Dtype of the elements; None for an untyped storage.
     """
 
     bits: torch.Tensor
@@ -44,13 +44,13 @@ class StoredStorage:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Where a tensor's elements are in a storage.
+    """View of a storage that a tensor is.
 
     Attributes:
         dtype: Dtype of the elements.
-        offset: elements before the first one.
-        shape: lengths.
-        stride: elements from one to the next, by axis.
+        offset: Offset of the first element, in elements.
+        shape: Shape of the tensor.
+        stride: Stride of each axis, in elements.
     """
 
     dtype: torch.dtype
@@ -61,11 +61,11 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class StorageReference:
-    """A persistent id, which describes a storage.
+    """Description of a storage in a persistent id.
 
     Attributes:
         key: Key of the storage, whose record is ``data/<key>``.
-        dtype: Dtype of its elements, None if each tensor names its own.
+        dtype: Dtype of the elements; None for an untyped storage.
         nbytes: Length in bytes.
     """
 
@@ -75,10 +75,10 @@ class StorageReference:
 
 
 def storage_reference(persistent_id: Any) -> StorageReference:
-    """Decode a persistent id.
+    """Return the storage that a persistent id describes.
 
     Raises:
-        ValueError: it isn't a storage's.
+        ValueError: The id doesn't describe a storage.
     """
     if type(persistent_id) is not tuple or len(persistent_id) < 5 or persistent_id[0] != "storage":
         raise ValueError("a persistent id that isn't a storage's")
@@ -89,24 +89,24 @@ def storage_reference(persistent_id: Any) -> StorageReference:
 
 
 def tensor_layout(storage_dtype: torch.dtype | None, nbytes: int, arguments: tuple[Any, ...]) -> TensorLayout:
-    """Return where a tensor's elements are in its storage.
+    """Return the view of a storage that a tensor is, after checking that it lies inside the storage.
 
     Args:
-        storage_dtype: Dtype of the storage.
-        nbytes: Bytes of the storage.
-        arguments: offset, shape, strides, and then the dtype if it isn't the storage's.
+        storage_dtype: Dtype of the storage; None for an untyped storage.
+        nbytes: Length of the storage in bytes.
+        arguments: Offset, shape and strides, followed by the dtype if it isn't the storage's.
 
     Raises:
-        ValueError: the tensor doesn't lie inside the storage.
+        ValueError: The tensor doesn't lie inside the storage, or is much larger than it.
     """
-    # Everything is checked here, before torch sees it: as_strided trusts its arguments, and would read other memory.
+    # The check comes before torch gets the arguments: as_strided trusts them, and would read other memory.
     offset, shape, stride = exactly(int, arguments[0]), _ints(arguments[1]), _ints(arguments[2])
     dtype = arguments[3] if len(arguments) > 3 else storage_dtype
     if type(dtype) is not torch.dtype or is_quantised(dtype):
-        raise ValueError("a tensor without a dtype, or of a quantised one")
+        raise ValueError("a tensor without a dtype, or with a quantised one")
     if len(shape) != len(stride) or offset < 0 or min(shape + stride, default=0) < 0 or len(shape) > 64:
         raise ValueError(f"a tensor of shape {shape}, strides {stride} and offset {offset}"[:200])
-    # In Python's integers, which don't overflow; the lengths are checked to fit 64 bits below.
+    # Python's integers don't overflow; lengths that don't fit 64 bits are refused below.
     count = 1
     for length in shape:
         count *= length
@@ -128,7 +128,7 @@ def _tensor(storage: Any, *arguments: Any) -> torch.Tensor:
     if type(storage) is not StoredStorage:
         raise TypeError("a tensor without a storage")
     place = tensor_layout(storage.dtype, storage.bits.numel(), arguments)
-    # Cut to whole elements: a storage may end with part of one, and a view as the dtype would refuse that.
+    # The storage is cut to whole elements, since it may end with part of an element, which torch's view refuses.
     whole = storage.bits[: storage.bits.numel() // place.dtype.itemsize * place.dtype.itemsize]
     return whole.view(place.dtype).as_strided(place.shape, place.stride, place.offset)
 
@@ -138,10 +138,10 @@ def lazy_bits(dtype: torch.dtype, extra: Any) -> tuple[bool, bool]:
 
     Args:
         dtype: Dtype of the tensor.
-        extra: the pickle's mapping of them, None for none.
+        extra: Mapping of the bits in the pickle; None if it has none.
 
     Raises:
-        ValueError: the mapping has something else, or a bit that tensors of this dtype don't have.
+        ValueError: The mapping has another key or value, or a bit that the dtype can't have.
     """
     flags = {} if extra is None else exactly(dict, extra)
     if flags.keys() - {"conj", "neg"} or any(type(flag) is not bool for flag in flags.values()):
@@ -152,11 +152,11 @@ def lazy_bits(dtype: torch.dtype, extra: Any) -> tuple[bool, bool]:
     return conj, neg
 
 
-_NEGATED = (torch.float16, torch.float32, torch.float64)  # parts of complex numbers
+_NEGATED = (torch.float16, torch.float32, torch.float64)  # These are the dtypes of parts of complex numbers.
 
 
 def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
-    """Return the tensor with torch's bits for lazy conjugation and negation set as they were."""
+    """Return a tensor with torch's bits for lazy conjugation and negation set as in the pickle."""
     conj, neg = lazy_bits(tensor.dtype, extra)
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor
@@ -168,14 +168,16 @@ T = TypeVar("T")
 def rebuilders(
     tensor: Callable[..., T], set_bits: Callable[[T, Any], T], *kinds: type
 ) -> dict[tuple[str, str], Constructor]:
-    """Return the constructors that stand for torch's functions which rebuild tensors.
+    """Return the constructors that replace torch's functions for rebuilding tensors.
 
-    Hooks and `requires_grad` are ignored, and a parameter is its tensor.
+    Hooks and `requires_grad` are ignored, and a parameter becomes its tensor.
 
     Args:
-        tensor: called with a storage, an offset, a shape, strides, and the dtype if it isn't the storage's.
-        set_bits: called with what `tensor` returned, and torch's bits for lazy conjugation and negation, None for none.
-        kinds: Kinds of tensors that parameters may hold.
+        tensor: Function that returns a tensor; called with a storage, an offset, a shape, strides, and the dtype if it
+            isn't the storage's.
+        set_bits: Function that sets torch's bits for lazy conjugation and negation; called with the tensor and the
+            mapping of the bits, or None.
+        kinds: Types of tensors that parameters may hold.
     """
 
     def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> T:
@@ -232,13 +234,13 @@ DTYPES: dict[tuple[str, str], torch.dtype] = {
 
 
 NO_VALUES: frozenset[type] = frozenset({StorageKind, StoredStorage})
-"""Types that are arguments of tensors' constructors only, and never values themselves."""
+"""Types that are only arguments of tensors' constructors, and never part of a value."""
 
 
 def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
     """Return the function that loads the storage of a persistent id."""
-    # Each record is copied once, however often it is named: tensors share memory as they did, and a pickle that names
-    # one record a million times takes no more of it.
+    # Each record is copied once, however often it is named: so tensors share memory as they did when they were saved,
+    # and a pickle that names one record a million times takes no more memory.
     tensors: dict[str, torch.Tensor] = {}
 
     def load(persistent_id: Any) -> StoredStorage:
@@ -254,7 +256,7 @@ def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
     return load
 
 
-# NumPy's arrays, scalars and dtypes, of numbers, dates and text only.
+# This section makes NumPy's arrays, scalars and dtypes: only of numbers, dates and text.
 
 _NAME = re.compile(r"[biufcSU][0-9]{1,9}|[mM]8")
 _UTF32 = {"<": "utf-32-le", ">": "utf-32-be", "=": f"utf-32-{byteorder[0]}e"}
@@ -264,7 +266,7 @@ _UNIT = re.compile(r"generic|[A-Za-z]{1,2}")
 def _dtype(name: Any, align: Any = False, copy: Any = True) -> np.dtype[Any]:
     if not _NAME.fullmatch(exactly(str, name)):
         raise ValueError(f"a NumPy dtype {name[:100]!r}, which isn't of numbers, dates or text")
-    # A copy, whose byte order the pickle may then set: NumPy's own dtype objects are shared by the whole process.
+    # The dtype is a copy, since the pickle may set its byte order, and the whole process shares NumPy's own objects.
     return _check_dtype(np.dtype(name, False, True))
 
 
@@ -274,7 +276,7 @@ def _set_order(dtype: np.dtype[Any], state: Any) -> None:
         raise ValueError("a NumPy dtype whose fields contradict each other")
     if subdtype is not None or names is not None or fields is not None:
         raise ValueError("a NumPy dtype of records")
-    # Only the byte order is taken from the file: wrong flags would make NumPy use the array's bytes as pointers.
+    # Only the byte order comes from the file: wrong flags would make NumPy use the array's bytes as pointers.
     layout = (dtype.itemsize, dtype.alignment, dtype.flags) if dtype.kind in "SU" else (-1, -1, 0)
     if dtype.kind in "mM":
         _set_state(dtype, (4, order, None, None, None, *layout, _unit(state)))
@@ -287,13 +289,13 @@ def _set_state(value: Any, state: tuple[Any, ...]) -> None:
 
 
 def _unit(state: Any) -> Any:
-    """Return the unit of a date's dtype, in the form that its state has."""
+    """Return the unit of a date's dtype, in the form that NumPy's `__setstate__` takes."""
     if len(state) < 9:
         return ({}, ("generic", 1, 1, 1))
     _, (unit, *numbers) = exactly(tuple, state[8])
     name = unit.decode("ascii") if type(unit) is bytes else exactly(str, unit)
     if not _UNIT.fullmatch(name) or len(numbers) != 3 or not all(0 < exactly(int, n) < 2**31 for n in numbers):
-        raise ValueError("a NumPy dtype of an unknown unit")
+        raise ValueError("a NumPy dtype with an unknown unit")
     return ({}, (name, *numbers))
 
 
@@ -323,12 +325,12 @@ def _fill(array: np.ndarray[Any, Any], state: Any) -> None:
 
 
 def _array(data: bytes | bytearray, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
-    """Return a new row-major array with a copy of these bytes."""
+    """Return a new row-major array with a copy of some bytes."""
     lengths = tuple(exactly(int, length) for length in exactly(tuple, shape))
     if min(lengths, default=0) < 0 or prod(lengths) * _check_dtype(dtype).itemsize != len(data):
         raise ValueError(f"an array of shape {lengths}"[:200] + f" made from {len(data)} bytes")
     if dtype.itemsize == 0:
-        raise ValueError("an array whose items have no bytes")  # such items make arrays of any shape from no data
+        raise ValueError("an array whose items have no bytes")  # Such items make arrays of any shape from no data.
     array = np.empty(lengths, dtype)
     array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     if has_wrong_characters(array):
@@ -340,7 +342,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
     raw = _raw(data)
     if _check_dtype(dtype).itemsize != len(raw):
         raise ValueError(f"a scalar of {len(raw)} bytes, where its dtype has {dtype.itemsize}")
-    # Not through an array, which drops trailing zeros of text.
+    # Text isn't read through an array, which would drop its trailing zeros.
     if dtype.kind == "S":
         return np.bytes_(raw)
     return np.str_(raw.decode(_UTF32[dtype.byteorder])) if dtype.kind == "U" else _array(raw, dtype, ())[()]
@@ -357,7 +359,7 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None)
 
 
 def _not_callable(*args: Any) -> Any:
-    raise TypeError("a call of NumPy's array class")  # pickles only pass it, as the first argument of _reconstruct
+    raise TypeError("a call of NumPy's array class")  # Pickles only pass the class, as an argument of _reconstruct.
 
 
 _NDARRAY = Constructor(_not_callable)

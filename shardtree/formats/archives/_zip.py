@@ -1,4 +1,4 @@
-"""The zips of torch.save, without compression: their records, checked, and writing them byte for byte as it does."""
+"""The uncompressed zips of torch.save: a reader that checks their records, and a writer of the same bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
 
-# Reading a zip's directory. Not by zipfile, which trusts it: records that overlap, or of which header and directory say
-# different things, would make a small file large, or look different to different readers.
+# This section reads a zip's directory. It doesn't use zipfile, which trusts the directory: overlapping records would
+# make a small file large, and records whose header contradicts the directory would differ between readers.
 
 Read = Callable[[int, int], Any]
-"""(begin, end) -> these bytes of an archive."""
+"""Function that returns a byte range of an archive, by its first byte and one past its last."""
 
 _END = Struct("<4s4H2IH")
 _LOCATOR = Struct("<4sIQI")
@@ -35,7 +35,7 @@ class Record:
     Attributes:
         name: Name in the archive, with the folder that all records share.
         crc32: CRC32 of its bytes; 0 if none was recorded.
-        begin: the byte of the archive where its bytes begin, after its header.
+        begin: Offset of its bytes in the archive, after its header.
         nbytes: Length in bytes.
     """
 
@@ -49,12 +49,12 @@ def read_directory(read: Read, length: int, what: str) -> tuple[Record, ...]:
     """Return an archive's records, in the order of their bytes.
 
     Args:
-        read: returns a byte range of the archive.
+        read: Function that returns a byte range of the archive.
         length: Length of the archive in bytes.
-        what: the archive, for messages.
+        what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: it isn't a zip, or a record in it is compressed, encrypted, overlaps another one or ends
+        CorruptCheckpoint: The bytes aren't a zip, or a record is compressed, encrypted, overlaps another one or ends
             beyond the archive.
     """
     try:
@@ -79,8 +79,8 @@ def _unpack(struct: Struct, data: Any, at: int, signature: bytes, name: str) -> 
 
 
 def _directory_extent(read: Read, length: int) -> tuple[int, int, int]:
-    """Return the number of entries of the directory, and its first byte and the one past its last."""
-    # At its very end, never searched for: torch writes no comment, and a search could find a planted directory.
+    """Return the number of the directory's entries, its first byte and one past its last."""
+    # The directory must be at the very end: torch writes no comment, and a search could find a planted directory.
     last = length - _END.size
     if last < 0:
         raise ValueError("it is shorter than the end of a zip")
@@ -94,14 +94,14 @@ def _directory_extent(read: Read, length: int) -> tuple[int, int, int]:
     elif count == _FULL16 or size == _FULL32 or begin == _FULL32:
         raise ValueError("a large zip's directory without its locator")
     if begin + size != last:
-        raise ValueError("the directory isn't where the zip ends; something was put before or behind it")
-    if count * _ENTRY.size > size:  # before the loop over the entries, whose number the file chooses
+        raise ValueError("the directory isn't at the zip's end; bytes were inserted before or after it")
+    if count * _ENTRY.size > size:  # This comes before the loop over the entries, whose number the file chooses.
         raise ValueError("a directory that is too short for its entries")
     return count, begin, begin + size
 
 
 Entry = tuple[str, int, int, int]
-"""Name, CRC32, length, and where the local header is."""
+"""Name, CRC32, length, and offset of the local header."""
 
 
 def _entries(data: bytes, count: int) -> list[Entry]:
@@ -121,7 +121,7 @@ def _entry(data: bytes, at: int) -> tuple[Entry, int]:
     if end > len(data):
         raise ValueError("an entry of the directory is cut off")
     name = data[start : start + name_length].decode("utf-8")
-    if flags & 0x2041 or method:  # bits 0, 6 and 13: encryption
+    if flags & 0x2041 or method:  # Bits 0, 6 and 13 mean encryption.
         raise ValueError(f"{name!r} is compressed or encrypted")
     extra = data[start + name_length : start + name_length + extra_length]
     nbytes, packed_nbytes, begin = _zip64_values([nbytes, packed_nbytes, begin], extra)
@@ -132,7 +132,7 @@ def _entry(data: bytes, at: int) -> tuple[Entry, int]:
 
 def _zip64_values(fields: list[int], extra: bytes) -> list[int]:
     """Return the fields, with those that don't fit 32 bits taken from zip64's extra field."""
-    # The extra field has only those values, in this order, whose 32-bit field is full.
+    # The extra field has only the values whose 32-bit field is full, in this order.
     if _FULL32 not in fields:
         return fields
     values = _find_zip64(extra)
@@ -155,9 +155,8 @@ def _find_zip64(extra: bytes) -> bytes:
 
 
 def _record_at(read: Read, entry: Entry, directory: int) -> Record:
-    """Return the record of an entry, whose bytes follow its local header."""
-    # The header is read too: its name and extra field can have other lengths than in the directory, and torch pads the
-    # extra field so that the bytes are aligned.
+    """Return the record of an entry of the directory, after reading its local header."""
+    # The header's extra field can have another length than the directory's, since torch pads it to align the bytes.
     name, crc32, nbytes, at = entry
     if at + _LOCAL.size > directory:
         raise ValueError(f"{name!r} begins after the archive's records")
@@ -173,10 +172,10 @@ def _record_at(read: Read, entry: Entry, directory: int) -> Record:
     return Record(name, crc32, begin, nbytes)
 
 
-# Writing records and directory.
+# This section writes records and the directory.
 
 ALIGNMENT = 64
-"""A record's bytes begin at a multiple of this, so that they are tensors where they lie."""
+"""Alignment of a record's bytes in the archive, so that a mapped file can be used as a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +186,7 @@ class WrittenRecord:
         name: Name in the archive.
         crc32: CRC32 of its bytes.
         nbytes: Length in bytes.
-        at: the byte of the archive where its header begins.
+        at: Offset of its header in the archive.
     """
 
     name: str
@@ -200,11 +199,11 @@ def append(out: bytearray, start: int, records: list[WrittenRecord], name: str, 
     """Append a record, with header and descriptor, to an archive.
 
     Args:
-        out: bytes of the archive; extended in place.
-        start: the byte of the archive where `out` begins.
-        records: those written before; the new one is added.
-        name: without the archive's folder.
-        data: the record's bytes.
+        out: Bytes of the archive, extended in place.
+        start: Offset of `out` in the archive.
+        records: List of the records written before; the new one is added.
+        name: Name of the record, without the archive's folder.
+        data: Bytes of the record.
     """
     record = WrittenRecord(f"archive/{name}", zlib.crc32(data), len(data), start + len(out))
     records.append(record)
@@ -215,7 +214,7 @@ def append(out: bytearray, start: int, records: list[WrittenRecord], name: str, 
 
 def local_header(record: WrittenRecord) -> bytes:
     """Return the header before a record's bytes, padded so that they begin at a multiple of `ALIGNMENT`."""
-    # Lengths and CRC32 are 0 here, and flag 3 says that they follow in a descriptor, as in torch's own archives.
+    # Lengths and CRC32 are 0 here; flag 3 says that a descriptor has them, as in torch's archives.
     name = record.name.encode()
     extra = _zip64_field(record)
     begin = record.at + _LOCAL.size + len(name) + len(extra) + 4
@@ -238,8 +237,8 @@ def _directory_entry(record: WrittenRecord) -> bytes:
 
 
 def directory(records: Sequence[WrittenRecord], at: int) -> bytes:
-    """Return the end of an archive: the directory of its records, which begins at byte `at`, and its locators."""
-    # With zip64's locator even where 32 bits are enough, as torch writes it.
+    """Return the end of an archive: the directory of its records, which begins at offset `at`, and its locators."""
+    # zip64's locator is written even if 32 bits suffice, as torch does.
     entries = b"".join(_directory_entry(record) for record in records)
     count, size = len(records), len(entries)
     end64 = _END64.pack(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, at)
@@ -255,7 +254,7 @@ def _zip64_field(record: WrittenRecord) -> bytes:
     return pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
 
 
-_OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how torch.save's files began before it wrote zips
+_OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # Files of torch.save began so before it wrote zips.
 _TRUST = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
 
 
@@ -264,9 +263,9 @@ class Archive:
     """An archive's records by name.
 
     Attributes:
-        read: returns a byte range of the archive.
-        records: name without the archive's folder -> record.
-        what: the archive, for messages.
+        read: Function that returns a byte range of the archive.
+        records: Record by name, without the archive's folder.
+        what: Description of the archive, for errors.
     """
 
     read: Read
@@ -282,7 +281,7 @@ class Archive:
 
     def checked_data(self, name: str) -> memoryview:
         """Return a record's bytes after checking their CRC32, if one was recorded."""
-        # 0 means that none was: torch writes that with its option of no checksums.
+        # 0 means that none was recorded: torch has an option to compute no checksums.
         data = self.data(name)
         crc32, expected = zlib.crc32(data), self.records[name].crc32
         if expected and crc32 != expected:
@@ -293,16 +292,16 @@ class Archive:
 
 
 def open_archive(read: Read, length: int, what: str) -> Archive:
-    """Return the records of an archive that torch.save wrote for tensors of this machine's byte order.
+    """Return the archive that torch.save wrote, whose tensors must be little-endian.
 
     Raises:
-        CorruptCheckpoint: it isn't an archive.
-        UnsafeFile: it is in a form that only unpickling can read.
+        CorruptCheckpoint: The bytes aren't an archive.
+        UnsafeFile: The file has a form that only unpickling can read.
     """
     if length < 2 or bytes(read(0, 2)) != b"PK":
         raise _not_a_zip(bytes(read(0, min(length, len(_OLD_MAGIC)))), what)
     listing = read_directory(read, length, what)
-    # torch names the folder after the file, or "archive": so it is found by the pickle in it.
+    # torch names the folder after the file, or "archive", so that it is found by the pickle in it.
     pickles = [record.name for record in listing if record.name.rpartition("/")[2] == "data.pkl"]
     folder = min(pickles, key=len, default="").removesuffix("data.pkl")
     records = {record.name.removeprefix(folder): record for record in listing}
@@ -327,7 +326,7 @@ def _not_a_zip(begin: bytes, what: str) -> Exception:
 
 
 def slices(data: Any) -> Read:
-    """Return a `Read` of bytes in memory."""
+    """Return a `Read` for bytes in memory."""
     view = memoryview(data).cast("B")
 
     def read(begin: int, end: int) -> memoryview:
@@ -336,16 +335,16 @@ def slices(data: Any) -> Read:
     return read
 
 
-# Additional records, which torch and other readers ignore.
+# This section handles additional records, which torch and other readers ignore.
 
 
 def add_record(data: bytes, name: str, content: bytes) -> bytes:
     """Return an archive with one more record.
 
     Args:
-        data: the archive.
-        name: the record's; torch.save has none of this name.
-        content: the record's bytes.
+        data: Bytes of the archive.
+        name: Name of the record, other than those that torch.save uses.
+        content: Bytes of the record.
 
     Examples:
         >>> from shardtree.formats.archives import decode_archive, encode_archive, find_record
@@ -362,10 +361,10 @@ def add_record(data: bytes, name: str, content: bytes) -> bytes:
 
 
 def find_record(data: bytes | bytearray | memoryview, name: str, *, what: str) -> bytes | None:
-    """Return the bytes of an archive's record, None if it has none of this name or isn't such an archive.
+    """Return the bytes of an archive's record; None if there is no such record, or the bytes aren't an archive.
 
     Raises:
-        CorruptCheckpoint: the record's bytes don't have its CRC32.
+        CorruptCheckpoint: The CRC32 of the record's bytes differs.
     """
     try:
         archive = _open(data, what)

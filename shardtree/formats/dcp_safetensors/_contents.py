@@ -257,7 +257,7 @@ def _check_told(checkpoint: Checkpoint, index: Index) -> None:
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous tensor, in place, and return what was read.
+    """Fill each shard's data, a contiguous tensor, in place, and return a report of the reads.
 
     Raises:
         KeyMismatch: No file has a part of a tensor.

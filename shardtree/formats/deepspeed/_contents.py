@@ -35,9 +35,9 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """Return the contents of a save, read from its files' pickles alone.
 
     Raises:
-        CorruptCheckpoint: a rank's file is missing, is of another save, or the files contradict each other.
-        UnsupportedValue: the save was cut in a way that its files don't say how to join.
-        UnsafeFile: a file names something that isn't data.
+        CorruptCheckpoint: A rank's file is missing, belongs to another save, or the files contradict each other.
+        UnsupportedValue: The save has slices of other parallelism, and its files don't say how to join them.
+        UnsafeFile: A file names something that isn't data.
     """
     storage = checkpoint.storage
     listing = zero_files(storage, tag_folder(storage) or "")
@@ -74,34 +74,35 @@ def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
     for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
         vectors = [group[rank] for group in optimizer.masters]
         states = (value for group in optimizer.states[rank].values() for value in group.values())
-        tensors = [vector.tensor for vector in vectors] + [one for one in states if isinstance(one, StoredTensor)]
+        tensors = [vector.tensor for vector in vectors] + [state for state in states if isinstance(state, StoredTensor)]
         same = tuple((tensor.record.crc32, tensor.record.nbytes) for tensor in tensors)
         other = first_vectors.setdefault(same, vectors[0])
         if other is vectors[0] or not _has_values(checkpoint, vectors):
             continue
-        where, other_where = (checkpoint.storage.where(one.tensor.file) for one in (vectors[0], other))
+        where, other_where = (checkpoint.storage.where(vector.tensor.file) for vector in (vectors[0], other))
         what = f"open: {where!r} is a copy of {other_where!r}"
         fix = "Copy each rank's own file, or load another checkpoint."
         raise CorruptCheckpoint(error_text(what, found="the same masters and states on two ranks", fix=fix))
 
 
 def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
-    """Return whether a vector has more than two values: zeros and ones, or padding, may be equal by chance."""
+    """Return whether a vector has more than two distinct values; vectors with fewer may be equal by chance."""
     first = [replace(vector.tensor, shape=(min(_LOOKED_AT, *vector.tensor.shape),)) for vector in vectors]
     return any(tensor.shape[0] and filled(checkpoint, tensor).unique().numel() > 2 for tensor in first)
 
 
 _LOOKED_AT = 65536
+"""Upper bound of the elements of a vector, or of a padding, that a check reads."""
 
 
 def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Raise where a rank's moments are no padding where they should be, and another rank's are.
+    """Raise if a rank's moments aren't zeros in the rank's padding, while another rank's moments are zeros there.
 
-    DeepSpeed pads gradients with zeros, so that moments are zeros there, whatever the masters are. Where decay is a
-    part of the gradient, they aren't; but then no other rank's are zeros there either.
+    DeepSpeed pads gradients with zeros, so that the moments of padding are zeros, whatever the masters are. If weight
+    decay is part of the gradient, they aren't; but then no other rank's moments are zeros there either.
 
     Raises:
-        CorruptCheckpoint: ranks' files were exchanged.
+        CorruptCheckpoint: The files of ranks were exchanged.
     """
     ranks = range(optimizer.ranks)
     paddings = [split_paddings(parameters, optimizer.ranks) for parameters in groups]
@@ -110,7 +111,7 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
     ]
 
     def zeros(rank: int, other: int) -> bool:
-        """Whether a rank's moments are zeros where another rank's padding is."""
+        """Return whether a rank's moments are zeros where another rank has padding."""
         return not any(bool(filled(checkpoint, part).any()) for part in moments(rank, places[other]))
 
     def moments(rank: int, padding: Sequence[tuple[int, int, int]]) -> Iterator[StoredTensor]:
@@ -122,32 +123,32 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
                     yield replace(state, begin=begin_byte, shape=(min(count, _LOOKED_AT),))
 
     threads = threads_of(checkpoint.storage, checkpoint.options.threads)
-    own = in_threads(lambda rank: not places[rank] or zeros(rank, rank), [*ranks], threads)
-    for rank in (rank for rank, is_own in zip(ranks, own, strict=True) if not is_own):
+    are_own = in_threads(lambda rank: not places[rank] or zeros(rank, rank), [*ranks], threads)
+    for rank in (rank for rank, is_own in zip(ranks, are_own, strict=True) if not is_own):
         other = next((other for other in ranks if other != rank and zeros(other, rank)), None)
         if other is not None:
             where, other_where = (
-                checkpoint.storage.where(optimizer.masters[0][one].tensor.file) for one in (rank, other)
+                checkpoint.storage.where(optimizer.masters[0][number].tensor.file) for number in (rank, other)
             )
-            what = f"load: {where!r} isn't its rank's own: moments where padding should be, as {other_where!r} has it"
-            fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
+            what = f"load: {where!r} isn't its rank's file: it lacks the rank's padding, which {other_where!r} has"
+            fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
             raise CorruptCheckpoint(error_text(what, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
 
 
 _LOOKED_AT_PADDINGS = 4
-"""Of each rank, from all its parameters: of a stranger's moments one is enough not to be zero."""
+"""Number of paddings that are read for each rank, spread over its parameters: one that isn't zero is enough."""
 
 
 def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:
-    """Raise where weights would have to be derived from masters, of which there is no file."""
+    """Raise if weights would have to be derived from masters, but there is no file of masters."""
     names = [
         repr(name)
-        for name, one in model.parameters.items()
-        if name in model.module and model.module[name].shape != one.shape
+        for name, parameter in model.parameters.items()
+        if name in model.module and model.module[name].shape != parameter.shape
     ]
     if names:
         where = checkpoint.storage.where(models[0].name)
-        what = f"open: {where!r} has no elements of these, which ZeRO-3 keeps in the masters"
+        what = f"open: {where!r} lacks the elements of these parameters, which ZeRO-3 keeps in the masters"
         raise CorruptCheckpoint(error_text(what, offenders=names, fix="Copy the optim_states files of all ranks too."))
 
 
@@ -155,14 +156,14 @@ def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer
     """Add the masters and states of one group's parameters."""
     parameters, masters = model.groups[number], optimizer.masters[number]
     flat = {"param": masters}
-    # A vector is as long as the rank's whole partition, with its padding, or without it as its master.
+    # A state's vector is as long as its master, or longer by the padding that masters lack.
     lengths = {vector.tensor.shape for vector in masters}
-    ranks = [one.get(number, {}) for one in optimizer.states]
+    ranks = [states.get(number, {}) for states in optimizer.states]
     for state in ranks[0]:
-        values = [one.get(state) for one in ranks]
-        vectors = [one for one in values if isinstance(one, StoredTensor) and _is_flat(one, lengths)]
+        values = [states.get(state) for states in ranks]
+        vectors = [value for value in values if isinstance(value, StoredTensor) and _is_flat(value, lengths)]
         if len(vectors) == len(values):
-            flat[state] = [Vector(master.file, one) for master, one in zip(masters, vectors, strict=True)]
+            flat[state] = [Vector(master.file, vector) for master, vector in zip(masters, vectors, strict=True)]
         else:
             _add_for_each(checkpoint, tensors, state, parameters, values, masters)
     for state, ranks_of in flat.items():
@@ -186,7 +187,16 @@ def _add_flat(
     vectors: Sequence[Vector],
     split_by: str | None,
 ) -> None:
-    """Add a state that has an element for each of the parameters', which ZeRO-3 splits by shapes in a model's file."""
+    """Add a state that has an element for each element of the parameters.
+
+    Args:
+        checkpoint: The open checkpoint.
+        tensors: Tensors that the state is added to.
+        state: Name of the state.
+        parameters: Parameters of the group, in order.
+        vectors: Flat vectors of the state, by rank.
+        split_by: Place of the model file whose shapes say how ZeRO-3 splits the vectors; None for ZeRO-1 and 2.
+    """
     cut = group_pieces if split_by is None else split_pieces
     what = f"the flat vector of {state!r}"
     if split_by is None:
@@ -207,7 +217,7 @@ def _add_for_each(
     values: Sequence[Any],
     masters: Sequence[Vector],
 ) -> None:
-    """Add for each parameter what each rank has once for its group: a number, or what can't be told for each."""
+    """Add a state that each rank stores once for the group to each parameter: a number, or else a refused tensor."""
     value, others = values[0], [one if isinstance(one, (StoredTensor, int, float)) else None for one in values[1:]]
     first, *places = (checkpoint.storage.where(master.tensor.file) for master in masters)
     keys = [state_key(state, parameter.name) for parameter in parameters]
@@ -221,14 +231,14 @@ def _add_for_each(
         kind = f"of shape {value.shape}" if isinstance(value, StoredTensor) else f"that is a {type(value).__name__}"
         for key in keys:
             tensors.add(key, torch.float32, ())
-            tensors.refused[key] = f"the group has one {kind}, not one for each element"
+            tensors.refused[key] = f"the group has one value {kind}, rather than a value for each element"
         return
     for other, place in zip(others, places, strict=True):
         tensors.add_copy(keys, value, other, (first, place))
 
 
 def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], states: Sequence[str]) -> None:
-    """Note for each state whose master must be the weight that ZeRO-1 and 2 store beside it."""
+    """Record the comparison of each parameter's master with the weight that ZeRO-1 and 2 store beside it."""
     for parameter in parameters:
         if parameter.name in model.module and 0 not in parameter.shape:
             pair = Comparison(state_key("param", parameter.name), parameter.name)
@@ -239,10 +249,10 @@ load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_f
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether a file names a folder that is there, as `latest` does, or is an archive with all of its records.
+    """Return whether a file is complete: `latest` if its folder exists, an archive if it has its table of records.
 
     Raises:
-        CorruptCheckpoint: It is part of an archive.
+        CorruptCheckpoint: The file is part of an archive.
     """
     if name.rpartition("/")[2] not in (LATEST, LATEST_UNIVERSAL):
         return is_whole_archive(storage, name)

@@ -14,7 +14,7 @@ from ..pickles import Constructor, Stub, inert
 from ..rank_archives import ArchiveFile, Piece, Tensors, ValueAt, piece_of, state_key
 from ._flat import Parameter, Vector, split_pieces
 
-# What pickles of DeepSpeed name, beside tensors and plain data. None of it is imported.
+# These are the names in DeepSpeed's pickles beside tensors and plain data. None of them is imported.
 
 
 def _stage(number: Any) -> int:
@@ -46,10 +46,10 @@ class Model:
     """Contents of the model files.
 
     Attributes:
-        where: the first file, for messages.
-        groups: the trainable parameters of each group, in the order of the flat vectors.
-        module: rank 0's tensors by name; those of ZeRO-3's parameters are empty.
-        common: what else the files hold.
+        where: Place of the first file, for errors.
+        groups: Trainable parameters of each group, in the order of the flat vectors.
+        module: Tensors of rank 0 by name; those of ZeRO-3's parameters are empty.
+        common: The rest of the first file, for the common state.
     """
 
     where: str
@@ -73,29 +73,29 @@ def read_model(
     paddings: Sequence[Sequence[int]] | None,
     tensors: Tensors,
 ) -> Model:
-    """Return the contents of the model files, and add the tensors that aren't trained: buffers, frozen parameters.
+    """Return the contents of the model files, and add the tensors that these hold: weights, buffers, frozen parameters.
 
     Args:
-        checkpoint: where the files are.
+        checkpoint: The open checkpoint.
         files: Model files by data-parallel rank; their numbers are their positions.
-        paddings: elements after each parameter of each group, where the optimizer's files have them; else None.
-        tensors: filled with the model's own tensors.
+        paddings: Numbers of padding elements after each parameter of each group; None if the files have none.
+        tensors: Tensors that those of the model files are added to.
 
     Raises:
-        CorruptCheckpoint: a file isn't as DeepSpeed writes it, or the files contradict each other.
+        CorruptCheckpoint: A file isn't as DeepSpeed writes it, or the files contradict each other.
     """
     first = files[0].saved
     modules = [file.saved.member("module") for file in files]
-    module = {name: one.value for name, one in modules[0].members(str).items()}
+    module = {name: member.value for name, member in modules[0].members(str).items()}
     field = first.member("param_shapes", [])
     shapes = map(_shapes, [field] if isinstance(field.value, dict) and field.value else field.items())
     groups = [_group(names, paddings, number, files[0].where) for number, names in enumerate(shapes)]
     parameters = {parameter.name: parameter for group in groups for parameter in group}
-    own = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
-    # Only the first rank's file names them under ZeRO-3.
+    module_tensors = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
+    # Under ZeRO-3, only the first rank's file names tied parameters.
     owners = {name: owner.of(str) for name, owner in first.member("shared_params", {}).members(str).items()}
     frozen_shapes = _shapes(first.member("frozen_param_shapes", {}))
-    for name, tensor in own.items():
+    for name, tensor in module_tensors.items():
         owner = owners.get(name, name)
         if owner in parameters and tensor.shape != parameters[owner].shape:
             tensors.add_derived(name, tensor.dtype, parameters[owner].shape, state_key("param", owner))
@@ -104,9 +104,9 @@ def read_model(
         else:
             tensors.add(name, tensor.dtype, tensor.shape, _whole(name, 0, tensor))
             _compare_replicas(files, modules, name, tensor, tensors)
-    others = {name: value for name, value in module.items() if name not in own}
+    others = {name: value for name, value in module.items() if name not in module_tensors}
     common = {key: value for key, value in first.value.items() if key not in _NOT_COMMON}
-    return Model(files[0].where, groups, own, common | ({"module": others} if others else {}))
+    return Model(files[0].where, groups, module_tensors, common | ({"module": others} if others else {}))
 
 
 def _group(
@@ -116,7 +116,7 @@ def _group(
     if len(skips) != len(shapes):
         raise CorruptCheckpoint(
             error_text(
-                f"open: group {number} of the optimizer isn't that of the model in {where!r}",
+                f"open: group {number} of the optimizer has other parameters than that of the model in {where!r}",
                 found=f"{len(skips)} in param_alignment_paddings[{number}]",
                 expected=f"{len(shapes)}, by param_shapes[{number}]",
                 fix="Files of two saves lie in the folder; load another checkpoint.",
@@ -132,7 +132,7 @@ def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
 def _compare_replicas(
     files: Sequence[ArchiveFile], modules: Sequence[ValueAt], name: str, tensor: StoredTensor, tensors: Tensors
 ) -> None:
-    """Add the copies that ranks of ZeRO-3 have of a tensor, which must be alike."""
+    """Add the copies of a tensor in the files of ZeRO-3's other ranks, which must be equal."""
     for file, module in zip(files[1:], modules[1:], strict=True):
         other = module.member(name).value
         if not prod(tensor.shape):
@@ -144,7 +144,7 @@ def _compare_replicas(
 def _add_frozen(
     checkpoint: Checkpoint, files: Sequence[ArchiveFile], name: str, parameter: Parameter, tensors: Tensors
 ) -> None:
-    """Add a frozen parameter of ZeRO-3: each rank has its part, cut as trained ones are."""
+    """Add a frozen parameter of ZeRO-3, which is split over the ranks as trained ones are."""
     parts = (file.saved.member("frozen_param_fragments").member(parameter.name) for file in files)
     vectors = [Vector(number, part.of(StoredTensor)) for number, part in enumerate(parts)]
     by = f"frozen_param_shapes in {files[0].where!r}"
@@ -155,10 +155,17 @@ def _add_frozen(
 
 
 def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: int, what: str, by: str) -> None:
-    """Raise unless each rank's vector has that many elements, as another place says, which is named.
+    """Raise unless each rank's vector has the expected number of elements.
+
+    Args:
+        checkpoint: The open checkpoint.
+        vectors: Vectors of all ranks.
+        expected: Number of elements.
+        what: Name of the vectors, for the error.
+        by: Source of the number, for the error.
 
     Raises:
-        CorruptCheckpoint: one hasn't.
+        CorruptCheckpoint: A vector has another length.
     """
     check_flat(checkpoint, vectors, what)
     wrong = [
@@ -168,30 +175,30 @@ def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: in
     ]
     if wrong:
         what = f"open: {what} has another length than the parameters"
-        fix = "A file is of another save, or of another number of ranks; copy all files of one save."
+        fix = "A file belongs to another save, or to another number of ranks; copy all files of one save."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, expected=f"({expected},), by {by}", fix=fix))
 
 
 def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> None:
-    """Raise unless the ranks' vectors are adjacent elements of one dtype, as the places of parameters in them assume.
+    """Raise unless the ranks' vectors are contiguous, of one axis and one dtype, as offsets of parameters assume.
 
     Raises:
-        CorruptCheckpoint: one isn't.
+        CorruptCheckpoint: A vector isn't.
     """
     dtype = vectors[0].tensor.dtype
     wrong = [
-        f"{checkpoint.storage.where(one.file)!r}: {one.shape} {str(one.dtype).removeprefix('torch.')}"
-        for one in (vector.tensor for vector in vectors)
-        if len(one.shape) != 1 or not one.is_row_major or one.dtype != dtype
+        f"{checkpoint.storage.where(tensor.file)!r}: {tensor.shape} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in (vector.tensor for vector in vectors)
+        if len(tensor.shape) != 1 or not tensor.is_row_major or tensor.dtype != dtype
     ]
     if wrong:
-        what = f"open: {what} isn't adjacent elements of one axis and one dtype on each rank"
-        fix = "A file was damaged, or is of another save; copy all files of one save."
+        what = f"open: {what} isn't a contiguous vector of one dtype on each rank"
+        fix = "A file was damaged, or belongs to another save; copy all files of one save."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
 
 def plain(value: Any) -> Any:
-    """Return a value with a dict in place of each object of DeepSpeed's."""
+    """Return a value with each object of DeepSpeed's classes replaced by the dict of its state."""
 
     def unstubbed(leaf: Any) -> Any:
         return leaf.state if isinstance(leaf, Stub) else leaf
@@ -204,18 +211,20 @@ _MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Optimizer:
-    """Contents of the optimizer files. A group has flat vectors: it is a param group, or a sub-group of ZeRO-3.
+    """Contents of the optimizer files.
+
+    A group is a set of parameters that share flat vectors: a param group, or a sub-group of ZeRO-3.
 
     Attributes:
-        is_zero3: whether parameters are cut each by itself.
+        is_zero3: True if each parameter is split by itself, False if a group's vector is.
         ranks: Number of ranks that saved.
-        paddings: elements after each parameter of each group; None where there are none.
+        paddings: Numbers of padding elements after each parameter of each group; None if the files have none.
         masters: Flat vectors of masters of each group, by rank.
         states: States of a group by its number, for each rank.
-        param_groups: Hyperparameters of each rank; () where the files have none.
-        owners: the groups of each of them.
+        param_groups: Hyperparameters of each rank's param groups; () if the files have none.
+        owners: Numbers of the groups of each param group.
         steps: Common step of each rank, if its states and hyperparameters have none.
-        scaler: what the loss scaler was.
+        scaler: State of the loss scaler.
     """
 
     is_zero3: bool
@@ -229,67 +238,71 @@ class Optimizer:
     scaler: Mapping[str, Any]
 
     def group_steps(self, group: int) -> list[Any]:
-        """Return by rank a group's step, where it is among its hyperparameters, as FusedAdam has it, or one of all."""
+        """Return a group's step on each rank: from its hyperparameters, as FusedAdam writes it, else the common one."""
         owner = next((owner for owner, groups in enumerate(self.owners) if group in groups), None)
         rank_groups = [{} if owner is None else groups[owner] for groups in self.param_groups]
-        return [own.get("step", step) for own, step in zip(rank_groups, self.steps, strict=True)]
+        return [values.get("step", step) for values, step in zip(rank_groups, self.steps, strict=True)]
 
 
 def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: int, saved_by: int) -> Optimizer:
     """Return the contents of the optimizer files.
 
     Args:
-        checkpoint: where they are.
+        checkpoint: The open checkpoint.
         files: Optimizer files by rank.
-        first: the number of the first file.
-        saved_by: Number of ranks that saved by the model file, for optimizer files without it; 0 if that lacks it too.
+        first: Number of the first file.
+        saved_by: Number of ranks according to the model file, for optimizer files without it; 0 if unknown.
 
     Raises:
-        CorruptCheckpoint: a file isn't as DeepSpeed writes it, or files have different groups.
+        CorruptCheckpoint: A file isn't as DeepSpeed writes it, or files have different groups.
     """
     inner = [file.saved.member("optimizer_state_dict") for file in files]
-    # By the keys, since BF16_Optimizer names no stage, and the stages are cut in different ways.
+    # The keys tell the stages apart, since BF16_Optimizer names none.
     is_zero3 = _MASTERS[True] in inner[0].of(dict)
-    vectors = [[tensor.of(StoredTensor) for tensor in one.member(_MASTERS[is_zero3]).items()] for one in inner]
-    counts = {len(one) for one in vectors}
+    vectors = [[tensor.of(StoredTensor) for tensor in saved.member(_MASTERS[is_zero3]).items()] for saved in inner]
+    counts = {len(by_group) for by_group in vectors}
     if len(counts) > 1:
         what = f"open: {files[0].where!r} and the other ranks' files have different groups of parameters"
         raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
-    masters = [[Vector(first + rank, one[group]) for rank, one in enumerate(vectors)] for group in range(max(counts))]
+    masters = [
+        [Vector(first + rank, by_group[group]) for rank, by_group in enumerate(vectors)] for group in range(max(counts))
+    ]
     for number, ranks in enumerate(masters):
         check_flat(checkpoint, ranks, f"the flat vector of group {number}")
-    base = [one.member("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for one in inner]
-    groups = [[] if isinstance(one.value, list) else one.member("param_groups").items() for one in base]
-    if len(own := {*map(len, groups)}) > 1:
+    base = [saved.member("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for saved in inner]
+    groups = [[] if isinstance(state.value, list) else state.member("param_groups").items() for state in base]
+    if len(counts := {*map(len, groups)}) > 1:
         what = f"open: {files[0].where!r} and the other ranks' files have different groups of hyperparameters"
-        raise CorruptCheckpoint(error_text(what, found=f"{sorted(own)} groups", fix="Copy all files of one save."))
+        raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
     paddings = inner[0].member("param_alignment_paddings", [])
     return Optimizer(
         is_zero3=is_zero3,
         ranks=_ranks(inner[0].member("partition_count", saved_by or len(files))),
         paddings=[[number.count() for number in group.items()] for group in paddings.items()] or None,
         masters=masters,
-        states=[_states(one) for one in base],
-        param_groups=[[group.of(dict) for group in each] for each in groups],
+        states=[_states(state) for state in base],
+        param_groups=[[group.of(dict) for group in rank_groups] for rank_groups in groups],
         owners=[
             [owner.count() for owner in group.member("params", [number]).items()] if is_zero3 else [number]
             for number, group in enumerate(groups[0])
         ],
-        steps=[one.member("base_optimizer_state_step").value for one in inner],
+        steps=[saved.member("base_optimizer_state_step").value for saved in inner],
         scaler={key: value for key, value in inner[0].of(dict).items() if key in _SCALER},
     )
 
 
 def _ranks(count: ValueAt) -> int:
-    """Return the number of ranks that saved, from one number or one for each group."""
+    """Return the number of ranks that saved, from a number or from a list of numbers by group."""
     counts = count.items() if isinstance(count.value, (list, tuple)) else [count]
-    return max((each.count() for each in counts), default=0)
+    return max((number.count() for number in counts), default=0)
 
 
 def _states(base: ValueAt) -> dict[Any, dict[str, Any]]:
-    # elastic_checkpoint: a list by group, and no hyperparameters
+    # With elastic_checkpoint, the state is a list by group and has no hyperparameters.
     by_group = dict(enumerate(base.items())) if isinstance(base.value, list) else base.member("state").members(int)
-    return {group: {name: one.value for name, one in states.members(str).items()} for group, states in by_group.items()}
+    return {
+        group: {name: state.value for name, state in states.members(str).items()} for group, states in by_group.items()
+    }
 
 
 _SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")

@@ -1,4 +1,4 @@
-"""Where parameters lie in flat vectors: those of groups that ZeRO-1 and 2 cut, and of parameters that ZeRO-3 cuts."""
+"""Offsets of parameters in flat vectors: ZeRO-1 and 2 split the vector of a group, ZeRO-3 splits each parameter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Vector(NamedTuple):
     """A rank's flat vector.
 
     Attributes:
-        file: number of the file.
-        tensor: one axis, in a file.
+        file: Number of the file.
+        tensor: Stored tensor of one axis.
     """
 
     file: int
@@ -25,12 +25,12 @@ class Vector(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of a group, in the order in which the flat vectors have them.
+    """A parameter of a group.
 
     Attributes:
         name: Name of the parameter.
         shape: Global shape.
-        padding: elements after it that belong to none.
+        padding: Number of padding elements after it.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Parameter(NamedTuple):
 
 
 def group_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Vector]) -> Iterator[Piece]:
-    """Yield the pieces of a group's parameters, whose ranks' vectors follow each other: ZeRO-1 and 2.
+    """Yield the pieces of a group's parameters under ZeRO-1 and 2, where a group's vector is split over the ranks.
 
-    A parameter may lie on several ranks. Masters have their padding cut off and moments keep it: lengths are those of
-    the vectors themselves. All padding is at the end.
+    A parameter may lie on several ranks. All padding is at the end; masters lack it and moments have it, so that the
+    lengths are taken from the vectors themselves.
 
     Args:
         key: Function from a parameter's name to the state's key.
@@ -57,7 +57,7 @@ def group_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
     first, at = 0, 0
     for parameter in parameters:
         end = at + prod(parameter.shape)
-        # Both ascend: a parameter begins on the rank on which the one before it ended.
+        # Parameters and spans both ascend: a parameter begins on the rank where the previous parameter ends.
         while first < len(spans) and spans[first][1] <= at:
             first += 1
         for low, high, vector in spans[first:]:
@@ -70,9 +70,9 @@ def group_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
 
 
 def split_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Vector]) -> Iterator[Piece]:
-    """Yield the pieces of parameters each of which is cut by itself into equal parts: ZeRO-3.
+    """Yield the pieces of parameters under ZeRO-3, which splits each parameter into equal parts.
 
-    A rank's vector has its part of each parameter, one after the other; the last parts are padded at their end.
+    A rank's vector is the concatenation of its parts; the last part of a parameter is padded at its end.
 
     Args:
         key: Function from a parameter's name to the state's key.
@@ -91,7 +91,7 @@ def split_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
 
 
 def split_paddings(parameters: Sequence[Parameter], ranks: int) -> list[list[tuple[int, int]]]:
-    """Return by rank where in its vector the elements begin that belong to no parameter, and how many there are.
+    """Return the paddings in each rank's vector under ZeRO-3, as pairs of offset and number of elements.
 
     Examples:
         >>> split_paddings([Parameter("w", (3, 5)), Parameter("gain", (1,))], 4)
@@ -103,15 +103,15 @@ def split_paddings(parameters: Sequence[Parameter], ranks: int) -> list[list[tup
         count = prod(parameter.shape)
         part = -(-count // ranks)
         for rank, paddings in enumerate(by_rank):
-            own_count = min(max(count - rank * part, 0), part)
-            if own_count < part:
-                paddings.append((at + own_count, part - own_count))
+            used = min(max(count - rank * part, 0), part)
+            if used < part:
+                paddings.append((at + used, part - used))
         at += part
     return by_rank
 
 
 def split_length(parameters: Sequence[Parameter], ranks: int) -> int:
-    """Return the length of a rank's vector of parameters that are each cut into equal parts.
+    """Return the length of a rank's vector under ZeRO-3, in elements.
 
     Examples:
         >>> split_length([Parameter("w", (3, 5)), Parameter("gain", (1,))], 4)

@@ -1,4 +1,4 @@
-"""Which files of a folder are a ZeRO checkpoint's: the tag's folder, and each rank's file of the one save."""
+"""Files of a ZeRO checkpoint: the folder of the tag, and each rank's file in it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
 STATES = "zero"
-"""The folder of the parameters' folders in a Universal Checkpoint."""
+"""Folder of a Universal Checkpoint that has a folder for each parameter."""
 
-# `pp_rank` is the data-parallel rank, by history. Without other leading zeros: a rank has one file.
+# `pp_rank` is the data-parallel rank, for historical reasons. Leading zeros aren't matched, as a rank has one file.
 _DATA, _TENSOR = r"(0|[1-9]\d{0,8})", r"(\d{2}|[1-9]\d{2,8})"
 _MODEL = re.compile(rf"(?:zero_pp_rank_{_DATA}_)?mp_rank_{_TENSOR}_model_states\.pt", re.ASCII)
 _OPTIMIZER = re.compile(rf"(bf16_|fp16_|)zero_pp_rank_{_DATA}_mp_rank_{_TENSOR}_optim_states\.pt", re.ASCII)
 _OTHERS = (
-    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "layers of a pipeline, a file for each"),
-    (re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"), "experts, a file for each"),
-    (re.compile(r"(bf16_|fp16_|)expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "experts' optimizer states"),
+    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "a layer of a pipeline"),
+    (re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"), "an expert"),
+    (re.compile(r"(bf16_|fp16_|)expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "optimizer states of experts"),
 )
-_TAG_BYTES = 4096  # of a tag: guards against a file that fills the memory
+_TAG_BYTES = 4096
+"""Upper bound of a tag's length: a crafted file mustn't fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class ZeroFiles:
     """The files of a checkpoint.
 
     Attributes:
-        folder: that they are in, with a slash; empty if it is the checkpoint's own.
+        folder: Folder of the files, with a slash at its end; empty for the checkpoint's folder itself.
         models: Model files by data-parallel rank; one for ZeRO-1 and 2.
         optimizers: Optimizer files by data-parallel rank.
     """
@@ -70,7 +71,7 @@ def recognize_universal(storage: Storage) -> Fields | None:
 
 
 def universal_folder(storage: Storage) -> str | None:
-    """Return the folder with the parameters' folders, with a slash, or ""; None if there is none."""
+    """Return the folder of a Universal Checkpoint, with a slash at its end; "" for the storage itself, or None."""
     for latest in (LATEST, LATEST_UNIVERSAL):
         folder = tag_folder(storage, latest)
         if folder is None:
@@ -86,9 +87,9 @@ def _is_model(name: str) -> bool:
 
 
 def tag_folder(storage: Storage, latest: str = LATEST) -> str | None:
-    """Return the folder of the files, with a slash: that which `latest` names, or "" where there is no such file.
+    """Return the folder that `latest` names, with a slash at its end; "" without such a file.
 
-    None where there is neither.
+    None if the storage is a file, or if `latest` names no folder.
     """
     if storage.length("") is not None:
         return None
@@ -107,16 +108,16 @@ def tag_folder(storage: Storage, latest: str = LATEST) -> str | None:
 def _is_in_folder(storage: Storage, tag: str) -> bool:
     try:
         return bool(tag) and is_folder(storage, tag)
-    except CheckpointingException:  # a name that leads out of the folder
+    except CheckpointingException:  # The name leads out of the folder.
         return False
 
 
 def zero_files(storage: Storage, folder: str) -> ZeroFiles:
-    """Return a checkpoint's files by data-parallel rank, as numbers.
+    """Return a checkpoint's files, in the order of data-parallel ranks.
 
     Raises:
-        UnsupportedValue: the save was cut in a way that its files don't say how to join.
-        CorruptCheckpoint: files of two saves lie in the folder, or a rank's is missing.
+        UnsupportedValue: The save has slices of other parallelism, and its files don't say how to join them.
+        CorruptCheckpoint: The folder has files of two saves, or a rank's file is missing.
     """
     names = storage.names(folder.rstrip("/"))
     where = storage.where(folder.rstrip("/"))
@@ -133,7 +134,7 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
     if "mp_rank_00_model_states.pt" in names and any(name.startswith("zero_pp_rank") for name in models.values()):
         two = ["mp_rank_00_model_states.pt", next(name for name in models.values() if name.startswith("zero_pp_rank"))]
     if two:
-        fix = "Move the other save's files away: only you know which belong together."
+        fix = "Move the files of one save away; nothing in them says which are current."
         pair = " beside ".join(two)
         raise CorruptCheckpoint(error_text(f"open: {where!r} has files of two saves", found=pair, fix=fix))
     optimizers = next(iter(prefixes.values()), {})
@@ -154,27 +155,29 @@ def _check_joinable(names: Iterable[str], where: str) -> None:
     for pattern, what in _OTHERS:
         wrong += [f"{name!r}: {what}" for name in names if pattern.fullmatch(name)][:1]
     if wrong:
-        fix = "Nothing in the files says how these join: convert with DeepSpeed's ds_to_universal, or load there."
+        fix = (
+            "The files don't say how they join: convert them with DeepSpeed's ds_to_universal, or load with DeepSpeed."
+        )
         raise UnsupportedValue(error_text(f"open: {where!r} can't be joined", offenders=wrong, fix=fix))
 
 
 def check_count(storage: Storage, folder: str, kind: str, count: int, expected: int, by: str) -> None:
-    """Raise unless there is a file for each data-parallel rank of the save, and no other.
+    """Raise unless there is one file for each data-parallel rank of the save.
 
     Args:
-        storage: where they are.
+        storage: Storage of the checkpoint.
         folder: Folder of the files in the storage.
         kind: Kind of files, for the error.
-        found: Number of files.
+        count: Number of files.
         expected: Number of ranks that saved.
-        by: what says so.
+        by: Source of the expected number, for the error.
 
     Raises:
-        CorruptCheckpoint: there are fewer, or more.
+        CorruptCheckpoint: There are fewer files, or more.
     """
     if count == expected:
         return
     fewer = "Copy every rank's file; without one, its part of each tensor is missing."
-    fix = fewer if count < expected else "Files of an older save of more ranks lie beside them: move those away."
-    what = f"open: {storage.where(folder.rstrip('/'))!r} hasn't one {kind} file for each rank"
+    fix = fewer if count < expected else "Move away the files of an older save with more ranks."
+    what = f"open: {storage.where(folder.rstrip('/'))!r} doesn't have one {kind} file for each rank"
     raise CorruptCheckpoint(error_text(what, found=f"{count} files", expected=f"{expected}, by {by}", fix=fix))

@@ -33,15 +33,15 @@ MASTER, STEP = "fp32", "step"
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
-    """Return the contents of a Universal Checkpoint: states by their folders, weights and buffers by the model files.
+    """Return the contents of a Universal Checkpoint: states from their folders, weights and buffers from model files.
 
-    A folder that isn't a trained parameter's isn't read: it has a buffer, a frozen parameter or a tied name as float32,
-    and the model file has the true one.
+    Only the folders of trained parameters are read. Others have buffers, frozen parameters or tied names as float32,
+    and the model file has these in their own dtype.
 
     Raises:
-        CorruptCheckpoint: a parameter's folder is missing, or has something of another shape.
-        UnsupportedValue: the model files were cut in a way that they don't say how to join.
-        UnsafeFile: a file names something that isn't data.
+        CorruptCheckpoint: A parameter's folder is missing, or a state in it has another shape.
+        UnsupportedValue: The model files are slices of other parallelism and don't say how to join them.
+        UnsafeFile: A file names something that isn't data.
     """
     storage = checkpoint.storage
     folder = universal_folder(storage) or ""
@@ -63,7 +63,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple[Parameter, str]]:
-    """Return the files of all trained parameters, with the parameter and the state that each has."""
+    """Return the parameter and the state of each file, for the files of all trained parameters."""
     files: dict[str, tuple[Parameter, str]] = {}
     missing = list[str]()
     for parameter in model.parameters.values():
@@ -94,14 +94,14 @@ def _add_state(
         return
     shape: tuple[int, ...] = () if state == STEP else parameter.shape
     if isinstance(value, StoredTensor) and isinstance(file.value, Mapping) and "vocab_tensor" in file.value:
-        shape = value.shape[:1] + shape[1:]  # without the rows that pad the vocabulary
-    # From ZeRO-3, tensors are flat.
+        shape = value.shape[:1] + shape[1:]  # The file lacks the rows that pad the vocabulary.
+    # A checkpoint that was converted from ZeRO-3 has flat tensors.
     if not isinstance(value, StoredTensor) or not _fits(value.shape, shape):
         description = f"a {type(value).__name__}"
         if isinstance(value, StoredTensor):
-            description = f"{value.shape}"
+            description = f"a tensor of shape {value.shape}"
         what = f"open: {file.where!r} isn't a state of its parameter"
-        expected = f"a tensor {shape}, by param_shapes in {model.where!r}"
+        expected = f"a tensor of shape {shape}, by param_shapes in {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
         raise CorruptCheckpoint(error_text(what, found=description, expected=expected, fix=fix))
     pieces = [piece_of(key, number, _shaped(value, shape))] if 0 not in shape else []
@@ -116,7 +116,7 @@ def _fits(stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _shaped(value: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """Return a tensor that fits a shape in it: a flat one's rows follow each other at its own stride."""
+    """Return a tensor in a shape that it fits: a flat tensor becomes a view with strides that multiply its own."""
     if value.shape == shape:
         return value
     (step,) = value.stride
@@ -124,8 +124,8 @@ def _shaped(value: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def _groups(optimizer: ValueAt) -> list[Mapping[str, Any]]:
-    inner, own = (holder.member("param_groups", []).items() for holder in (_inner(optimizer), optimizer))
-    return [group.of(dict) for group in inner or own]
+    inner, outer = (state.member("param_groups", []).items() for state in (_inner(optimizer), optimizer))
+    return [group.of(dict) for group in inner or outer]
 
 
 def _inner(optimizer: ValueAt) -> ValueAt:
@@ -134,7 +134,7 @@ def _inner(optimizer: ValueAt) -> ValueAt:
 
 
 def _add_steps(tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]], file: int) -> None:
-    """Add the steps that aren't in files of their own, as from ZeRO-3: once for each group of the flat vectors."""
+    """Add the steps that have no files of their own, as from ZeRO-3: the optimizer's file has one for each group."""
     for parameter, step in _steps(model, optimizer, groups):
         key = state_key(STEP, parameter.name)
         if key in tensors.kinds:
@@ -149,8 +149,8 @@ def _steps(model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]]) ->
     states = _inner(optimizer).member("state", {}).members(int, str)
     for number, parameters in enumerate(model.groups):
         step = states[number].member(STEP).value if number in states else None
-        own = groups[number].get(STEP) if number < len(groups) else None
-        yield from ((parameter, own if step is None else step) for parameter in parameters)
+        group_step = groups[number].get(STEP) if number < len(groups) else None
+        yield from ((parameter, group_step if step is None else step) for parameter in parameters)
 
 
 load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)

@@ -1,4 +1,4 @@
-"""A file for each rank with its parts of DTensors, as verl and hand-written FSDP2 loops save them with torch.save."""
+"""Files of ranks with their parts of DTensors, as verl and hand-written FSDP2 loops save them with torch.save."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""A file for each rank with its parts of DTensors, as verl and hand-written FSDP2 loops save them with torch.save."""
+"""Contents of ranks' files with parts of DTensors, as verl and hand-written FSDP2 loops save them with torch.save."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ..rank_archives import (
 from ._listing import rank_files
 
 Entries = Callable[[ArchiveFile], Iterable[tuple[str, Any]]]
-"""Returns keys and values of a file."""
+"""Function that returns the keys and values of a file."""
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
     """Return the contents of the ranks' files, after comparing tensors that several ranks have.
 
     Raises:
-        CorruptCheckpoint: a rank's file is missing, is another rank's, or the files contradict each other.
-        UnsafeFile: a file names something that isn't data.
+        CorruptCheckpoint: A rank's file is missing, belongs to another rank, or the files contradict each other.
+        UnsafeFile: A file names something that isn't data.
         TreeError: `parameter_names` doesn't fit the optimizer.
     """
     storage = checkpoint.storage
@@ -59,15 +59,15 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _entries(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
-    return ((key, one.value) for key, one in file.saved.members(str).items())
+    return ((key, member.value) for key, member in file.saved.members(str).items())
 
 
 def _by_tensor(
     files: Sequence[tuple[int, ArchiveFile]], entries: Entries
 ) -> tuple[dict[str, list[RankPart]], dict[str, Any]]:
-    """Return the parts of each tensor by rank, and other values, as extra states, of the first rank that has them.
+    """Return the ranks' parts of each tensor, and other values, such as extra states, from the first rank with them.
 
-    A rank may lack a tensor, as of another pipeline stage.
+    A rank may lack a tensor, for example one of another pipeline stage.
     """
     parts: dict[str, list[RankPart]] = {}
     others: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def _by_tensor(
     return parts, others
 
 
-# The optimizer: states by index, whose names no file has, or by name
+# The optimizer has states by name, or by an index for which no file has a name.
 
 
 def _groups(file: ArchiveFile) -> list[ValueAt]:
@@ -89,10 +89,10 @@ def _groups(file: ArchiveFile) -> list[ValueAt]:
 
 
 def _states_of(file: ArchiveFile) -> Iterator[tuple[int | str, str, Any]]:
-    """Yield each state: the parameter's number or name, the state's name, and its value."""
+    """Yield parameter, name and value of each state; the parameter is a number or a name."""
     for parameter, states in file.saved.member("state", {}).members(int, str).items():
-        for state, one in states.members(str).items():
-            yield parameter, state, one.value
+        for state, member in states.members(str).items():
+            yield parameter, state, member.value
 
 
 def _states(file: ArchiveFile, names: Mapping[int | str, str], tensors: Tensors) -> Iterator[tuple[str, Any]]:
@@ -107,16 +107,16 @@ def _states(file: ArchiveFile, names: Mapping[int | str, str], tensors: Tensors)
 def _names(
     checkpoint: Checkpoint, optimizers: Sequence[tuple[int, ArchiveFile]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[int | str, str]:
-    """Return the parameter's name of each index, as the caller gave them; {} if he gave none.
+    """Return the parameter names that the caller gave, by index; {} without names.
 
     Raises:
-        TreeError: these are more or fewer, or a state has another shape than the parameter of its name.
+        TreeError: There are more or fewer names than parameters, or a state has another shape than its parameter.
     """
     parameter_names = checkpoint.options.parameter_names
     if parameter_names is None:
         return {}
     _, file = optimizers[0]
-    members = [[one.of(int, str) for one in group.member("params", []).items()] for group in _groups(file)]
+    members = [[index.of(int, str) for index in group.member("params", []).items()] for group in _groups(file)]
     flat = [name for group in parameter_names for name in ([group] if isinstance(group, str) else group)]
     ids = [index for group in members for index in group]
     doing = f"open: unusable parameter_names for {checkpoint.storage.where(file.name)!r}"
@@ -126,17 +126,17 @@ def _names(
     sizes = [len(group) for group in members]
     if len(flat) != len(ids) or len(set(flat)) != len(flat) or (lengths and lengths != sizes):
         counts = f"{len(flat)} names, {len(set(flat))} different" + (f", in groups of {lengths}" if lengths else "")
-        fix = "Name each parameter once, in the order in which the optimizer was given them, tied ones under one name."
+        fix = "Name each parameter once, in the order in which the optimizer got them; tied ones have one name."
         raise TreeError(error_text(doing, found=counts, expected=f"{len(ids)} in groups of {sizes}", fix=fix))
     names = dict(zip(ids, flat, strict=True))
     wrong = [
         f"{names[index]!r}: its state {state!r} has shape {value.shape}, "
-        f"the parameter {shapes.get(names[index], 'is not there')}"
+        f"the parameter {shapes.get(names[index], 'is missing')}"
         for index, state, value in _states_of(file)
         if isinstance(value, StoredDTensor) and index in names and value.shape != shapes.get(names[index])
     ]
     if wrong:
-        fix = "The names are in another order than the optimizer's, or of another model."
+        fix = "The names are in another order than the optimizer's parameters, or belong to another model."
         raise TreeError(error_text(doing, offenders=wrong, fix=fix))
     return names
 
@@ -154,7 +154,7 @@ def _common(
 
 
 def _objects(extra: Sequence[Any]) -> dict[str, Any]:
-    """Return the state that each rank has of its own."""
+    """Return the states that belong to single ranks, as sharded objects by unique key."""
     count = len(extra)
     states = [value.get("rng") if isinstance(value, dict) else None for value in extra]
     if all(state is None for state in states):

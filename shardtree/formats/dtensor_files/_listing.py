@@ -1,4 +1,4 @@
-"""Which files of a folder are those of ranks with their parts of DTensors."""
+"""Files of ranks with parts of DTensors in a folder, by their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...kit import Fields, Storage, fields_of_backend
 
 BACKEND, VERSION = "dtensor_files", 1
 
-# Without leading zeros: a rank has one file.
+# Leading zeros aren't matched, as a rank has one file.
 _NUMBER = r"(0|[1-9]\d{0,8})"
 _NAME = re.compile(rf"(model|optim|extra_state)_world_size_{_NUMBER}_rank_{_NUMBER}\.pt", re.ASCII)
 
@@ -23,8 +23,8 @@ class RankFiles:
     """The files of a checkpoint.
 
     Attributes:
-        world_size: Number of ranks that saved it.
-        names: Each rank's file by kind ("model", "optim", "extra_state"); a kind without files isn't there.
+        world_size: Number of ranks that saved.
+        names: Files of a kind ("model", "optim", "extra_state") in the order of ranks; kinds without files are absent.
     """
 
     world_size: int
@@ -50,14 +50,14 @@ def _is_parameters(name: str) -> bool:
 
 
 def rank_files(names: Iterable[str], where: str) -> RankFiles:
-    """Return a checkpoint's files, by rank as a number.
+    """Return a checkpoint's files, in the order of ranks.
 
     Args:
         names: Names of the files in the folder.
-        where: the folder, for messages.
+        where: Place of the folder, for errors.
 
     Raises:
-        CorruptCheckpoint: they are of several world sizes, or a rank's file is missing.
+        CorruptCheckpoint: The files have several world sizes, or a rank's file is missing.
 
     Examples:
         >>> rank_files(["model_world_size_2_rank_1.pt", "model_world_size_2_rank_0.pt"], "example").names["model"][1]
@@ -70,11 +70,11 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
             by_size.setdefault(int(match[2]), {}).setdefault(match[1], {})[int(match[3])] = name
     if len(by_size) != 1:
         sizes = ", ".join(f"of {size} ranks" for size in sorted(by_size))
-        fix = "Move the other save's files away: only you know which belong together."
+        fix = "Move the files of other saves away; nothing in them says which are current."
         what = f"open: {where!r} has ranks' files of several saves"
         raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one world size", fix=fix))
     ((size, kinds),) = by_size.items()
-    fix = "Copy every rank's file; without one, the rows that it holds are missing."
+    fix = "Copy every rank's file; without it, its rows are missing."
     beyond = [name for ranks in kinds.values() for rank, name in ranks.items() if rank >= size]
     count = len(kinds) * size - sum(map(len, kinds.values())) + len(beyond)
     if count:

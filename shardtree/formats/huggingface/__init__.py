@@ -1,4 +1,4 @@
-"""Hugging Face models: safetensors files of whole tensors, and the index JSON that lists them."""
+"""Hugging Face models: safetensors files with whole tensors, and the index JSON that lists them."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""The layout of a model's files, as the safetensors library would write them: known before a byte is written."""
+"""The layout of a model's files, the same as the safetensors library's, which is known before a byte is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ...kit import (
 )
 from ._texts import TEXTS, header_texts
 
-# The library's order: larger items first, so that each lies at a multiple of its size.
+# This is the library's order: larger items come first, so that each is aligned to its size.
 _TAGS = (
     "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 "
     "F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 F6_E3M2 F6_E2M3 F4 BOOL"
@@ -41,12 +41,12 @@ _TORCH = header_texts(None)
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One file of a model.
+    """A file of a model.
 
     Attributes:
         header: First bytes of the file.
         length: Length of the file in bytes, header included.
-        bytes_before: where each tensor begins in it.
+        bytes_before: Offset of each tensor in the file, in bytes.
     """
 
     header: bytes
@@ -66,13 +66,13 @@ def model_files(
 
     Args:
         kinds: Dtype and shape of each tensor by name, in the order in which files take them.
-        max_file_bytes: a file has no more bytes of tensors than that, unless it's one tensor.
-        header_bytes: the most that a header may take.
-        writers: who writes each tensor; a file has tensors of one writer then. None where several write to a file.
-        texts: The strings beside the tensors, the same in every file: a program may open any of them alone.
+        max_file_bytes: Upper bound of the bytes of tensors in a file; a single tensor may exceed it.
+        header_bytes: Upper bound of the bytes of a header.
+        writers: Rank that writes each tensor, if a file must have one writer; None if ranks may share files.
+        texts: Strings beside the tensors, the same in every file, since a program may open any file alone.
 
     Raises:
-        UnsupportedValue: safetensors files can't hold a dtype, a pair of values that has no axis, or a name.
+        UnsupportedValue: safetensors files can't have a dtype, a packed dtype without an axis, or a name.
         MetadataError: The strings leave no room for tensors in a header.
 
     Examples:
@@ -86,13 +86,13 @@ def model_files(
     _check_storable(kinds)
     room = header_bytes - sum(_text_bytes(name) + _text_bytes(text) for name, text in texts.items())
     if room < 0:
-        what, expected = f"save: strings of {TEXTS!r}", f"at most {header_bytes} bytes, the room that a header has"
+        what, expected = f"save: strings of {TEXTS!r} are too long", f"at most {header_bytes} bytes, as in a header"
         raise MetadataError(error_text(what, found=f"{header_bytes - room} bytes", expected=expected))
     return tuple(_file(names, kinds, texts) for names in _groups(kinds, max_file_bytes, room, writers or {}))
 
 
 def _text_bytes(text: str) -> int:
-    return 6 * len(text)  # of a character in JSON, at most
+    return 6 * len(text)  # A character takes at most 6 bytes in JSON.
 
 
 def tensor_bytes(kind: TensorKind) -> int:
@@ -103,8 +103,8 @@ def tensor_bytes(kind: TensorKind) -> int:
 def _check_storable(kinds: Kinds) -> None:
     wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if kind_in_file(kind.dtype, kind.global_shape) is None]
     if wrong:
-        what = "save: dtypes that safetensors files don't have, or not in that shape"
-        fix = "Cast or reshape them, or save in the native format."
+        what = "save: dtypes that safetensors files can't have, or not with that shape"
+        fix = "Cast or reshape the tensors, or save in the native format."
         raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
     if TEXTS in kinds:
         what = f"save: a tensor in a safetensors file can't be named {TEXTS!r}"
@@ -137,23 +137,23 @@ def _file(names: Sequence[str], kinds: Kinds, texts: Mapping[str, str]) -> Model
     return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})
 
 
-# A shard's bytes, cut into the runs that are adjacent in the whole tensor, each with its place in the file
+# This section cuts a shard's bytes into runs that are contiguous in the whole tensor, each with its offset in the file.
 
 _PIECE_BYTES = 1024 * 1024
 
 _STEP = 4096
-"""Runs that are computed at a time: a shard of columns has one for each row, which may be millions."""
+"""Number of runs computed at a time: a shard of columns has one for each row, which may be millions."""
 
 
 def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer]]:
-    r"""Yield the bytes of a shard, each piece with its place in the file.
+    r"""Yield the bytes of a shard in pieces, each with its offset in the file.
 
     Args:
-        shard: with data.
-        begin: the byte of the file at which the whole tensor begins.
+        shard: Shard with data.
+        begin: Offset of the whole tensor in the file, in bytes.
 
     Raises:
-        ShapeError: the data no longer has the dtype or shape of the shard.
+        ShapeError: The data no longer has the dtype or shape of the shard.
 
     Examples:
         >>> import torch
@@ -174,7 +174,7 @@ def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer
 
 
 def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
-    """Yield (byte, length) of the runs that a shard has in its whole tensor, in the order of the shard's own bytes.
+    """Yield offset and length in bytes of a shard's runs in its whole tensor, in the order of the shard's own bytes.
 
     Examples:
         >>> import torch
@@ -195,7 +195,7 @@ def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
 
 
 def _box_runs(whole: Column, offset: Column, shape: Column, item_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of a box, given with its whole tensor's shape as columns of one row."""
+    """Yield the runs of a box; it and the whole tensor's shape are columns of one row."""
     if not volumes(shape)[0]:
         return
     strides = row_major_strides(whole)[0]

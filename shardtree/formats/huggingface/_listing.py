@@ -1,4 +1,4 @@
-"""The files of a model, and which tensor is in which: the index JSON, checked before it is used."""
+"""The files of a model and the file of each tensor: the index JSON, which is checked before it is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...kit import (
     parse_json,
 )
 
-# The names of a Hugging Face model's files, and the choice of the one by which a folder is read
+# This section has the names of a Hugging Face model's files, and chooses the one by which a folder is read.
 
 BACKEND, VERSION = "huggingface", 1
 
@@ -49,7 +49,7 @@ def is_whole(storage: Storage, name: str) -> bool:
     """Return whether a safetensors file is as long as its header says, or an index is JSON.
 
     Raises:
-        CorruptCheckpoint: It isn't.
+        CorruptCheckpoint: The file is cut off, or isn't one of these.
     """
     with storage.open(name) as reader:
         if name.endswith(INDEX_SUFFIX):
@@ -60,13 +60,13 @@ def is_whole(storage: Storage, name: str) -> bool:
 
 
 def find_weights(storage: Storage) -> str | None:
-    """Return the name of the file by which a model is read, None if there is none, or several that could be meant.
+    """Return the name of the file by which a model is read; None if there is none, or the choice isn't unique.
 
-    In this order, as in transformers: the single file of a usual name, the index of a usual name, the only index, the
+    The order is that of transformers: a single file with a usual name, an index with a usual name, the only index, the
     only safetensors file. One of several files, such as ``model-00001-of-00003.safetensors``, isn't a model by itself.
 
     Args:
-        storage: a folder, or a single file, whose name in it is "".
+        storage: Storage of a folder, or of a single file, whose name in it is "".
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -100,7 +100,7 @@ def file_name(number: int, count: int) -> str:
 
 
 def draft_name(save_id: str, number: int, count: int) -> str:
-    """Return the name that a file has until the commit, by which no program takes it for a model.
+    """Return the name of a file before the commit, which no program takes for a model's.
 
     Examples:
         >>> draft_name("save-1", 0, 3)
@@ -109,7 +109,8 @@ def draft_name(save_id: str, number: int, count: int) -> str:
     return f"{save_id}/{file_name(number, count)}"
 
 
-_INDEX_BYTES = 512 * 1024 * 1024  # of an index: guards against one that fills the memory
+_INDEX_BYTES = 512 * 1024 * 1024
+"""Upper bound of the length of an index: a crafted one mustn't fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,9 @@ class ModelListing:
 
     Attributes:
         name: Name of the file that lists them: the index, or the single file.
-        files: names in the checkpoint's storage, each once.
-        weight_map: the file of each tensor; None if all tensors of all files belong to the model.
-        total_size: bytes of all tensors, from the index; None if it isn't there.
+        files: Distinct names in the checkpoint's storage.
+        weight_map: File of each tensor; None if all tensors of all files belong to the model.
+        total_size: Number of bytes of all tensors, from the index; None if the index lacks it.
     """
 
     name: str
@@ -133,9 +134,9 @@ def read_listing(checkpoint: Checkpoint) -> ModelListing:
     """Return the files of a model.
 
     Raises:
-        CorruptCheckpoint: nothing that could be a model is there (any more), or the index isn't sound.
+        CorruptCheckpoint: The folder has no model, or no longer one, or the index isn't sound.
     """
-    # With another format's common state, metadata.json is the commit and lists the files: the index comes after it.
+    # With another format's common state, metadata.json is the commit and lists the files; the index comes after it.
     tensor_files = checkpoint.fields.get("tensor_files")
     if tensor_files is not None:
         if (
@@ -149,7 +150,7 @@ def read_listing(checkpoint: Checkpoint) -> ModelListing:
     if name is None:
         where = checkpoint.storage.where()
         expected = "one .safetensors file, or one .safetensors.index.json"
-        raise CorruptCheckpoint(error_text(f"open: {where!r} holds no model's weights", expected=expected))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} has no weights of a model", expected=expected))
     return read_index_json(checkpoint.storage, name) if name.endswith(INDEX_SUFFIX) else ModelListing(name, (name,))
 
 
@@ -157,7 +158,8 @@ def read_index_json(storage: Storage, name: str) -> ModelListing:
     """Return the content of an index file.
 
     Raises:
-        CorruptCheckpoint: it isn't JSON of the form ``{"weight_map": {tensor: file}}``, or a file isn't in the folder.
+        CorruptCheckpoint: The file isn't JSON of the form ``{"weight_map": {tensor: file}}``, or names a file outside
+            of the folder.
     """
     where = storage.where(name)
     length = storage.length(name)
@@ -167,8 +169,8 @@ def read_index_json(storage: Storage, name: str) -> ModelListing:
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict):
         raise _unsound(where, "no weight_map", '{"weight_map": {tensor: file}}')
-    # Each file's name is checked once, not once for each of its tensors.
-    inside = {file for file in {each for each in weight_map.values() if isinstance(each, str)} if _is_inside(file)}
+    # Each file's name is checked once rather than for each of its tensors.
+    inside = {file for file in {name for name in weight_map.values() if isinstance(name, str)} if _is_inside(file)}
     for key, file in weight_map.items():
         if not isinstance(file, str) or file not in inside:
             raise _unsound(where, f"{key[:200]!r}: {file!r}"[:500], "names of files in the same folder")
@@ -182,7 +184,7 @@ def _total_size(value: Mapping[str, Any]) -> float | None:
 
 
 def _is_inside(name: Any) -> bool:
-    """Return whether a name stays inside the folder: an index of another program may try to name any file."""
+    """Return whether a name stays inside the folder; a crafted index may name any file."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)
@@ -194,7 +196,7 @@ def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))
 
 
-# Tied tensors: one that another's values stand for, which an index may list although no file has it
+# A tied tensor has the values of another one; an index may list it although no file has it.
 
 _CONFIG = "config.json"
 _TIED = re.compile(
@@ -203,7 +205,7 @@ _TIED = re.compile(
 
 
 def are_tied(storage: Storage, keys: Iterable[str], stored_keys: Iterable[str]) -> bool:
-    """Return whether a model's config says that its embeddings are tied, and keys are such, with one of them stored.
+    """Return whether a model's config ties its embeddings, all keys are embeddings, and one embedding is stored.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -221,19 +223,16 @@ def are_tied(storage: Storage, keys: Iterable[str], stored_keys: Iterable[str]) 
         config = parse_json(storage.read(_CONFIG), _CONFIG)
     except CorruptCheckpoint:
         return False
-    # Of a model of several kinds of input, the part that has words says it.
+    # In the config of a multimodal model, the part for text has the field.
     parts = [config, *config.values()] if isinstance(config, dict) else []
     return any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts)
 
 
-# Listing the files of a model's weights
-
-
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the weights' files and of their index; a config or tokenizer isn't the checkpoint's own.
+    """Return the names of the weights' files and of their index; a config or tokenizer isn't part of the checkpoint.
 
     Raises:
-        CorruptCheckpoint: the index isn't sound.
+        CorruptCheckpoint: The index isn't sound.
     """
     listing = read_listing(checkpoint)
     index = INDEX_FILE if "tensor_files" in checkpoint.fields else listing.name

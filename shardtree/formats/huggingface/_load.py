@@ -1,4 +1,4 @@
-"""Loading a Hugging Face model, by an index of its files' headers, and checking it as far as the format allows."""
+"""Loads of a Hugging Face model by an index of its files' headers, and the check that the format allows."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from ...kit import (
 from ._listing import INDEX_FILE, ModelListing, are_tied, find_weights, read_index_json, read_listing
 from ._texts import TEXTS, joined_texts
 
-# Reading the header of a safetensors file of any writer
+# This section reads the header of a safetensors file of any writer.
 
-_FIRST_BYTES = 64 * 1024  # enough for most headers: one read in place of two
+_FIRST_BYTES = 64 * 1024  # It suffices for most headers, so that one read replaces two.
 _MOST_REQUESTS = 256
 _POINTER = b"version https://git-lfs"
 
@@ -56,9 +56,9 @@ class WeightFile:
     Attributes:
         name: Name in the checkpoint's storage.
         length: Length in bytes.
-        data_start: the byte from which `HeaderEntry.start` counts.
+        data_start: Offset in the file that `HeaderEntry.start` is relative to.
         entries: Header entries in the order of their bytes.
-        texts: the strings beside the tensors.
+        texts: Strings beside the tensors.
     """
 
     name: str
@@ -72,12 +72,12 @@ def read_header(storage: Storage, name: str) -> WeightFile:
     """Return the header of a file.
 
     Raises:
-        CorruptCheckpoint: there is no such file, or its header isn't one or doesn't fit the file.
+        CorruptCheckpoint: The file is missing, or its header isn't sound or doesn't fit the file.
     """
     header = _header_if_there(storage, name)
     if header is None:
-        what, fix = f"open: {storage.where(name)!r} belongs to the checkpoint", "Fetch it again, or load another one."
-        raise CorruptCheckpoint(error_text(what, found="no such file", fix=fix))
+        fix = "Fetch it again, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(f"open: {storage.where(name)!r} is missing", fix=fix))
     return header
 
 
@@ -90,21 +90,21 @@ def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
             entries, data_start, texts = header_of(reader.read, reader.length, _FIRST_BYTES)
             return WeightFile(name, reader.length, data_start, entries, texts)
         except CorruptCheckpoint as error:
-            found, fix = str(error), "It was damaged, or not fetched to its end; fetch it again, or load another one."
-            # As in a model that was cloned without git-lfs.
+            cause, fix = str(error), "It was damaged, or not fetched to its end; fetch it again, or load another one."
+            # A model that was cloned without git-lfs has pointers in place of files.
             if bytes(reader.read(0, min(reader.length, len(_POINTER)))) == _POINTER:
-                found, fix = "a pointer of git-lfs", "Fetch the file itself: git lfs pull."
+                cause, fix = "a pointer of git-lfs", "Fetch the file itself: git lfs pull."
             what = f"open: {where!r} is not a sound safetensors file"
-            raise CorruptCheckpoint(error_text(what, found=found, fix=fix)) from error
+            raise CorruptCheckpoint(error_text(what, found=cause, fix=fix)) from error
 
 
 def read_headers(storage: Storage, listing: ModelListing) -> list[WeightFile]:
-    """Return the headers of a model's files, read side by side: where each is a request, all of them at once.
+    """Return the headers of a model's files, which are read concurrently.
 
-    Of a model with an index, files may be missing, as in a download that wasn't finished; not all of them.
+    Some files of a model with an index may be missing, for example after an unfinished download, but not all.
 
     Raises:
-        CorruptCheckpoint: The header isn't sound; see `read_header`.
+        CorruptCheckpoint: A header isn't sound; see `read_header`.
     """
     names, threads = listing.files, threads_of(storage, None, _MOST_REQUESTS)
     headers = in_threads(partial(_header_if_there, storage), names, threads)
@@ -116,10 +116,9 @@ def read_headers(storage: Storage, listing: ModelListing) -> list[WeightFile]:
     return [header for header in headers if header is not None]
 
 
-_MOST_AXES = 64  # NumPy's limit
-_MOST_NUMBERS = (
-    2**25
-)  # in a column: boxes get as many axes as the widest tensor, so one crafted entry could fill memory
+_MOST_AXES = 64  # This is NumPy's limit.
+_MOST_NUMBERS = 2**25
+"""Upper bound of the numbers in a column: all boxes get the axes of the widest tensor, which a crafted file chooses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,9 +127,9 @@ class ModelContents:
 
     Attributes:
         index: Index of its tensors, each as one chunk.
-        refusals: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
-        texts: the strings that the files keep beside their tensors, joined.
-        needed: Least length of each file that must be there, by name; 0 for one that the index names and that isn't.
+        refusals: Reason that a tensor can't be loaded, by key, including tensors that the index lists but no file has.
+        texts: Strings in the headers of all files, joined.
+        needed: Least length of each needed file, by name; 0 for a missing file that the index names.
     """
 
     index: Index
@@ -143,14 +142,14 @@ def read_contents(checkpoint: Checkpoint) -> ModelContents:
     """Return the contents of a model's files, whose headers are read once.
 
     Raises:
-        CorruptCheckpoint: the index or a header isn't sound, they don't fit each other, or a file is missing.
+        CorruptCheckpoint: The index or a header isn't sound, they contradict each other, or a file is missing.
     """
     return checkpoint.once(parse)
 
 
 def parse(checkpoint: Checkpoint) -> ModelContents:
-    """Return the headers that one rank reads for all, so that not every rank reads every file's header."""
-    # An entry for each tensor and no garbage, through which the collector would look again and again.
+    """Return the contents, for which one rank reads the headers of all files for all ranks."""
+    # Parsing makes an entry for each tensor, which the collector would scan again and again, and no garbage.
     with collector_paused():
         listing = read_listing(checkpoint)
         return contents(listing, read_headers(checkpoint.storage, listing))
@@ -159,11 +158,11 @@ def parse(checkpoint: Checkpoint) -> ModelContents:
 def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContents:
     """Return the contents of a model's files, given their headers.
 
-    A tensor that the index doesn't list isn't part of the model, whatever file it lies in. One that it lists and that
-    isn't in its file, such as a tied one, or whose file isn't there, is missing; the others load.
+    A tensor that the index doesn't list isn't part of the model. A listed tensor is missing if its file is missing or
+    lacks it, as for a tied tensor; the others load.
 
     Raises:
-        CorruptCheckpoint: a tensor is in two files, or in another one than is listed; or none is there.
+        CorruptCheckpoint: A tensor is in two files, or not in the listed file but in another one; or all are missing.
     """
     rows = _rows(listing, files)
     refusals = {entry.name: reason for _, entry in rows if (reason := refusal(entry))} | absent(listing, files)
@@ -183,21 +182,21 @@ def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContent
 
 
 def check_numbers(entries: Sequence[HeaderEntry], where: str) -> None:
-    """Raise if columns of these tensors' boxes would take more memory than any model's.
+    """Raise if columns of tensors' boxes would take more memory than those of any real model.
 
     Args:
         entries: Tensors of all files.
-        where: Name of the model, for messages.
+        where: Name of the model, for errors.
 
     Raises:
-        CorruptCheckpoint: They would.
+        CorruptCheckpoint: The columns would have too many numbers.
     """
     if len(entries) * max((len(entry.shape) for entry in entries), default=0) > _MOST_NUMBERS:
         raise CorruptCheckpoint(error_text(f"open: {where!r}: more tensors with many axes than any model has"))
 
 
 def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int, HeaderEntry]]:
-    """Return the entries that belong to the model, each with the number of its file."""
+    """Return the entries that belong to the model, with the numbers of their files."""
     rows: dict[str, tuple[int, HeaderEntry]] = {}
     for number, file in enumerate(files):
         for entry in file.entries:
@@ -214,24 +213,24 @@ def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int,
     ]
     if wrong:
         what = f"open: {listing.name!r} lists tensors that aren't in their files"
-        fix = "Files and index are of different saves; fetch them again."
+        fix = "Files and index belong to different saves; fetch them again."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
     return list(rows.values())
 
 
 def absent(listing: ModelListing, files: Sequence[WeightFile]) -> dict[str, str]:
-    """Return why tensors aren't there that the index lists, by key."""
+    """Return the reasons that tensors of the index are missing, by key."""
     there = {file.name: {entry.name for entry in file.entries} for file in files}
     lacking = {key: file for key, file in (listing.weight_map or {}).items() if key not in there.get(file, ())}
     return {
-        key: f"{listing.name!r} lists it, and {file!r} " + ("doesn't have it" if file in there else "isn't there")
+        key: f"{listing.name!r} lists it, and {file!r} " + ("doesn't have it" if file in there else "is missing")
         for key, file in lacking.items()
     }
 
 
 def refusal(entry: HeaderEntry) -> str:
-    """Return the reason that a tensor can't be loaded; an empty text if it can."""
-    # An error of this tensor alone: the others of the model still load.
+    """Return the reason that a tensor can't be loaded; "" if it can."""
+    # The reason concerns only this tensor: others of the model still load.
     if not entry.name:
         return "it has no name"
     if len(entry.shape) > _MOST_AXES:
@@ -244,7 +243,7 @@ def refusal(entry: HeaderEntry) -> str:
 
 
 def _columns(entries: Sequence[HeaderEntry]) -> ShardColumns:
-    # A model repeats few kinds in many layers; each is one object.
+    # A model repeats few kinds in many layers, so that each kind is made once.
     unique_kinds = {kind: TensorKind(*kind_from_file(*kind), 0) for kind in {entry[1:3] for entry in entries}}
     kinds = {entry.name: unique_kinds[entry[1:3]] for entry in entries}
     shape = box_column([kind.global_shape for kind in kinds.values()], fill=1)
@@ -252,13 +251,13 @@ def _columns(entries: Sequence[HeaderEntry]) -> ShardColumns:
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return a report of the reads.
 
     Raises:
-        KeyMismatch: the model lacks a tensor.
-        ShapeError: a tensor is stored with another shape or dtype.
-        UnsupportedValue: a tensor has a dtype that torch lacks.
-        CorruptCheckpoint: the files aren't sound, or don't fit each other.
+        KeyMismatch: The model lacks a tensor.
+        ShapeError: A tensor is stored with another shape or dtype.
+        UnsupportedValue: A tensor has a dtype that torch lacks.
+        CorruptCheckpoint: The files aren't sound, or contradict each other.
     """
     model_contents = read_contents(checkpoint)
     check_taken(model_contents.refusals, [shard.key for shard in shards])
@@ -266,7 +265,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by its name, whole and without data; not those that can't be loaded."""
+    """Return every stored tensor that can be loaded by its name, whole and without data."""
     model_contents = read_contents(checkpoint)
     files = partial(_needed_files, model_contents)
     return IndexMetadata(model_contents.index, untaken=model_contents.refusals, files=files)
@@ -277,20 +276,20 @@ def _needed_files(model_contents: ModelContents) -> Mapping[str, int]:
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the strings that the files keep beside their tensors, as ``__metadata__``; {} if there are none."""
+    """Return the strings in the files' headers, as ``__metadata__``; {} if there are none."""
     texts = read_contents(checkpoint).texts
     return {TEXTS: dict(texts)} if texts else {}
 
 
-# Checking a Hugging Face model as far as its format allows: lengths, headers and the index
+# This section checks a Hugging Face model as far as its format allows: lengths, headers and the index.
 
 _WHY = "this format carries no checksums: lengths, headers and the index are compared"
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage of a model's files, and that none of their bytes has a checksum.
+    """Return the damage of a model's files, and all files as unchecked, since none of their bytes has a checksum.
 
-    A changed value isn't found: only lengths, headers, and whether the index fits the files can be checked.
+    Changed values aren't found: only lengths, headers and the agreement of the index with the files are checked.
     """
     try:
         listing = read_listing(checkpoint)
@@ -310,8 +309,8 @@ def _unchecked_files(checkpoint: Checkpoint, listing: ModelListing) -> Iterator[
 
 
 def _damage_beside(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]:
-    """Return the faults of the index beside a metadata.json: other programs read the model by it."""
-    # It is written after metadata.json, which is the commit: a save that was killed in between has none.
+    """Return the damage of the index beside a metadata.json, by which other programs read the model."""
+    # The index is written after metadata.json, which is the commit: a save that was killed in between has none.
     if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:
         return ()
     try:
@@ -327,7 +326,7 @@ def _damage(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]
             files.append(read_header(checkpoint.storage, name))
         except CheckpointingException as error:
             damages.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
-    # The index is compared only with sound files: a damaged header would make all its tensors seem missing.
+    # The index is only compared with sound files, since a damaged header would make all its tensors seem missing.
     return tuple(damages) or _contradictions(checkpoint.storage, listing, files)
 
 
@@ -340,16 +339,16 @@ def _keys(listing: ModelListing) -> dict[str, list[str]]:
 
 
 def _contradictions(storage: Storage, listing: ModelListing, files: list[WeightFile]) -> tuple[Damage, ...]:
-    """Return where an index and sound files contradict each other."""
+    """Return the damage of an index that contradicts sound files."""
     try:
         contents(listing, files)
     except CheckpointingException as error:
         return (Damage(listing.name, str(error)),)
     lacking = absent(listing, files)
     if lacking and are_tied(storage, lacking, [entry.name for file in files for entry in file.entries]):
-        return ()  # it is named with what isn't taken; total_size may count it or not
+        return ()  # Tied tensors are reported as untaken; total_size may count them or not.
     if lacking:
-        why = "tensors that it lists aren't in their files, as where a tied one isn't stored twice"
+        why = "tensors that it lists aren't in their files, as for a tied tensor that isn't stored twice"
         return (Damage(listing.name, why, keys=tuple(sorted(lacking))),)
     if listing.weight_map is None or listing.total_size is None:
         return ()

@@ -1,6 +1,6 @@
-"""Saving as a Hugging Face model: all ranks write to the same files, each the runs of its own shards.
+"""Saves as a Hugging Face model: all ranks write to the same files, each the runs of its own shards.
 
-The alternatives were a rank that gathers whole tensors, or files that are written twice.
+The alternatives would be a rank that gathers whole tensors, or files that are written twice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name
 from ._texts import TEXTS, header_texts, paths_without_room
 
-# Publishing: files get the names by which a model is recognised, the one that makes it a model last
+# To publish, files get the names by which a model is recognised; the name that makes it a model comes last.
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class Model:
 
 @dataclass(slots=True, eq=False)
 class ModelSaving:
-    """Plans and progress of one save, which its later rows use.
+    """Plan and progress of a save, which its later rows use.
 
     Attributes:
-        model: that all ranks write.
-        final_names: the names that its files have got so far; a save that fails removes them.
+        model: Model that all ranks write.
+        final_names: Final names that files have got so far; a save that fails removes these files.
     """
 
     model: Model
@@ -78,9 +78,9 @@ class ModelSaving:
 
 
 def publish(pending: PendingSave, fields: Fields) -> None:
-    """Make a folder a model: its files get their names, then the index is written; a single file needs none.
+    """Make a folder a model: rename its files, then write the index, which a single file doesn't need.
 
-    If another format keeps the common state, metadata.json comes before the index: it publishes then.
+    If another format has the common state, metadata.json comes before the index, and is the commit.
     """
     saving: ModelSaving = pending.state
     files, final_names = saving.model.files, saving.final_names
@@ -101,8 +101,8 @@ def publish(pending: PendingSave, fields: Fields) -> None:
 
 
 def _sync(pending: PendingSave) -> None:
-    """Sync the files' new names, and then the removal of the old ones."""
-    # In this order: after a power failure a file may have both names, and must not have none.
+    """Sync the files' new names, then the removal of the old ones."""
+    # After a power failure in this order, a file may have both names, but not none.
     if pending.options.durable:
         sync_folder(pending.storage)
         sync_folder(pending.storage, pending.save_id)
@@ -123,17 +123,17 @@ def index_json(files: Sequence[ModelFile]) -> bytes:
 
 
 def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
-    """Raise if a file has a name that the model needs, and belongs to no model that `overwrite` replaces.
+    """Raise if existing files have names that the model needs, and belong to no model that `overwrite` replaces.
 
     Raises:
-        AlreadyACheckpoint: names the files.
+        AlreadyACheckpoint: There are such files, which the error names.
     """
-    # They may be another program's, or what a save left that was killed between its renames: that can't be told.
+    # They may belong to another program, or to a save that was killed between its renames; the names don't tell.
     names = (file_name(number, len(files)) for number in range(len(files)))
-    there = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
-    if there:
+    existing = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
+    if existing:
         what = "save: files of a model without an index are in the way"
-        raise AlreadyACheckpoint(error_text(what, offenders=there, fix="Remove them, or save to another folder."))
+        raise AlreadyACheckpoint(error_text(what, offenders=existing, fix="Remove them, or save to another folder."))
 
 
 def abandon(pending: PendingSave, saving: ModelSaving) -> None:
@@ -151,19 +151,19 @@ def abandon(pending: PendingSave, saving: ModelSaving) -> None:
 
 
 MAX_FILE_BYTES = 5 * 10**9
-"""The most bytes of tensors in one file, as in the tools of the Hub."""
+"""Upper bound of the bytes of tensors in a file, as in the tools of the Hub."""
 
-_NATIVE_COMMON = "name common_strategy=('safetensors', 1), which keeps them in files of their own beside the model"
+_NATIVE_COMMON = "pass common_strategy=('safetensors', 1), which stores them in other files beside the model"
 
 
 def save_sharded_up_to(max_file_bytes: int) -> Strategy:
     """Return the function that saves shards as a model with files of at most that many bytes of tensors.
 
     Args:
-        max_file_bytes: a file with a single tensor may be larger.
+        max_file_bytes: Upper bound of the bytes of tensors in a file; a file with a single tensor may be larger.
 
     Raises:
-        MetadataError: that isn't a number of bytes.
+        MetadataError: `max_file_bytes` isn't a positive int.
 
     Examples:
         >>> import shardtree as st
@@ -174,7 +174,8 @@ def save_sharded_up_to(max_file_bytes: int) -> Strategy:
     most_bytes = as_int(max_file_bytes)
     if most_bytes is None or most_bytes < 1:
         found = f"{max_file_bytes!r}"[:200]
-        raise MetadataError(error_text("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
+        what = "huggingface: unusable max_file_bytes"
+        raise MetadataError(error_text(what, found=found, expected="a positive int, in bytes"))
     return partial(_prepare, most_bytes)
 
 
@@ -182,25 +183,25 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     """Prepare a rank's parts of the model's files, and return the request that writes them.
 
     Raises:
-        UnsupportedValue: there are objects, or dtypes that safetensors files don't have.
-        StrategyError: ranks didn't exchange what they hold.
-        IntegrityError: shards don't tile their tensors.
+        UnsupportedValue: There are objects, or dtypes that safetensors files can't have.
+        StrategyError: Ranks didn't exchange their layouts.
+        IntegrityError: Shards don't tile their tensors.
         MetadataError: Strings beside the tensors are too long for a header.
     """
     return _prepare(MAX_FILE_BYTES, pending, shards)
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Refuse what a model's files can't hold of a common state: all but strings of ``__metadata__``.
+    """Refuse values of a common state that a model's files can't have: all except strings of ``__metadata__``.
 
-    Those were written with the tensors, in each file's header.
+    The strings were written with the tensors, in each file's header.
 
     Raises:
-        UnsupportedValue: names every value by its path.
-        StrategyError: another format has the shards, so that there is no model to load this from.
+        UnsupportedValue: There are other values, which the error names by their paths.
+        StrategyError: Another format has the shards, so that there is no model with headers.
     """
     if paths := paths_without_room(common):
-        what = f"save: a Hugging Face model holds tensors and the strings of {TEXTS!r} only, not these values"
+        what = f"save: a Hugging Face model can only have tensors and the strings of {TEXTS!r}, not these values"
         fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
         raise UnsupportedValue(error_text(what, offenders=map(render_path, paths), fix=fix))
     if not isinstance(pending.state, ModelSaving):
@@ -214,11 +215,11 @@ def _prepare(
 ) -> AsyncRequest[str]:
     objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
     if objects:
-        what = "save: a Hugging Face model holds tensors only, not these objects"
+        what = "save: a Hugging Face model can only have tensors, not these objects"
         raise UnsupportedValue(
             error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
         )
-    if isinstance(pending.state, ModelSaving):  # of another rank that this process plays
+    if isinstance(pending.state, ModelSaving):  # This process also plays another rank, which made the model.
         model = pending.state.model
     else:
         is_whole = can(pending.storage).write_parts is None and pending.world.size > 1
@@ -239,8 +240,8 @@ def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts:
     """Return a model's files.
 
     Args:
-        columns: all ranks' shards.
-        max_file_bytes: the most bytes of tensors in a file.
+        columns: Shards of all ranks.
+        max_file_bytes: Upper bound of the bytes of tensors in a file.
         ranks: Number of ranks, if each file must belong to one of them; None if they may share files.
         texts: Strings of each file's header.
     """
@@ -255,45 +256,45 @@ def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts:
 
 
 def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
-    """Return the first rank that writes to each tensor, as a save shares it out; 0 for those without elements."""
+    """Return the first rank that writes to each tensor, after a save shared the work; 0 for those without elements."""
     rows = np.flatnonzero(level_writes(columns, ranks))
-    # Backwards, so that the first counts. A tensor of several ranks can't be written: the storage's error says why.
+    # The rows are reversed, so that the first counts. The storage's error tells why several ranks can't write a tensor.
     writers = dict(zip(columns.key[rows][::-1].tolist(), columns.rank[rows][::-1].tolist(), strict=True))
     return {key: writers.get(number, 0) for number, key in enumerate(columns.keys)}
 
 
 def _layout(pending: PendingSave) -> ShardColumns:
-    """Return all ranks' shards, which are known to tile their tensors."""
+    """Return the shards of all ranks, which tile their tensors."""
     if pending.layout is None:
-        what = "save: a Hugging Face model's files are written together, and the ranks don't know each other's shards"
+        what = "save: ranks write a Hugging Face model's files together, but don't know each other's shards"
         raise StrategyError(error_text(what, fix="Leave validate_access_integrity on."))
     if pending.world.size == 1:
-        check_access(pending.layout)  # several ranks have checked this when they exchanged their layouts
+        check_access(pending.layout)  # Several ranks have checked this when they exchanged their layouts.
     return pending.layout
 
 
 def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> str:
-    """Write this rank's parts, and return the hash of the strings by whose length it placed them."""
+    """Write this rank's parts, and return the hash of the header's strings, whose length moves the parts."""
     files, rank = model.files, pending.world.rank
     if rank == 0:
         check_free(pending, files)
-    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    # The folder is made again, since an abandoned request, whose folder was removed, may run once more.
     make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
-    # Sorted by place, so that each file is written from front to back.
+    # Shards are sorted by offset, so that each file is written from front to back.
     file_of = model.file_of
     rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
-    own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
+    by_file = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
     for number, file in enumerate(files):
         has_head = model.head_writer[number] == rank
-        if has_head or number in own:
-            parts, options = _parts(file, own.get(number, []), has_head=has_head), pending.options
+        if has_head or number in by_file:
+            parts, options = _parts(file, by_file.get(number, []), has_head=has_head), pending.options
             name = draft_name(pending.save_id, number, len(files))
             write_parts(pending.storage, name, file.length, parts, durable=options.durable, progress=options.progress)
     return digest(canonical_json(header_texts(pending.common)))
 
 
 def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
-    """Return the sort key of a file's shards: where their first element lies."""
+    """Return the sort key of a file's shards: the place of their first element."""
     start = 0 if shard.flattened_range is None else shard.flattened_range.start
     return file.bytes_before[shard.key], shard.global_offset, start
 
@@ -306,9 +307,10 @@ def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) 
 
 
 def _check_written(pending: PendingSave, files: Sequence[ModelFile], hashes: Sequence[str]) -> Fields:
-    """Raise unless all ranks have placed their parts after the same strings, and rank 0 sees the files."""
-    others = [f"rank {rank}" for rank, own in enumerate(hashes) if own != hashes[0]]
-    if others:  # of what save's `preprocess_common_before_consistancy_check` leaves out, ranks may hold their own
+    """Raise unless all ranks have written after the same header strings, and rank 0 sees the files."""
+    others = [f"rank {rank}" for rank, rank_hash in enumerate(hashes) if rank_hash != hashes[0]]
+    # Ranks may differ in values that save's `preprocess_common_before_consistancy_check` leaves out.
+    if others:
         what = f"save: ranks disagree with rank 0 about the strings of {TEXTS!r}, which every file's header has"
         raise IntegrityError(error_text(what, offenders=others, fix="Give all ranks the same strings."))
     names = (draft_name(pending.save_id, number, len(files)) for number in range(len(files)))

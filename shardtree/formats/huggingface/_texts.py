@@ -1,6 +1,6 @@
-"""Strings beside the tensors of safetensors files, which the common state holds under ``__metadata__``.
+"""Strings beside the tensors of safetensors files, which the common state has under ``__metadata__``.
 
-Programs keep in them what the tensors can't be used without, such as the scale of an adapter.
+Programs store values in them that the tensors need, such as the scale of an adapter.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from ...errors import TreePath
 from ...kit import HOLE, leaves_with_paths
 
 TEXTS = "__metadata__"
-"""The key of the strings, in a file's header and in the common state."""
+"""Key of the strings, in a file's header and in the common state."""
 
-# The framework that wrote a file. It says nothing of the tensors, and transformers wants torch's in every file.
+# This string names the framework that wrote a file. The tensors don't need it, but transformers requires torch's.
 _FRAMEWORK, _TORCH = "format", "pt"
 
 
 def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str | dict[str, str]]:
-    """Return a model's strings by name: those of all of its files, without the framework's name.
+    """Return the strings of all files of a model by name, without the framework's name.
 
-    Where files have different strings of one name, these stand in a dict by file: which one is meant isn't known.
+    If files have different strings under a name, the result has a dict by file.
 
     Args:
-        texts: (name, strings) of each file.
+        texts: Name and strings of each file.
 
     Examples:
         >>> joined_texts([("a", {"format": "pt", "alpha": "16"}), ("b", {"format": "pt"})])
@@ -44,10 +44,10 @@ def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, st
 
 
 def header_texts(common: Any) -> dict[str, str]:
-    """Return the strings of each file's header: those of a common state, and the framework where it names none.
+    """Return the strings for each file's header: those of a common state, and the framework unless it names one.
 
     Args:
-        common: A tree with holes, or None.
+        common: Tree with holes, or None.
 
     Examples:
         >>> header_texts({"__metadata__": {"alpha": "16"}, "step": 7})
@@ -55,12 +55,12 @@ def header_texts(common: Any) -> dict[str, str]:
     """
     texts = common.get(TEXTS) if isinstance(common, dict) else None
     strings = {name: text for name, text in texts.items() if _is_text(name, text)} if isinstance(texts, dict) else {}
-    # The library writes them in no order; in one, equal saves are equal files.
+    # The library writes them in any order; sorting makes equal saves equal files.
     return {_FRAMEWORK: strings.pop(_FRAMEWORK, _TORCH), **dict(sorted(strings.items()))}
 
 
 def paths_without_room(common: Any) -> list[TreePath]:
-    """Return the paths of a common state's values that no header has room for.
+    """Return the paths of a common state's values that can't be in a header.
 
     Examples:
         >>> paths_without_room({"__metadata__": {"alpha": "16", "rank": 8}, "step": 7})
@@ -73,7 +73,7 @@ def paths_without_room(common: Any) -> list[TreePath]:
 
 
 def without_framework(common: Any) -> Any:
-    """Return a common state without the framework's name among its strings, which a load leaves out.
+    """Return a common state without the framework's name among its strings, as a load returns it.
 
     Examples:
         >>> without_framework({"__metadata__": {"format": "pt", "alpha": "16"}})

@@ -1,7 +1,7 @@
-"""The machine that reads pickles: Python's own, without what imports; it calls what is listed, and works within limits.
+"""The machine that reads pickles: Python's own without imports; it only calls listed constructors, within limits.
 
-A few bytes can make a tuple that contains another one twice, which contains another one twice, and so on. It takes
-little memory, but hashing it, or copying it without its sharing, takes endless time and memory.
+A few bytes can make a tuple that contains another tuple twice, which contains another one twice, and so on. It takes
+little memory, but hashing it, or copying it without sharing, takes endless time and memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class Constructor:
     r"""The function that a reader calls for a class or function that a pickle names.
 
     Attributes:
-        make: called with the pickle's arguments, of any types; returns the value. An exception makes the file corrupt.
-        build: called with the value and the pickle's state for it; changes the value in place, at most once. None: no
-            state is accepted.
-        keys: called with the arguments before `make`; returns what `make` will hash.
+        make: Function that returns the value, called with the pickle's arguments, of any types. An exception makes the
+            file corrupt.
+        build: Function that fills the value in place, called at most once with the value and the pickle's state. None
+            accepts no state.
+        keys: Function that returns the values that `make` hashes, called with the arguments before `make`.
 
     Examples:
         >>> from shardtree.formats.pickles import read_pickle
@@ -45,12 +46,12 @@ class Constructor:
 
 @dataclass(slots=True, eq=False)
 class Stub:
-    """Represents an object of a class that isn't imported. Compared and hashed by identity.
+    """An object of a class that isn't imported. It is compared and hashed by identity.
 
     Attributes:
-        type_name: module and qualified name of its class.
-        args: the arguments of its constructor.
-        state: the state that it was to be filled with; None if the pickle has none.
+        type_name: Module and qualified name of its class.
+        args: Arguments of its constructor.
+        state: State in the pickle; None if the pickle has none.
     """
 
     type_name: str
@@ -59,10 +60,10 @@ class Stub:
 
 
 def inert(type_name: str) -> Constructor:
-    """Return the constructor of stubs for one class.
+    """Return a constructor that makes stubs of a class.
 
     Args:
-        type_name: module and qualified name of the class.
+        type_name: Module and qualified name of the class.
 
     Examples:
         >>> inert("datetime.date").make(2025, 12, 31)
@@ -80,7 +81,7 @@ def _fill(stub: Stub, state: Any) -> None:
 
 
 DEEPEST = 250
-"""How deep containers may be nested; our own writers stop at 100."""
+"""Upper bound of the depth of nested containers; our own writers stop at 100."""
 
 _LEAST_NODES = 1_000_000
 _TIMES_LENGTH = 8
@@ -93,9 +94,9 @@ _SIZED_TYPES = frozenset({*_CONTAINERS, str, bytes, bytearray})
 
 
 class _Guard:
-    """Limits the work that a pickle causes beyond its own length.
+    """Limits of the work that a pickle causes beyond reading its bytes.
 
-    This is hashing keys, and calling constructors with arguments that the pickle refers to again and again.
+    This is the hashing of keys, and calls of constructors with arguments that the pickle refers to again and again.
     """
 
     __slots__ = ("_budget", "_collisions", "_first")
@@ -106,7 +107,7 @@ class _Guard:
         self._collisions = 0
 
     def charge(self, arguments: Iterable[Any]) -> None:
-        """Charge for the arguments of a call; raise ValueError if too much was copied by all calls together."""
+        """Charge for the arguments of a call; raise ValueError if all calls together copied too much."""
         left = self._budget - 1
         for value in arguments:
             if type(value) in _SIZED_TYPES:
@@ -119,8 +120,8 @@ class _Guard:
         """Raise ValueError if keys would take too long to hash, or too many have the same hash."""
         for key in keys:
             kind: Any = type(key)
-            # Hashes of strings depend on a random seed, and those of objects on their addresses: no file can choose
-            # them.
+            # A file can't choose hashes of strings, which depend on a random seed, nor of objects, which depend on
+            # their addresses.
             if kind is str or kind.__hash__ is object.__hash__:
                 continue
             self._budget -= _hashed_size(key, self._budget)
@@ -132,16 +133,15 @@ class _Guard:
         first = self._first.setdefault(hash(key), key)
         if first is key or first == key:
             return
-        # Hashes of numbers are predictable: a file can choose keys that collide, so that each look-up is a search.
+        # Hashes of numbers are predictable: a file can choose keys that collide, and make each look-up a search.
         self._collisions += 1
         if self._collisions > _COLLISIONS:
             raise ValueError("too many different keys have the same hash")
 
 
 def _hashed_size(key: Any, most: int) -> int:
-    """Return the number of nodes of a key; raise ValueError if they are too many or it is too deep."""
-    # By levels rather than by recursion: hash() of nested tuples recurses in C without a limit, and overflows the
-    # stack.
+    """Return the number of nodes of a key; raise ValueError if there are too many, or it is too deep."""
+    # The nodes are counted by levels: hash() of nested tuples recurses in C without a limit, and overflows the stack.
     size, level = 0, [key]
     for _ in range(DEEPEST):
         size += len(level) + sum(item.bit_length() >> 9 for item in level if type(item) is int)
@@ -157,7 +157,7 @@ def _hashed_size(key: Any, most: int) -> int:
 
 
 def contents(value: Any) -> Collection[Any]:
-    """Return the members of a value: items, keys and values, attributes.
+    """Return the members of a value: its items, its keys and values, or its attributes.
 
     Examples:
         >>> list(contents({"a": [1]}))
@@ -185,12 +185,12 @@ def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset(
     """Raise if a value has a cycle, is too deep, or would be too large without sharing.
 
     Args:
-        value: what a pickle made.
+        value: Value of a pickle.
         length: Length of the pickle in bytes.
-        helpers: types of helper objects that may be arguments of constructors, but not part of the value.
+        helpers: Types that may be arguments of constructors, but not part of the value.
 
     Raises:
-        ValueError: it is; says which.
+        ValueError: The value has one of these faults, which the text names.
 
     Examples:
         >>> pair = [1, 2]
@@ -201,7 +201,7 @@ def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset(
         ...
         ValueError: containers nested more than 250 deep, or one that contains itself
     """
-    # The walk doesn't mark what it has visited: shared values count each time, as they would cost each later walk.
+    # The walk doesn't mark visited values: shared values count each time, as they cost each later walk.
     left = max(_LEAST_NODES, _TIMES_LENGTH * length)
     helpers |= {Constructor}
     todo = [([value], 0)]
@@ -215,7 +215,7 @@ def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset(
         size = _size(batch, kinds)
         if size > left:
             raise ValueError("too many values in it, counting shared ones each time")
-        # In halves: the contents of a whole level at once could take more memory than the value itself.
+        # The batch is halved: the contents of a whole level could take more memory than the value itself.
         if size > _MOST_AT_ONCE and len(batch) > 1:
             middle = len(batch) // 2
             todo += [(batch[:middle], depth), (batch[middle:], depth)]
@@ -229,33 +229,33 @@ def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset(
 
 
 def _size(batch: list[Any], kinds: set[type]) -> int:
-    """Return about how many values those of a batch contain."""
+    """Return the approximate number of values in a batch and directly inside them."""
     containers = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
     return len(batch) + sum([len(value) for value in batch if type(value) in containers])
 
 
 def _is_leaf(kind: type) -> bool:
-    # Not entered: a class, or a member of an enum, refers to its whole module.
+    # A class or a member of an enum isn't entered, since it refers to its whole module.
     return kind in _ATOMS or issubclass(kind, (type, Enum))
 
 
 def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
     """Return the members of the values of a batch, one after the other."""
     if kinds <= _PLAIN:
-        return gc.get_referents(*batch)  # for these types the same as `contents`, and ten times as fast
+        return gc.get_referents(*batch)  # For these types it returns the same as `contents`, ten times as fast.
     plain = [value for value in batch if type(value) in _PLAIN]
     others = [part for value in batch if type(value) not in _PLAIN for part in contents(value)]
     return gc.get_referents(*plain) + others
 
 
 class Run:
-    """Stands on the stack, or in a list or dict, for consecutive values that a scan took as columns.
+    """A placeholder for consecutive values that a scan took as columns, on the stack or in a list or dict.
 
-    A run in a dict is a key and its own value, for as many pairs.
+    In a dict, a run is both a key and its value, and stands for as many pairs.
 
     Attributes:
-        first: number of the first value in the scan's columns.
-        last: one past the last one's.
+        first: Number of the first value in the scan's columns.
+        last: One past the number of the last value.
     """
 
     __slots__ = ("first", "last")
@@ -265,15 +265,15 @@ class Run:
 
 
 class Irregular(ValueError):
-    """A pickle isn't regular enough for a scan; reading it without one is right."""
+    """A pickle isn't regular enough for a scan, and must be read without one."""
 
 
 class _Memo(dict[int, Any]):
-    """The values that a pickle numbered. Those that a scan took aren't kept here, but have their numbers.
+    """The memo of a pickle. Values that a scan took aren't in it, but use up numbers.
 
     Attributes:
-        taken: Count of numbers that belong to values that a scan took.
-        find: returns such a value by its number; raises KeyError if it isn't kept.
+        taken: Count of the numbers that values of a scan used up.
+        find: Function that returns such a value by its number; raises KeyError if the scan didn't keep it.
     """
 
     __slots__ = ("find", "taken")
@@ -290,10 +290,10 @@ class _Memo(dict[int, Any]):
 
 
 class Scan(Protocol):
-    """Takes the regular parts of a pickle from its bytes, many values at a time.
+    """A function that takes the regular parts of a pickle from its bytes, many values at a time.
 
-    It is called after each object that is filled, with the position of the next opcode, and returns that of the opcode
-    after what it took; a `Run` is on the stack then, and `machine.memo.taken` counts the numbers that went by.
+    It is called after each object that is filled, with the position of the next opcode, and returns the position after
+    the values that it took. It pushes a `Run` for them, and adds their memo numbers to `machine.memo.taken`.
     """
 
     def __call__(self, machine: Machine, at: int) -> int: ...
@@ -303,28 +303,28 @@ class Scan(Protocol):
         ...
 
 
-FIX = "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
+FIX = "Only LoadOptions(allow_pickle=True) reads it, and runs any code in it: use it only if you trust the file."
 
 _LONGEST_LINE = 10_000
 
 
 class Machine(pickle._Unpickler):
-    """Python's reader of pickles, in Python, which can't be made to run code, nor to take memory or time without end.
+    """Python's reader of pickles written in Python, changed so that a file can't run code or use unbounded resources.
 
-    Not pickle.Unpickler with find_class overridden: the machine in C can be made to allocate 64 GB by twenty bytes, and
-    to hash nested tuples for ever, and forbidding classes doesn't change that. This one reads a few million opcodes a
-    second. Its handlers are listed one by one where it is run, so that an opcode of a newer Python isn't among them.
+    It isn't pickle.Unpickler with find_class overridden: twenty bytes can make the machine in C allocate 64 GB, or hash
+    nested tuples for ever, even if all classes are forbidden. This one reads a few million opcodes a second. Its
+    handlers are listed one by one in `_read`, so that opcodes of a newer Python are unknown to it.
 
     Attributes:
-        data: the pickle.
-        file: the same, as a file that is read.
-        stack: what was pushed since the last mark.
-        metastack: the stacks below it, one for each earlier mark.
-        memo: number -> value.
-        scan: takes regular parts; None: there is none.
-        made: id -> constructor and value, of values that may still be built. The value is kept, so that its id isn't
-            reused.
-        guard: limits the work.
+        data: Bytes of the pickle.
+        file: The same bytes as a file.
+        stack: Values that were pushed since the last mark.
+        metastack: Stacks below it, one for each earlier mark.
+        memo: Values by their numbers.
+        scan: Function that takes regular parts; None to read without one.
+        constructions: Constructor and value by the value's id, for values that may still be built. The value is kept so
+            that its id isn't reused.
+        guard: Limits of the work.
     """
 
     memo: _Memo
@@ -338,7 +338,7 @@ class Machine(pickle._Unpickler):
         fix: str,
         scan: Scan | None = None,
     ) -> None:
-        # A length that the pickle announces is never allocated: the file gives what is left, and then no opcode comes.
+        # A length that the pickle announces is never allocated: the file returns the bytes left, and no opcode follows.
         self.file = io.BytesIO(data)
         super().__init__(self.file)
         self.read = self.file.read
@@ -352,7 +352,7 @@ class Machine(pickle._Unpickler):
         self.fix, self.scan = fix, scan
 
     def pop_mark(self) -> list[Any]:
-        """Pop and return what was pushed since the last mark, and the mark."""
+        """Pop the last mark, and return the values that were pushed since."""
         items, self.stack = self.stack, self.metastack.pop()
         self.append = self.stack.append
         return items
@@ -365,8 +365,8 @@ class Machine(pickle._Unpickler):
         return line
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the constructor or value of a name; the names of Python 2 are those of today's classes."""
-        # torch.save writes protocol 2, in which pickle itself calls int `__builtin__.long`.
+        """Return the constructor or value of a name; names of Python 2 mean today's classes."""
+        # torch.save writes protocol 2, where pickle itself calls int `__builtin__.long`.
         today = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
         for place in ((module, name), today):
             with suppress(KeyError):
@@ -381,7 +381,7 @@ class Machine(pickle._Unpickler):
         return self.find_outside(pid)
 
     def _decode_string(self, value: bytes) -> str | bytes:
-        # A string of Python 2 could be either: it is text if it is UTF-8.
+        # A string of Python 2 may be text or bytes; it is taken as text if it is UTF-8.
         try:
             return str(value, "utf-8")
         except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""`read_pickle`: a reader of pickles that can't be made to run code. Each opcode that it knows is listed here."""
+"""`read_pickle`: a reader of pickles that never runs code from the file. Each opcode that it knows is listed here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _frame(machine: Machine) -> None:
     (length,) = struct.unpack("<Q", machine.read(8))
     left = len(machine.data) - machine.file.tell()
     if length > left:
-        raise ValueError(f"a frame of {length} bytes, {left} are left")
+        raise ValueError(f"a frame of {length} bytes, but {left} are left")
 
 
 def _bytearray(machine: Machine) -> None:
@@ -36,10 +36,10 @@ def _memoize(machine: Machine) -> None:
 
 
 def _unless_scanned(put: Handler) -> Handler:
-    """Return the handler of an opcode that numbers the value on the stack as the pickle says."""
+    """Return the handler of an opcode that gives the value on the stack a number of the pickle's choice."""
 
     def handler(machine: Machine) -> None:
-        # The scan counts numbers, as pickles do that number values one after the other: protocols from 4 on.
+        # The scan counts memo numbers, which is right for pickles that number values consecutively: from protocol 4 on.
         if machine.scan is not None:
             raise Irregular("values with numbers of the pickle's own choice")
         put(machine)
@@ -60,12 +60,12 @@ def _appends(machine: Machine) -> None:
 def _single(value: Any) -> Any:
     # An opcode that takes one value from the stack would take all of a run.
     if type(value) is Run:
-        raise Irregular("a part of what a scan took")
+        raise Irregular("a use of one value from a run")
     return value
 
 
 def _sequence(target: Any) -> list[Any] | deque[Any]:
-    # Exact types only: calling append of any other object would call whatever its class has under that name.
+    # Only exact types are accepted: append of any other object would call any function that its class has there.
     if type(target) is list or type(target) is deque:
         return target
     raise TypeError(f"items for a {type(target).__name__}")
@@ -88,7 +88,7 @@ def _dict(machine: Machine) -> None:
 
 
 def _fill(machine: Machine, target: Any, keys: list[Any], items: list[Any]) -> None:
-    machine.guard.check_keys(keys)  # first: hashing a key is what can take for ever
+    machine.guard.check_keys(keys)  # This comes first, since hashing a key may take for ever.
     if type(target) is dict:
         target.update(zip(keys, items, strict=True))
     elif isinstance(target, dict):
@@ -118,7 +118,7 @@ def _call(machine: Machine) -> None:
         raise machine.unsafe(f"calls a {type(constructor).__name__}")
     if type(args) is not tuple:
         raise TypeError("arguments that aren't a tuple")
-    # An argument can be a reference to a large value: a million calls that each copy it are a few megabytes of pickle.
+    # An argument can refer to a large value: a few megabytes of pickle have a million calls that each copy it.
     if args:
         machine.guard.charge(args)
     if constructor.keys is not None:
@@ -137,7 +137,7 @@ def _call_with_keywords(machine: Machine) -> None:
 
 def _build(machine: Machine) -> None:
     state = machine.stack.pop()
-    # Popped: a value is built once, as pickle itself does, so that no file makes a constructor repeat its work.
+    # The entry is popped: a value is built once, as by pickle itself, so that no file makes a constructor repeat work.
     constructor, value = machine.constructions.pop(id(machine.stack[-1]), (None, None))
     if constructor is None or constructor.build is None:
         raise machine.unsafe(f"fills a {type(machine.stack[-1]).__name__}")
@@ -161,7 +161,7 @@ def _unknown(machine: Machine) -> None:
 
 Handler = Callable[[Machine], None]
 
-# What only pushes values, marks and names that `find_class` knows is Python's own.
+# Opcodes that only push values, marks and names that `find_class` knows have Python's own handlers.
 _PYTHONS = """
     NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING
     UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_LIST LIST EMPTY_TUPLE TUPLE
@@ -190,7 +190,7 @@ _OURS: dict[str, Handler] = {
     "ADDITEMS": _additems,
     "FROZENSET": _frozenset,
     "REDUCE": _call,
-    "NEWOBJ": _call,  # the constructor decides how instances are made, so it is the same as a call
+    "NEWOBJ": _call,  # It is the same as a call, since the constructor decides how instances are made.
     "NEWOBJ_EX": _call_with_keywords,
     "BUILD": _build,
     "INST": _refuse("makes an object by an opcode of protocol 0 (INST)"),
@@ -221,18 +221,19 @@ def read_pickle(
     `classes`, and only a `Constructor` is ever called. Bytes after the pickle's end are ignored.
 
     Args:
-        data: the pickle.
-        classes: (module, qualified name) -> a `Constructor`, or a plain value such as a dtype.
-        what: the file and what is in it, for messages.
-        persistent_load: returns the value of a persistent id; None refuses pickles that have any.
-        fix: what the error about a name that isn't in `classes` suggests.
-        helpers: types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
+        data: Bytes of the pickle.
+        classes: `Constructor`, or plain value such as a dtype, by module and qualified name.
+        what: Description of the pickle, for errors.
+        persistent_load: Function that returns the value of a persistent id; None refuses pickles that have any.
+        fix: Advice for the error about a name that isn't in `classes`.
+        helpers: Types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
             they make the file corrupt.
-        scan: takes regular parts of the pickle as columns; a `Run` is in the value where they were.
+        scan: Function that takes regular parts of the pickle as columns; the value has a `Run` in their place.
 
     Raises:
-        UnsafeFile: it names something else, or uses an opcode that could run code.
-        CorruptCheckpoint: it isn't a pickle, ends early, contains itself, or would take too much time or memory.
+        UnsafeFile: The pickle names something else, or uses an opcode that could run code.
+        CorruptCheckpoint: The bytes aren't a pickle, end early, make a value that contains itself, or would take too
+            much time or memory.
 
     Examples:
         >>> import pickle
@@ -243,7 +244,7 @@ def read_pickle(
         ...
         shardtree.errors.UnsafeFile: example: it names os.system, which is neither data nor known to be harmless
           found before byte 11
-          LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it.
+          Only LoadOptions(allow_pickle=True) reads it, and runs any code in it: use it only if you trust the file.
     """
     content = data if type(data) is bytes else bytes(data)
     machine, handlers = Machine(content, classes, what, persistent_load, fix, scan), _HANDLERS

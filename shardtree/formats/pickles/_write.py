@@ -1,7 +1,7 @@
-"""`write_pickle`: writes pickles of plain values, and of calls of classes and functions given by name.
+"""`write_pickle`: a writer of pickles with plain values, and with calls of classes and functions given by name.
 
-Not by pickling torch's own classes: so writing needs no import of torch.distributed, the bytes don't depend on the
-version of torch, and the path of the machine that saved isn't among them.
+It doesn't pickle instances of torch's classes. So writing needs no import of torch.distributed, and the bytes depend
+neither on the version of torch nor on paths of the machine that saves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Global:
     """The name of a class or function, which needn't exist here.
 
     Attributes:
-        module: the module.
-        name: the qualified name in it.
+        module: Name of the module.
+        name: Qualified name in the module.
     """
 
     module: str
@@ -35,10 +35,10 @@ class Reduced:
     """The result of a call that is made when the pickle is loaded.
 
     Attributes:
-        callable: what is called.
+        callable: Name of the class or function that is called.
         args: Arguments of the call.
-        state: set on the result afterwards; None for no state.
-        items: keys and values to set in the result.
+        state: State that is set on the result afterwards; None for no state.
+        items: Keys and values that are set in the result.
     """
 
     callable: Global
@@ -52,9 +52,9 @@ class New:
     """An object that a class's ``__new__`` makes when the pickle is loaded; ``__init__`` isn't called.
 
     Attributes:
-        cls: the class.
-        args: arguments of its ``__new__``.
-        state: set on the object afterwards; None for no state.
+        cls: Name of the class.
+        args: Arguments of ``__new__``.
+        state: State that is set on the object afterwards; None for no state.
     """
 
     cls: Global
@@ -67,7 +67,7 @@ class Persistent:
     """A value that the reader's `persistent_load` returns for an id.
 
     Attributes:
-        id: any value.
+        id: Value of any type that can be written.
     """
 
     id: Any
@@ -79,7 +79,7 @@ class Pairs:
 
     Attributes:
         count: Number of pairs.
-        write: writes each key and its value, one after the other.
+        write: Function that writes each key followed by its value.
     """
 
     count: int
@@ -87,7 +87,7 @@ class Pairs:
 
 
 def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
-    r"""Return a pickle of plain values and calls.
+    r"""Return the pickle of plain values and calls.
 
     Classes and functions that it names needn't be importable here. Equal strings and names are written once; a
     container that occurs twice is written twice.
@@ -98,7 +98,7 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
         protocol: 2 or 4.
 
     Raises:
-        UnsupportedValue: a value is none of these, or contains itself.
+        UnsupportedValue: A value is none of these, or contains itself.
 
     Examples:
         >>> import pickle
@@ -120,8 +120,8 @@ class PickleWriter:
     """Writer of one pickle.
 
     Attributes:
-        out: the opcodes so far, in parts.
-        memo: the number of each text and name that was written, by which it is referred to.
+        out: Opcodes so far, in parts.
+        memo: Memo number of each text and name that was written.
         protocol: 2 or 4.
     """
 
@@ -133,7 +133,7 @@ class PickleWriter:
         self.protocol = protocol
 
     def write(self, value: Any, depth: int) -> None:
-        """Write a value, at a depth that counts containers around it."""
+        """Write a value; the depth is the number of containers around it."""
         handler = _WRITERS.get(type(value))
         if handler is None:
             what = f"write_pickle: a {type(value).__name__} can't be written"
@@ -150,7 +150,7 @@ class PickleWriter:
         return number is not None
 
     def remember(self, value: Any) -> None:
-        """Give what was written a number."""
+        """Give the value that was just written a memo number."""
         number = len(self.memo)
         self.memo[value] = number
         if self.protocol == 4:
@@ -160,7 +160,7 @@ class PickleWriter:
 
 
 def reference(number: int) -> bytes:
-    r"""Return the opcode that refers to what was written with a number.
+    r"""Return the opcode that pushes the value with a memo number.
 
     Examples:
         >>> reference(7), reference(256)
@@ -170,7 +170,7 @@ def reference(number: int) -> bytes:
 
 
 def _too_deep() -> UnsupportedValue:
-    return UnsupportedValue(error_text(f"write_pickle: more than {DEEPEST} deep, or a value contains itself"))
+    return UnsupportedValue(error_text(f"write_pickle: a value more than {DEEPEST} deep, or one that contains itself"))
 
 
 def _none(writer: PickleWriter, value: None, depth: int) -> None:
@@ -203,8 +203,7 @@ def _str(writer: PickleWriter, value: str, depth: int) -> None:
 
 
 def _bytes(writer: PickleWriter, value: bytes, depth: int) -> None:
-    # Protocol 2 has no opcode for bytes: pickle itself writes a call of _codecs.encode there, and torch uses protocol
-    # 2.
+    # Protocol 2, which torch uses, has no opcode for bytes: pickle itself writes a call of _codecs.encode.
     if writer.protocol < 4:
         _reduced(writer, Reduced(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")), depth)
     elif len(value) < 256:

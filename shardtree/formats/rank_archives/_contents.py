@@ -34,7 +34,7 @@ _STATE = "optimizer.state"
 
 
 def state_key(state: str, parameter: str | int) -> str:
-    """Return the key of an optimizer's state of a parameter, as `optim` and Megatron-Core name it.
+    """Return the key of a parameter's optimizer state, as `optim` and Megatron-Core name it.
 
     Examples:
         >>> state_key("exp_avg", "head.weight")
@@ -45,17 +45,17 @@ def state_key(state: str, parameter: str | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a tensor in a file: a box of it, or a flat range of all of it.
+    """Part of a tensor in a file: a box, or a flat range of the whole tensor.
 
     Attributes:
-        key: the tensor's.
-        file: number of the file.
-        byte: where they begin in it.
+        key: Key of the tensor.
+        file: Number of the file.
+        byte: Offset of the part in the file, in bytes.
         offset: Offset of the box; zeros for a flat range.
         shape: Shape of the box; the tensor's for a flat range.
-        start: first element of the flat range, -1 for a whole box.
-        stop: one past its last element, -1 for a whole box.
-        scattered: The stored tensor whose bytes in another order are the box; None where they are in this one.
+        start: First element of the flat range, -1 for a whole box.
+        stop: One past its last element, -1 for a whole box.
+        scattered: Stored tensor of the box if its elements aren't in row-major order, else None.
     """
 
     key: str
@@ -69,7 +69,7 @@ class Piece:
 
 
 def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] | None = None) -> Piece:
-    """Return the piece that a stored tensor is: a box at an offset, or all of the tensor of a key."""
+    """Return a stored tensor as a piece: the box at an offset of the tensor of a key, or without one the whole."""
     start = (0,) * len(tensor.shape) if offset is None else offset
     return Piece(key, file, tensor.begin, start, tensor.shape, scattered=None if tensor.is_row_major else tensor)
 
@@ -79,21 +79,21 @@ class Contents:
     """Contents of a checkpoint.
 
     Attributes:
-        files: Files whose numbers the index has.
-        checked: the same files, with the CRC32s of their records.
-        stored: Tensors that have bytes of their own.
-        shown: All tensors: those that are stored, derived or numbers.
-        derived: Key of the master, by the key of a tensor that is its master rounded.
+        files: Files, in the order of their numbers in the index.
+        checked: The same files, with the CRC32s of their records.
+        stored: Index of the tensors that have bytes of their own.
+        shown: Index of all tensors: those that are stored, derived or numbers.
+        derived: Key of the master, by the key of a weight that is computed by rounding it.
         numbers: Tensors without axes that files hold as Python numbers.
-        compared: Evidence that a state's bytes are the parameter's, by the state's key.
+        compared: Comparison that shows that a state belongs to its parameter, by the state's key.
         refused: Reason that a stored tensor can't be loaded, by its key.
         copies: Copies of a tensor that are compared when it is read, by its key; all of them if any may differ.
         objects: Sharded objects by unique key; their tensors aren't filled.
         common: Common state; its tensors aren't filled.
-        scattered: Boxes whose bytes are in another order, by the key of their tensor; the index has them behind the end
-            of their file.
-        check: reads a little, once, before any tensor is read, and raises if a file isn't its rank's own; None where
-            other comparisons show that.
+        scattered: Boxes that aren't stored in row-major order, by the key of their tensor; the index has them behind
+            the end of their file.
+        check: Function that is called once before any tensor is read, and raises if a file belongs to another rank;
+            None if other comparisons show that.
     """
 
     files: Sequence[ArchiveFile]
@@ -113,17 +113,17 @@ class Contents:
 
 @dataclass(slots=True, eq=False)
 class Tensors:
-    """The tensors of a checkpoint, as they are found file by file.
+    """The tensors of a checkpoint, collected file by file.
 
     Attributes:
-        kinds: Dtype and shape of each tensor that is shown, by key.
+        kinds: Dtype and shape of each tensor that the checkpoint lists, by key.
         pieces: Pieces of the stored tensors, in any order, none twice.
         derived: Field of `Contents`.
         numbers: Field of `Contents`.
         compared: Field of `Contents`.
         refused: Field of `Contents`.
         copies: Field of `Contents`, with copies that are known to be the same.
-        told: numbers, with the file of each.
+        told: Value of each number and the place of its file, by key.
     """
 
     kinds: dict[str, TensorKind] = field(default_factory=dict)
@@ -136,12 +136,15 @@ class Tensors:
     told: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, key: str, dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece] = ()) -> None:
-        """Add a tensor that is shown, with the pieces that are stored of it."""
+        """Add a tensor to those that the checkpoint lists, with its stored pieces."""
         self.kinds[key] = TensorKind(dtype, tuple(shape), 0)
         self.pieces.extend(pieces)
 
     def add_number(self, key: str, value: float, where: str) -> None:
-        """Add a number without axes that a file has, as torch's optimizers have their `step`; the first one counts."""
+        """Add a Python number of a file as a tensor without axes, as the `step` of torch's optimizers.
+
+        A further file's number under the same key is a copy of the first one.
+        """
         first = self.told.setdefault(key, (value, where))
         if first[1] != where:
             self.add_copy([key], first[0], value, (first[1], where))
@@ -153,7 +156,7 @@ class Tensors:
             self.refused[key] = "a number that float32 can't hold"
 
     def add_derived(self, key: str, dtype: torch.dtype, shape: Sequence[int], master: str) -> None:
-        """Add a tensor that is its master, rounded to a dtype."""
+        """Add a tensor that is computed by rounding its master to a dtype."""
         self.derived[key] = master
         self.add(key, dtype, shape)
 
@@ -165,7 +168,15 @@ class Tensors:
         places: tuple[str, str],
         offset: tuple[int, ...] | None = None,
     ) -> None:
-        """Add what another file has of a box of each of these tensors; without an offset, of all of it."""
+        """Add another file's copy of a box of some tensors; without an offset, a copy of the whole tensor.
+
+        Args:
+            keys: Keys of the tensors.
+            one: Value that is loaded.
+            other: Value of the other file; None if it has none.
+            places: Places of the two files, for errors.
+            offset: Offset of the box.
+        """
         axes = len(one.shape) if isinstance(one, StoredTensor) else 0
         copy = Copy(one, other, places, (0,) * axes if offset is None else offset, same_by_checksum(one, other))
         for key in keys:
@@ -184,28 +195,28 @@ def contents_of(
     """Return the contents of a checkpoint, after checking that pieces cover their tensors.
 
     Args:
-        files: with tensors' bytes.
-        tensors: what was found in them.
-        common: the common state.
+        files: Files with the tensors' bytes.
+        tensors: Tensors that were collected from the files.
+        common: Common state.
         objects: Field of `Contents`.
         check: Field of `Contents`.
         where: Function from a file's name to its place, for errors.
 
     Raises:
-        CorruptCheckpoint: elements of a tensor are in no file, or in two.
+        CorruptCheckpoint: Elements of a tensor are in no file, or in two.
     """
     kinds, pieces = tensors.kinds, tensors.pieces
     scattered = [(piece.key, piece.scattered) for piece in pieces if piece.scattered is not None]
     tensors.refused.update(too_large(scattered, sum(file.length for file in files)))
     derived, numbers, refused = tensors.derived, tensors.numbers, tensors.refused
-    own = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
-    own_pieces = _behind_ends(files, [piece for piece in pieces if piece.key in own])
-    readable = {key: kind for key, kind in own.items() if key not in refused}
-    _check_tiled(files, readable, [piece for piece in own_pieces if piece.key in readable], where)
+    stored = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
+    stored_pieces = _behind_ends(files, [piece for piece in pieces if piece.key in stored])
+    readable = {key: kind for key, kind in stored.items() if key not in refused}
+    _check_tiled(files, readable, [piece for piece in stored_pieces if piece.key in readable], where)
     places: dict[str, list[Piece]] = {}
-    for piece in own_pieces:
+    for piece in stored_pieces:
         places.setdefault(piece.key, []).append(piece)
-    # What a derived tensor or a number is shown as is never read: the rows only make the index whole.
+    # The rows of derived tensors and numbers are never read: they only complete the index.
     shown = [replace(piece, key=key) for key, master in derived.items() for piece in places.get(master, ())]
     shown += [Piece(key, 0, 0, (), ()) for key in numbers]
     listed = [StoredFile(file.name, file.length) for file in files]
@@ -213,22 +224,22 @@ def contents_of(
     return Contents(
         files=files,
         checked=[_with_checksums(file) for file in files],
-        stored=_index(own, own_pieces, listed, rows),
-        shown=_index(kinds, [*own_pieces, *shown], listed, rows),
+        stored=_index(stored, stored_pieces, listed, rows),
+        shown=_index(kinds, [*stored_pieces, *shown], listed, rows),
         derived=derived,
         numbers=numbers,
         compared=tensors.compared,
         refused=refused,
-        copies={key: each for key, each in tensors.copies.items() if not all(copy.same for copy in each)},
+        copies={key: copies for key, copies in tensors.copies.items() if not all(copy.same for copy in copies)},
         objects=objects or {},
         common=common,
-        scattered=_scattered(own_pieces),
+        scattered=_scattered(stored_pieces),
         check=check,
     )
 
 
 def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces of which those that are scattered begin behind the end of their file, one after the other."""
+    """Return the pieces, with scattered pieces moved behind the end of their file, one after the other."""
     ends, placed = [file.length for file in files], list[Piece]()
     for piece in pieces:
         if piece.scattered is None:
@@ -269,7 +280,7 @@ def _index(
 
 
 def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> ShardColumns:
-    """Return pieces of tensors as columns, a row a piece, with the keys sorted."""
+    """Return pieces of tensors as columns with one row for each piece; keys are sorted."""
     number = {key: position for position, key in enumerate(sorted(kinds))}
     axes = max((len(kind.global_shape) for kind in kinds.values()), default=0)
     return stored_columns(
@@ -285,9 +296,9 @@ def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> S
 def _check_tiled(
     files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
 ) -> None:
-    """Raise unless the pieces of each tensor tile it: as many elements, and no element twice.
+    """Raise unless the pieces of each tensor tile it: they have as many elements, and no element twice.
 
-    Flat ranges aren't compared with each other: formats cut them from one vector.
+    Flat ranges aren't compared with each other, since formats cut them from one vector.
     """
     counts = dict.fromkeys(kinds, 0)
     shapes = box_column([piece.shape for piece in pieces], fill=1)
@@ -303,12 +314,12 @@ def _check_tiled(
     wrong += [f"{key!r}: some elements twice, and some not at all" for key in _doubled(pieces)] if not wrong else []
     if wrong:
         what = "open: the ranks' files don't hold these tensors exactly once"
-        fix = "A rank's file is missing, or of another save; copy all of one save's files, or load another checkpoint."
+        fix = "A rank's file is missing, or belongs to another save; copy all files of one save, or load another one."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
 
 def _doubled(pieces: Sequence[Piece]) -> list[str]:
-    """Return the keys of tensors of which two boxes share an element."""
+    """Return the keys of tensors with overlapping boxes."""
     boxes = [piece for piece in pieces if piece.start < 0]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(piece.key for piece in boxes))}
     offset, shape = ([getattr(piece, name) for piece in boxes] for name in ("offset", "shape"))

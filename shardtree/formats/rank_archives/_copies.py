@@ -1,4 +1,4 @@
-"""Copies that several ranks' files have of a tensor: equal by their checksums, or compared when the tensor is read."""
+"""Copies of a tensor in several ranks' files: equal by their checksums, or compared when the tensor is read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Seen:
     """Results of an open checkpoint's comparisons so far.
 
     Attributes:
-        files: whether each file is known to be its rank's own.
-        boxes: Boxes of masters that equal their weights, once they are rounded.
-        copies: Text about differing copies of each tensor that was compared; empty if they are the same.
+        files: True once each file is known to belong to its rank.
+        boxes: Boxes of masters that equal their weights after rounding.
+        copies: Reason that a compared tensor's copies differ, by key; empty if they are the same.
     """
 
     __slots__ = ("boxes", "copies", "files")
@@ -32,18 +32,18 @@ class Seen:
 
 
 Stored = StoredTensor | float
-"""A tensor in a file, or a number in its place, as steps are."""
+"""A tensor in a file, or a Python number that stands for one, such as a step."""
 
 
 class Copy(NamedTuple):
-    """Two files' parts of one box of a tensor, which should be copies of each other.
+    """Two files' values of one box of a tensor, which should be copies of each other.
 
     Attributes:
-        one: what is loaded.
-        other: another file's; None where it has none.
+        one: Value that is loaded.
+        other: Value of the other file; None if it has none.
         places: Places of the two files, for errors.
-        offset: where the box begins in the tensor.
-        same: whether they are; None where only reading tells.
+        offset: Offset of the box in the tensor.
+        same: True if the values are equal, False if not, None if only reading them tells.
     """
 
     one: Stored
@@ -54,24 +54,24 @@ class Copy(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Text of the error if they differ."""
+        """Reason for the error that refuses the tensor if its copies differ."""
         return f"{self.places[1]!r} and {self.places[0]!r} have different copies of it"
 
 
 AllCopies = Mapping[str, Sequence[Copy]]
-"""By the key of a tensor."""
+"""Copies of each tensor, by its key."""
 
 
 def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
-    """Return whether two files' values are copies of each other, bit for bit; None where only reading tells.
+    """Return whether two files' values are equal bit for bit, by the CRC32s of their records; None if these don't tell.
 
-    By the CRC32s of their records, where these are theirs alone.
+    The CRC32s tell if the records are equal, or if each record has nothing but the tensor.
     """
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
-        return one == other or (one != one and other != other)  # NaNs of all ranks
+        return one == other or (one != one and other != other)  # NaNs count as equal.
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    # Strides along axes of one element say nothing, and ranks may have written others.
+    # Strides along axes of one element mean nothing, and may differ between ranks.
     orders = [tensor.is_row_major or (tensor.stride, tensor.conj, tensor.neg) for tensor in (one, other)]
     if orders[0] != orders[1]:
         return None
@@ -80,13 +80,13 @@ def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
     ]
     if places[0] == places[1] and places[0][0]:
         return True
-    # A record that the tensor fills: another CRC32 means other elements. Of overlapping ones it has others besides.
+    # If the tensor fills its record, different CRC32s mean different elements; otherwise other bytes may differ.
     fills = one.is_row_major and all(crc32 and size == _nbytes(one) for crc32, size, _ in places)
     return False if fills else None
 
 
 def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two stored tensors of one kind have the same elements, bit for bit, by reading them."""
+    """Read two stored tensors of one dtype and shape, and return whether their elements are equal bit for bit."""
     if not (one.is_row_major and other.is_row_major):
         boxes = strips(one, f"load: {checkpoint.storage.where(one.file)!r}")
         return all(torch.equal(*(_box_bits(checkpoint, tensor, box) for tensor in (one, other))) for box in boxes)
@@ -118,7 +118,7 @@ def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
 
 
 def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[str]) -> dict[str, str]:
-    """Return those of some tensors of which files have different copies, and what to say; each is compared once."""
+    """Return the reasons that some tensors' copies differ, by key; each tensor is compared once."""
     reasons = checkpoint.once(Seen).copies
     candidates = dict.fromkeys(key for key in keys if key in copies)
     for key in candidates.keys() - reasons.keys():
@@ -127,20 +127,20 @@ def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[st
 
 
 def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
-    """Return the shares in which ranks compare all copies together; None where there are none to compare."""
+    """Return the work of comparing all copies, which ranks share; None if there is nothing to compare."""
     if checkpoint.options.verify is None or keys.isdisjoint(copies):
         return None
-    unsure = [(key, copy) for key, each in sorted(copies.items()) for copy in each if not copy.same]
+    unsure = [(key, copy) for key, key_copies in sorted(copies.items()) for copy in key_copies if not copy.same]
     keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in unsure])
     find = partial(_differing, checkpoint, [copy for _, copy in unsure])
     return Resolution(find, keep, partial(_readable, checkpoint, copies))
 
 
 def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
-    """Yield the boxes of which copies may differ, with all that have one."""
-    for key, each in sorted(copies.items()):
+    """Yield each box whose copies may differ, with the reader of each copy."""
+    for key, key_copies in sorted(copies.items()):
         boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
-        for one, other, places, offset, _ in each:
+        for one, other, places, offset, _ in key_copies:
             readers = boxes.setdefault(offset, [(places[0], partial(_read, checkpoint, one))])
             readers.append((places[1], partial(_read, checkpoint, other)))
         yield from (Copies(key, offset, readers) for offset, readers in boxes.items())
@@ -152,11 +152,11 @@ def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
 
 
 def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
-    """Return the numbers of those copies of a share that differ."""
+    """Return the numbers of the copies in a share that differ."""
     total = sum(_nbytes(copy.one) for copy in copies)
     numbers, before = [], 0
     for number, copy in enumerate(copies):
-        # By where its middle lies.
+        # A copy belongs to the share that its middle byte lies in.
         mine = (2 * before + _nbytes(copy.one)) * shares // (2 * total or 1)
         if min(mine, shares - 1) == share and _differs(checkpoint, copy):
             numbers.append(number)

@@ -1,4 +1,4 @@
-"""Files of torch.save, which may be untrusted: their values read by type, and the few tensors that are read at once."""
+"""Files of torch.save, which may be untrusted: access to their values by type, and tensors of the common state."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from ..archives import Record, StoredTensor, archive_records, describe_archive, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueAt:
-    """A value that a file holds, and where. Each method returns what it must be, or raises CorruptCheckpoint.
+    """A value in a file, and its place. Each method returns it as the type that it must have.
+
+    The methods raise CorruptCheckpoint if it has another type.
 
     Attributes:
-        value: anything.
+        value: Value of any type.
         file: Place of the file, for errors.
-        path: Path in the saved value.
+        path: Path of the value in the saved tree.
 
     Examples:
         >>> ValueAt({"groups": [{"lr": "high"}]}, "optim.pt").member("groups").items()[0].member("lr").of(int, float)
@@ -48,20 +50,20 @@ class ValueAt:
     path: TreePath = ()
 
     def of(self, *kinds: type[Any]) -> Any:
-        """Return the value, of one of these types; a bool is no int."""
+        """Return the value, which must have one of these types; a bool isn't an int."""
         if not isinstance(self.value, kinds) or (type(self.value) is bool and bool not in kinds):
             raise self._wrong(_one_of(kinds))
         return self.value
 
     def count(self) -> int:
-        """Return an int that isn't negative, and that 64 bits hold."""
+        """Return the value as a number from 0 to 2**63 - 1."""
         number: int = self.of(int)
         if not 0 <= number < 2**63:
             raise self._wrong("0 or more, in 64 bits")
         return number
 
     def shape(self) -> tuple[int, ...]:
-        """Return the lengths that a list or a tuple has."""
+        """Return the shape that a list or a tuple holds."""
         lengths = tuple(item.count() for item in self.items())
         try:
             element_count(lengths)
@@ -74,12 +76,12 @@ class ValueAt:
         return [ValueAt(item, self.file, (*self.path, at)) for at, item in enumerate(self.of(list, tuple))]
 
     def member(self, name: str, default: Any = None) -> ValueAt:
-        """Return the value of a dict under a name; the default where that is None or isn't there."""
+        """Return a dict's value under a name; the default if that is missing or None."""
         value = self.of(dict).get(name)
         return ValueAt(default if value is None else value, self.file, (*self.path, name))
 
     def members(self, *keys: type[Any]) -> dict[Any, ValueAt]:
-        """Return the values of a dict whose keys are of these types; integer keys count something."""
+        """Return the values of a dict by key; keys must have one of these types, and integers mustn't be negative."""
         entries = self.of(dict)
         for key in entries:
             if not isinstance(key, keys):
@@ -112,7 +114,7 @@ def _shown(value: Any) -> str:
 
 
 Classes = Mapping[tuple[str, str], Any]
-"""What names in pickles are: (module, qualified name) -> a constructor or a value."""
+"""Constructor or value of each name in a pickle, by module and qualified name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +125,7 @@ class ArchiveFile:
         name: Name in the checkpoint's storage.
         where: Place of the file, for errors.
         length: Length in bytes.
-        value: what was saved, with `StoredTensor` and `StoredDTensor` in place of tensors.
+        value: Saved value, with `StoredTensor` and `StoredDTensor` in place of tensors.
         records: Records of the zip, in the order of their bytes.
     """
 
@@ -135,26 +137,26 @@ class ArchiveFile:
 
     @property
     def saved(self) -> ValueAt:
-        """The value, to be read by type."""
+        """The saved value, for access by type."""
         return ValueAt(self.value, self.where)
 
 
 def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes) -> list[ArchiveFile]:
-    """Return files, each described by its directory and its pickle; several at a time.
+    """Return files, described by their directories and pickles; several are read at a time.
 
     Args:
-        checkpoint: where they are, and how it is read.
+        checkpoint: The open checkpoint.
         names: Names of the files.
-        classes: names that pickles of the format may have, beside tensors and plain data.
+        classes: Names that the format's pickles may contain beside tensors and plain data.
 
     Raises:
-        CorruptCheckpoint: a file isn't there, isn't one of torch.save's, or is named twice.
-        UnsafeFile: one names something that isn't data.
+        CorruptCheckpoint: A file is missing, isn't torch.save's, or is named twice.
+        UnsafeFile: A file names something that isn't data.
     """
     same = Counter("/".join(PurePosixPath(name).parts) for name in names)
     if twice := [repr(name) for name, count in same.items() if count > 1]:
-        what = f"open: {checkpoint.storage.where()!r}: files are named twice"
-        fix = "Each rank, and each tensor that has files of its own, has another one; load another checkpoint."
+        what = f"open: {checkpoint.storage.where()!r} names files twice"
+        fix = "Each rank or tensor must have files of its own; load another checkpoint."
         raise CorruptCheckpoint(error_text(what, offenders=twice, fix=fix))
 
     def read(name: str) -> ArchiveFile:
@@ -162,12 +164,12 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
         length = checkpoint.storage.length(name)
         if length is None:
             fix = "Copy it to the others, or load another checkpoint."
-            raise CorruptCheckpoint(error_text(f"open: {where!r} belongs to the checkpoint", found="no file", fix=fix))
+            raise CorruptCheckpoint(error_text(f"open: {where!r} is missing", fix=fix))
         with opened(checkpoint.storage, name, length) as reader:
             what = f"open: {where!r}"
-            # The pickle is the first record of most, and the directory the last.
+            # The pickle is usually the first record, and the directory is at the end.
             fetch_ahead(reader, [(0, min(_END_BYTES, length)), (max(0, length - _END_BYTES), length)])
-            with collector_paused():  # a large pickle makes millions of objects and no garbage
+            with collector_paused():  # A large pickle makes millions of objects and no garbage.
                 archive = describe_archive(
                     reader.read, reader.length, what=what, file=name, classes=classes, types=types
                 )
@@ -180,12 +182,12 @@ _END_BYTES = 64 * 1024
 
 
 def opened_at(checkpoint: Checkpoint, tensor: StoredTensor) -> AbstractContextManager[Reader]:
-    """Open the file of a stored tensor, as far as its record goes."""
+    """Open the file of a stored tensor, up to the end of the tensor's record."""
     return opened(checkpoint.storage, tensor.file, tensor.record.begin + tensor.record.nbytes)
 
 
 def filled(checkpoint: Checkpoint, value: Any) -> Any:
-    """Return a value with the elements of its tensors, which are read now: for the common state and objects."""
+    """Read the tensors in a value, such as the common state or an object, and return the value with them."""
 
     def fill(leaf: Any) -> Any:
         if not isinstance(leaf, StoredTensor):
@@ -197,17 +199,17 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 
 
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups without the numbers of their parameters, of which each optimizer has its own."""
+    """Return an optimizer's param groups without the numbers of their parameters, which differ between optimizers."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
 def is_whole_archive(storage: Storage, name: str) -> bool:
-    """Return whether an archive of torch.save has the table of its records, which is written last.
+    """Return whether a file isn't empty; an archive of torch.save must also have its directory, which is written last.
 
     Raises:
-        CorruptCheckpoint: It hasn't.
+        CorruptCheckpoint: The archive has no directory.
     """
     with storage.open(name) as reader:
-        if name.endswith(".pt"):  # metadata.pkl is a pickle alone
+        if name.endswith(".pt"):  # metadata.pkl is a plain pickle.
             archive_records(reader.read, reader.length, what=name)
         return reader.length > 0

@@ -1,4 +1,4 @@
-"""Masters beside their weights: a comparison of both, piece by piece, shows that a state belongs to its parameter."""
+"""Comparison of masters with their weights, piece by piece: it shows that a state belongs to its parameter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from ...kit import ReadReport, ShardedTensor, row_major_bits
 
 _PIECE_ELEMENTS = 4 * 1024 * 1024
-"""Masters are read into memory of their own, at most so many elements at a time."""
+"""Upper bound of the elements of a master that are in memory at a time."""
 
 Read = Callable[[Sequence[ShardedTensor]], ReadReport]
-"""Fills the shards' data in place, and returns what was read."""
+"""Function that fills the shards' data in place, and returns a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Comparison:
     """Evidence that a state's bytes belong to its parameter.
 
     Attributes:
-        master: the key of the parameter's master, whose bytes lie in the same files as the state's.
-        weight: the key of the parameter; the master, rounded, is equal to it.
+        master: Key of the parameter's master, whose bytes lie in the same files as the state's.
+        weight: Key of the parameter, which equals its master after rounding.
     """
 
     master: str
@@ -34,16 +34,16 @@ class Comparison:
 def first_difference(
     read: Read, pair: Comparison, box: ShardedTensor, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, ReadReport]:
-    """Return where a master, rounded, first differs from its weight; None if nowhere.
+    """Return the first element at which a master, after rounding, differs from its weight.
 
     Args:
-        read: reads stored tensors.
-        pair: the master and the weight.
-        box: a part of the tensor, as a shard of either.
+        read: Function that reads stored tensors.
+        pair: The master and the weight.
+        box: Part of the tensor to compare, as a shard of either.
         dtype: Dtype of the weight.
 
     Returns:
-        The indices in the global tensor, and what was read.
+        Indices in the global tensor, None if the two are equal; and the report of the reads.
     """
     report = ReadReport()
     for piece in pieces_of(replace(box, data=None)):
@@ -57,8 +57,8 @@ def first_difference(
 
 
 def _first_unlike(master: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """Return the number of the first element where a master, rounded, isn't the weight; None if there is none."""
-    if master.dtype == weight.dtype:  # a copy that nothing has rounded: bit for bit
+    """Return the number of the first element at which a master, after rounding, isn't the weight; None if equal."""
+    if master.dtype == weight.dtype:  # Nothing was rounded, so that the bits are compared.
         item = master.element_size()
         unlike = (row_major_bits(master) != row_major_bits(weight)).view(-1, item).any(dim=1)
     else:
@@ -82,9 +82,9 @@ def memory_of(shard: ShardedTensor, dtype: torch.dtype = torch.float32) -> torch
 
 
 def pieces_of(shard: ShardedTensor) -> Iterator[ShardedTensor]:
-    """Yield a shard in pieces of a few million elements, whose data are contiguous views of its data.
+    """Yield the pieces of a shard, of a few million elements each, whose data are contiguous views of its data.
 
-    A padded tensor's shard is one piece.
+    A padded tensor's shard stays one piece.
     """
     if shard.allow_shape_mismatch or prod(shard.data_shape) <= _PIECE_ELEMENTS:
         yield shard
@@ -106,7 +106,7 @@ def pieces_of(shard: ShardedTensor) -> Iterator[ShardedTensor]:
 
 
 def _part(shard: ShardedTensor, axis: int, start: int, length: int) -> ShardedTensor:
-    """Return a part of a box along a local axis: of the same global tensor, where `narrow` makes a smaller one."""
+    """Return a slice of a shard along a local axis, in the same global tensor, which `narrow` would shrink."""
     offset, shape = list(shard.global_offset), list(shard.local_shape)
     offset[shard.prepend_axis_num + axis] += start
     shape[axis] = length

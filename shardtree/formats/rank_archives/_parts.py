@@ -1,4 +1,4 @@
-"""Parts of tensors in the ranks' files: which box of a tensor each is, by its place on the mesh; which are copies."""
+"""Parts of tensors in the ranks' files: the box of each by its mesh position, and parts that are copies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chunk(length: int, pieces: int, number: int) -> tuple[int, int]:
-    """Return where a piece of an interval begins, and how long it is, cut as torch.chunk does.
+    """Return offset and length of a piece of an interval that is cut as torch.chunk cuts.
 
-    Pieces of the length divided by their number, rounded up, then a shorter one, then empty ones.
+    Pieces have the length divided by their number, rounded up; then come a shorter one and empty ones.
 
     Examples:
         >>> [chunk(10, 4, number) for number in range(4)], [chunk(3, 4, number)[1] for number in range(4)]
@@ -34,10 +34,10 @@ def placed_box(shape: tuple[int, ...], parts: DTensorParts) -> Box:
 
     Args:
         shape: Shape of the global tensor.
-        parts: the placements, and the rank's position.
+        parts: Placements of the tensor, and the rank's mesh position.
 
     Raises:
-        ValueError: the rank holds terms of a sum, or the placements contradict each other or the shape.
+        ValueError: The rank holds terms of a sum, or the placements contradict each other or the shape.
 
     Examples:
         >>> from shardtree.formats.archives import Placement
@@ -56,14 +56,14 @@ def placed_box(shape: tuple[int, ...], parts: DTensorParts) -> Box:
 
 
 def _in_order(parts: DTensorParts, axes: int) -> list[int]:
-    """Return the mesh's axes that cut, in the order in which they do."""
+    """Return the axes of the mesh that shard the tensor, in the order of their cuts."""
     cuts = [axis for axis, placement in enumerate(parts.placements) if placement.kind in ("shard", "strided")]
     for axis, placement in enumerate(parts.placements):
         if placement.kind == "partial":
             raise ValueError("a Partial placement: ranks hold terms of a sum, not parts of a tensor")
         if axis in cuts and not 0 <= placement.dim < axes:
             raise ValueError(f"a cut of axis {placement.dim} of a tensor with {axes} axes")
-        # FSDP2 over tensor parallelism: it cuts what the axes to its right left, though it stands to their left.
+        # FSDP2 over tensor parallelism: its axis is to the left of the others, but cuts after them.
         right = [other for other in cuts if other > axis and parts.placements[other].dim == placement.dim]
         if placement.kind == "strided" and placement.split_factor != prod(parts.sizes[other] for other in right):
             raise ValueError(f"a _StridedShard with split_factor {placement.split_factor} left of {len(right)} cuts")
@@ -73,7 +73,7 @@ def _in_order(parts: DTensorParts, axes: int) -> list[int]:
 
 
 RankPart = tuple[int, StoredTensor | StoredDTensor]
-"""The number of the file, and what a rank has of a tensor."""
+"""Number of a rank's file, and the rank's part of a tensor."""
 
 
 def local_part(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
@@ -82,14 +82,14 @@ def local_part(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
 
 
 def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | StoredDTensor) -> None:
-    """Raise unless what a file has of a tensor is its rank's own.
+    """Raise if the part of a tensor in a rank's file belongs to another rank.
 
     Raises:
-        CorruptCheckpoint: it says that it is another's.
+        CorruptCheckpoint: The part's mesh names another rank.
     """
     if isinstance(tensor, StoredDTensor) and tensor.parts.rank not in (None, rank):
         what = f"open: {file.where!r} is another rank's file"
-        fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
+        fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
         part = f"the part of rank {tensor.parts.rank} of {key[:200]!r}"
         raise CorruptCheckpoint(error_text(what, found=part, expected=f"that of rank {rank}", fix=fix))
 
@@ -97,7 +97,7 @@ def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | St
 def place_parts(
     checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> None:
-    """Add a tensor, with what each rank has of it, to `tensors`; or with the reason why it can't be read."""
+    """Add a tensor to `tensors`, with the parts of all ranks, or with the reason that it can't be read."""
     tensors.add(key, local_part(ranks[0][1]).dtype, ranks[0][1].shape)
     reason = _place(checkpoint, key, ranks, tensors, files)
     if reason:
@@ -107,16 +107,16 @@ def place_parts(
 def _place(
     checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> str:
-    """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
+    """Add the pieces of a tensor, one for each box, and return the reason that it can't be read, or ""."""
     boxes: dict[Box, RankPart] = {}
-    reason, one = "", ranks[0][1]
-    first = checkpoint.storage.where(files[ranks[0][0]].name)
+    reason, first = "", ranks[0][1]
+    first_where = checkpoint.storage.where(files[ranks[0][0]].name)
     for number, tensor in ranks:
         where = checkpoint.storage.where(files[number].name)
-        if _kind(tensor) != _kind(one):
-            reason = reason or f"{where!r} has {_shown(tensor)}, {first!r} {_shown(one)}"
-            if isinstance(one, StoredTensor) and isinstance(tensor, StoredTensor):
-                tensors.add_copy([key], one, tensor, (first, where))
+        if _kind(tensor) != _kind(first):
+            reason = reason or f"{where!r} has {_shown(tensor)}, {first_where!r} {_shown(first)}"
+            if isinstance(first, StoredTensor) and isinstance(tensor, StoredTensor):
+                tensors.add_copy([key], first, tensor, (first_where, where))
             continue
         try:
             box = _box(tensor)
@@ -133,7 +133,7 @@ def _place(
 
 
 def _box(tensor: StoredTensor | StoredDTensor) -> Box:
-    """Return the box that a rank holds; raises ValueError where that can't be told."""
+    """Return the box that a rank holds; raise ValueError if its part has another shape than the mesh gives it."""
     local = local_part(tensor)
     whole = (0,) * len(tensor.shape), tensor.shape
     box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole

@@ -1,6 +1,6 @@
-"""The rows of a format that consists of torch.save's files: loads, metadata, verify.
+"""Rows of a format whose checkpoints are torch.save's files: loads, metadata, verify.
 
-Pieces are read as they are stored, masters are rounded, and states are compared.
+Stored pieces are read, derived weights are rounded from masters, and masters are compared with weights.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from ._scattered import in_order, read_scattered, scattered_cost
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return a report of the reads.
 
     Raises:
-        KeyMismatch: the checkpoint lacks a key.
-        ShapeError: a tensor is stored with another global shape or dtype.
-        UnsupportedValue: a tensor can't be read.
-        CorruptCheckpoint: stored bytes aren't what was saved, or aren't those of their parameter.
+        KeyMismatch: The checkpoint lacks a key.
+        ShapeError: A tensor is stored with another global shape or dtype.
+        UnsupportedValue: A tensor can't be read.
+        CorruptCheckpoint: Stored bytes aren't what was saved, or belong to another parameter.
     """
     _check_loadable(checkpoint, contents, shards)
     computed = [shard for shard in shards if shard.key in contents.derived or shard.key in contents.numbers]
-    if computed:  # the plan is only made for what it checks: shapes and dtypes
+    if computed:  # The plan isn't used: making it checks shapes and dtypes.
         plan_shards(contents.shown, computed, shard_columns(computed))
-    own = [shard for shard in shards if shard.key not in contents.derived and shard.key not in contents.numbers]
-    report = ReadReport(uncompared=_uncompared(checkpoint, contents, {shard.key for shard in own}))
+    stored = [shard for shard in shards if shard.key not in contents.derived and shard.key not in contents.numbers]
+    report = ReadReport(uncompared=_uncompared(checkpoint, contents, {shard.key for shard in stored}))
     if checkpoint.options.verify is not None:
         _check_files(checkpoint, contents)
-        for shard in own:
+        for shard in stored:
             report += _compare(checkpoint, contents, shard)
-    if own:
-        report += _read(checkpoint, contents, own)
+    if stored:
+        report += _read(checkpoint, contents, stored)
     for shard in computed:
         report += _compute(checkpoint, contents, shard)
     return report
@@ -97,13 +97,13 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
 
 
 def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str], *, reads: bool) -> dict[str, str]:
-    """Return why some of these tensors can't be loaded.
+    """Return the reasons that tensors can't be loaded, by the keys of those that can't.
 
     Args:
-        checkpoint: where they are; with ``verify=None`` copies aren't compared.
+        checkpoint: The open checkpoint; with ``verify=None`` copies aren't compared.
         contents: Contents of the checkpoint.
         keys: Keys of the tensors.
-        reads: whether copies are compared whose checksums don't say whether they are equal.
+        reads: True if copies are read and compared where their checksums don't tell whether they are equal.
     """
     unique_keys = dict.fromkeys(keys)
     refused = {key: contents.refused[key] for key in unique_keys if key in contents.refused}
@@ -113,7 +113,7 @@ def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[st
         return differing_among(checkpoint, contents.copies, unique_keys) | refused
     copies = ((key, copy) for key in unique_keys for copy in contents.copies.get(key, ()))
     unlike = [(key, copy.reason) for key, copy in copies if copy.same is False]
-    return dict(reversed(unlike)) | refused  # the first of a tensor's copies that differs is named
+    return dict(reversed(unlike)) | refused  # Reversed: a tensor's first copy that differs is the one that is named.
 
 
 def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -124,7 +124,7 @@ def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
 
 
 def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
-    """Fill a shard that isn't stored as it is: a number, or its master rounded."""
+    """Fill a shard that has no bytes of its own: a number, or a weight that is rounded from its master."""
     if shard.key in contents.numbers:
         shard.data.copy_(contents.numbers[shard.key])
         return ReadReport()
@@ -136,14 +136,14 @@ def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
     return report
 
 
-# Comparing masters with weights: what shows that a rank's file is the rank's
+# Comparing masters with weights, which shows that a file belongs to its rank.
 
 
 def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
-    """Raise unless the master of a state, over the same box, is the weight once it is rounded; once for a box.
+    """Raise unless a state's master, after rounding, equals the weight over the same box; each box is compared once.
 
-    A rank's masters and moments lie in one file. So a file that was copied or exchanged shows in its masters, since the
-    weights lie in another one.
+    A rank's masters and moments lie in one file, and the weights in another. So masters that differ from the weights
+    show that a file was copied or exchanged.
     """
     pair = contents.compared.get(shard.key)
     box = (pair, shard.global_offset, shard.local_shape, str(shard.flattened_range))
@@ -176,7 +176,7 @@ def _not_its_own(
         error_text(
             f"load: {checkpoint.storage.where(name)!r} isn't the file that was saved with these weights",
             found=f"element {flat} of the master of {pair.weight!r}, rounded, isn't the weight",
-            expected="masters that are the weights, once they are rounded",
+            expected="masters that equal the weights after rounding",
             fix="A rank's file was copied, exchanged or taken from another step, or the weights were edited; "
             "load another checkpoint. LoadOptions(verify=None) skips the comparison.",
         )
@@ -184,7 +184,7 @@ def _not_its_own(
 
 
 def _compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptCheckpoint]:
-    """Yield an error for each parameter whose master isn't its weight, and for a file that isn't its rank's own."""
+    """Yield an error for each parameter whose master isn't its weight, and for a file that belongs to another rank."""
     try:
         _check_files(checkpoint, contents)
     except CorruptCheckpoint as error:
@@ -210,7 +210,7 @@ def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
 
 def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], shown: LoadPlan) -> ReadCost:
     """Return the cost of loading shards, without the comparison of masters with weights."""
-    # What is shown has the masters' places in derived tensors' rows, so that it is planned anew.
+    # In the shown index, rows of derived tensors have the masters' bytes under another dtype, so a new plan is made.
     sources = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
     columns = shard_columns(sources)
     numbers = contents.stored.find_keys(columns.keys)
@@ -221,20 +221,20 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
 
 
 def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
-    """Return a shard without data, in the key and dtype that its bytes have."""
+    """Return a shard without data, with the key and dtype of the tensor that is read for it."""
     key = contents.derived.get(shard.key, shard.key)
     return replace(shard, key=key, dtype=_stored_kind(contents, key).dtype, data=None)
 
 
 ReadContents = Callable[[Checkpoint], Contents]
-"""Returns what is in a checkpoint; raises CorruptCheckpoint if that can't be read."""
+"""Function that returns a checkpoint's contents, or raises CorruptCheckpoint if they can't be read."""
 
 
 def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
-    """Return the rows of a format that lists its files' contents: six functions, in the order of the last line.
+    """Return the rows of a format: load_common, load_sharded, load_objects, load_metadata, verify and resolve.
 
     Args:
-        read_contents: called once for an open checkpoint.
+        read_contents: Function that lists the contents of a checkpoint; called once for an open checkpoint.
     """
 
     def contents(checkpoint: Checkpoint) -> Contents:
@@ -245,7 +245,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return filled(checkpoint, contents(checkpoint).common)
 
     def load(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-        """Fill each shard's data, a contiguous tensor, in place, and return what was read."""
+        """Fill each shard's data, a contiguous tensor, in place, and return a report of the reads."""
         return load_sharded(checkpoint, contents(checkpoint), shards)
 
     def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
@@ -259,7 +259,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return load_metadata(checkpoint, contents(checkpoint))
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-        """Return which records aren't as they were saved, and which parameters' masters aren't their weights."""
+        """Return the records that aren't as they were saved, and the parameters whose masters aren't their weights."""
         try:
             content = contents(checkpoint)
         except CheckpointingException as error:
@@ -267,7 +267,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return tuple(_verified(checkpoint, content))
 
     def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-        """Return the shares in which ranks compare copies, if some have copies that only reading tells apart."""
+        """Return the work of comparing copies, which ranks share; None if checksums suffice."""
         return resolution(checkpoint, contents(checkpoint).copies, keys)
 
     return load_common, load, load_objects, metadata, verify, resolve
@@ -294,7 +294,7 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
     for file in contents.files:
         covered = ((record.begin, record.begin + record.nbytes) for record in file.records if record.crc32)
         yield from span_findings(file.name, HEADERS, file.length, covered)
-    if not any(problems):  # damaged masters differ from their weights in any case
+    if not any(problems):  # Otherwise damaged masters would differ from their weights, and be reported twice.
         yield from (Damage("", str(error)) for error in _compare_all(checkpoint, contents))
     refused = differing_among(checkpoint, contents.copies, contents.copies) | dict(contents.refused)
     yield from (Damage("", reason, keys=(key,)) for key, reason in refused.items())

@@ -1,6 +1,6 @@
-"""Tensors whose bytes are in another order than row-major: channels_last, transposed, expanded, conjugated lazily.
+"""Tensors that aren't stored in row-major order: channels_last, transposed, expanded, conjugated lazily.
 
-The index has them behind the end of their file, where no bytes are. They are read box by box, by their strides.
+The index places them behind the end of their file, where no bytes are. They are read box by box, by their strides.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ._files import opened_at
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scattered:
-    """A box of a tensor whose elements a file has in another order.
+    """A box of a tensor that a file doesn't have in row-major order.
 
     Attributes:
-        offset: The first index of the box.
-        tensor: The elements of the box in the file.
+        offset: Offset of the box in the tensor.
+        tensor: Stored tensor of the box.
     """
 
     offset: tuple[int, ...]
@@ -43,19 +43,19 @@ class Scattered:
 
 
 ByKey = Mapping[str, Sequence[Scattered]]
-"""Such boxes, by the key of their tensor."""
+"""Scattered boxes, by the key of their tensor."""
 
 
 _MOST_EXPANDED_BYTES = 32 * 1024 * 1024
-"""Bytes that expanded tensors may have beyond those of all files: a crafted file of a few bytes has no end of them."""
+"""Upper bound of the bytes of expanded tensors beyond the length of all files: a crafted file could ask for any."""
 
 
 def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[str, str]:
-    """Return the reason why some tensors aren't read, by key: expanded ones, once all of them are too large together.
+    """Return the reasons that expanded tensors can't be read, by key, from the tensor on that exceeds the upper bound.
 
     Args:
-        pieces: The key and the stored tensor of each scattered piece.
-        nbytes: The length of all files together.
+        pieces: Key and stored tensor of each scattered piece.
+        nbytes: Total length of all files.
     """
     reasons, total = dict[str, str](), 0
     for key, tensor in pieces:
@@ -67,11 +67,11 @@ def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[s
 
 
 def in_order(plan: LoadPlan, lengths: Sequence[int]) -> LoadPlan:
-    """Return the part of a plan that reads bytes which are there.
+    """Return the rows of a plan that read row-major pieces, without those of scattered boxes.
 
     Args:
-        plan: A plan on an index with scattered tensors behind the ends of files.
-        lengths: The lengths of the files, in bytes.
+        plan: Plan for an index that has scattered boxes behind the ends of files.
+        lengths: Lengths of the files, in bytes.
     """
     ends = np.array(lengths, dtype=np.int64)
     runs, strided = (rows.byte < ends[rows.file] for rows in (plan.runs, plan.strided))
@@ -79,10 +79,10 @@ def in_order(plan: LoadPlan, lengths: Sequence[int]) -> LoadPlan:
 
 
 def read_scattered(checkpoint: Checkpoint, scattered: ByKey, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill what shards have of scattered tensors, and return how much was read.
+    """Fill the parts of shards that lie in scattered boxes, and return a report of the reads.
 
     Raises:
-        CorruptCheckpoint: Bytes aren't there, or a record that is read whole, or must be checked, isn't what was saved.
+        CorruptCheckpoint: Bytes are missing, or the checksum of a record differs.
     """
     report, checked = ReadReport(), dict[tuple[str, int], bool]()
     for shard in shards:
@@ -99,7 +99,7 @@ def read_scattered(checkpoint: Checkpoint, scattered: ByKey, shards: Sequence[Sh
 
 
 def scattered_cost(scattered: ByKey, shards: Sequence[ShardedTensor]) -> ReadCost:
-    """Return the cost of reading shards of scattered tensors, each box from its first byte to its last."""
+    """Return the cost of reading the scattered boxes of shards, each from its first byte to its last."""
     cost = ReadCost()
     for shard in shards:
         for _, tensor in _parts(scattered.get(shard.key, ()), shard):
@@ -112,12 +112,12 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tuple[Place, StoredTensor]]:
-    """Yield what a shard has of scattered boxes: where it goes in the shard's memory, and what it is in a file."""
+    """Yield the intersections of a shard with scattered boxes: a view of the shard's memory, and its stored tensor."""
     if not scattered:
         return
     columns = shard_columns([shard])
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
-    beyond = boxes.offset.shape[1] - len(shard.global_shape)  # of a tensor without axes, columns have one
+    beyond = boxes.offset.shape[1] - len(shard.global_shape)  # Columns have an axis even for tensors without axes.
     offsets, shapes = boxes.offset[:, beyond:].tolist(), boxes.shape[:, beyond:].tolist()
     for (offset, shape, position), part in product(
         zip(offsets, shapes, boxes.position.tolist(), strict=True), scattered
@@ -133,13 +133,13 @@ def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tup
 
 
 def check_record(reader: Reader, tensor: StoredTensor, verify: Verify, where: str) -> bool:
-    """Return whether the record of a tensor was compared with its checksum, after doing so if it is to be.
+    """Compare the record of a tensor with its checksum if the option asks for it, and return whether it was compared.
 
     Args:
-        reader: The tensor's file.
-        tensor: The tensor, or the box of it that is read.
-        verify: The option of the load: "whole" compares records that are read whole.
-        where: The file, for messages.
+        reader: Reader of the tensor's file.
+        tensor: Tensor, or the box of it that is read.
+        verify: Option of the load: "whole" compares records that are read whole, "all" compares every record.
+        where: Place of the file, for errors.
 
     Raises:
         CorruptCheckpoint: The checksum differs.

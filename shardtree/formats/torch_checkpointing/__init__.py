@@ -1,4 +1,4 @@
-"""torch_checkpointing's folders, to which torchtitan moves from DCP: a file of torch.save for each item and rank."""
+"""Folders of torch_checkpointing, which torchtitan adopts after DCP: a file of torch.save for each item and rank."""
 
 import typing
 

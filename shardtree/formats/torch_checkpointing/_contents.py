@@ -1,4 +1,4 @@
-"""torch_checkpointing's folders, to which torchtitan moves from DCP: a file of torch.save for each item and rank."""
+"""Contents of torch_checkpointing's folders, which have a file of torch.save for each item and rank."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _TORCH = "TorchSerialization"
 
 
 PathAt = tuple[str, str]
-"""An item, and a path in it as JSON."""
+"""Name of an item, and a path in it as JSON."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """Contents of a folder's names and of its metadata.pkl.
+    """Listing of a folder, from the names of its files and its metadata.pkl.
 
     Attributes:
-        files: File of each rank that has one, by rank, for each item.
-        boxes: Descriptions in metadata.pkl of tensors that aren't DTensors but parts of a global one, by item and path
-            as JSON, then by rank. Each has the global shape and the boxes: offset there, offset in the rank's tensor,
-            and shape.
-        described: Ranks whose files hold a tensor, by item and path, as JSON from metadata.pkl.
+        files: Files of each item, by the rank that has one.
+        boxes: Descriptions in metadata.pkl of plain tensors that are parts of a global tensor, by item and path, then
+            by rank. Each has the global shape, and for each box its offset in the global tensor, its offset in the
+            rank's tensor, and its shape.
+        described: Ranks whose files have a tensor according to metadata.pkl, by item and path.
     """
 
     files: Mapping[str, Mapping[int, str]]
@@ -51,17 +51,17 @@ class Listing:
 
 
 def listed(storage: Storage) -> Listing:
-    """Return which files there are, and should be.
+    """Return the listing of a folder, after checking that each rank has its files.
 
     Raises:
-        CorruptCheckpoint: the save wasn't finished; metadata.pkl contradicts itself; a rank's file is missing.
+        CorruptCheckpoint: The save wasn't finished; metadata.pkl contradicts itself; a rank's file is missing.
         UnsafeFile: metadata.pkl names something that isn't data.
-        UnsupportedValue: an item was written by another serialization than torch.save.
+        UnsupportedValue: An item was written by another serialization than torch.save.
     """
     where = storage.where()
     if where.replace("\\", "/").rstrip("/").rpartition("/")[2].startswith("tmp_"):
-        fix = "Take an earlier step. If you know that each rank had finished, give the folder its final name."
-        found = "a folder named tmp_…, from which torch_checkpointing takes the name away when all ranks have written"
+        fix = "Take an earlier step. If you know that all ranks had finished, give the folder its final name."
+        found = "a folder named tmp_…, which torch_checkpointing renames once all ranks have written"
         raise CorruptCheckpoint(error_text(f"open: the save of {where!r} wasn't finished", found=found, fix=fix))
     names = set(storage.names())
     files: dict[str, dict[int, str]] = by_item(names)
@@ -72,14 +72,15 @@ def listed(storage: Storage) -> Listing:
     if METADATA in names:
         metadata = _metadata(storage)
         size = metadata.member("world_size").count()
-        for item, one in metadata.member("metadata").members(str).items():
-            layouts = {int(rank): each for rank, each in one.member("rank_to_layout_info").members(int, str).items()}
+        for item, description in metadata.member("metadata").members(str).items():
+            by_rank_name = description.member("rank_to_layout_info").members(int, str)
+            layouts = {int(rank): layout for rank, layout in by_rank_name.items()}
             if named := {rank: _file(item, rank, layout) for rank, layout in layouts.items()}:
                 listed_ranks[item] = named
-                # Each rank is listed, whether or not it has the item: one without a layout may have no file of it.
+                # All ranks are listed, even those without the item: a rank without a layout may have no file of it.
                 there = {rank: name for rank, name in named.items() if layouts[rank].value is not None or name in names}
                 files[item] = there or named
-            for path, groups in one.member("nested_path_to_metadata").members(str).items():
+            for path, groups in description.member("nested_path_to_metadata").members(str).items():
                 boxes |= {(item, path): by_rank} if (by_rank := _boxes(groups)) else {}
                 described[item, path] = _ranks(groups)
     size = size or 1 + max((rank for ranks in files.values() for rank in ranks), default=-1)
@@ -92,18 +93,18 @@ def _metadata(storage: Storage) -> ValueAt:
     place = storage.where(METADATA)
     metadata = ValueAt(read_pickle(storage.read(METADATA), {}, what=f"open: {place!r}"), place)
     if metadata.member("version", "1.0").of(str) != "2.0":
-        fix = "Load it with torch_checkpointing, and save it anew."
-        raise UnsupportedValue(error_text(f"open: {place!r} is of version 1.0 of its format", fix=fix))
+        fix = "Load it with torch_checkpointing, and save it again."
+        raise UnsupportedValue(error_text(f"open: {place!r} has version 1.0 of its format", expected="2.0", fix=fix))
     return metadata
 
 
 def _check_files(where: str, files: Mapping[str, Mapping[int, str]], size: int) -> None:
-    """Raise where a rank's file isn't named."""
-    # An item may be one rank's alone; one that several ranks have, each has.
+    """Raise if a rank's file is missing."""
+    # An item belongs either to one rank or to all ranks.
     present = {item: sum(rank < size for rank in ranks) for item, ranks in files.items() if len(ranks) > 1}
     count = sum(size - there for there in present.values())
     if count:
-        # Made as far as they are shown: metadata.pkl may claim any number of ranks, for any number of items.
+        # A generator makes only the names that are shown: metadata.pkl may claim any number of ranks and items.
         missing = (
             f"{item}_{rank}.pt" for item, there in present.items() for rank in missing_numbers(files[item], there, size)
         )
@@ -117,13 +118,14 @@ def _file(item: str, rank: int, layout: ValueAt) -> str:
     kind = layout.member("serialization_format").member("type").of(str)
     name: str = layout.member("file_path").of(str)
     if kind != _TORCH:
-        fix = "Load it with torch_checkpointing; of its serializations torch.save's is read here."
-        raise UnsupportedValue(error_text(f"open: {layout.file!r}: {name!r} is written by {kind}", fix=fix))
+        fix = "Load it with torch_checkpointing."
+        what = f"open: {layout.file!r}: {name!r} has another serialization than torch.save"
+        raise UnsupportedValue(error_text(what, found=kind[:100], expected=_TORCH, fix=fix))
     return name
 
 
 def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
-    """Return by rank what is said of a tensor that isn't a DTensor; a DTensor says itself where it lies."""
+    """Return the description of a plain tensor by rank; a DTensor describes itself."""
     boxes: dict[int, ValueAt] = {}
     for group in groups.items():
         sharding = group.member("sharding_metadata")
@@ -133,60 +135,60 @@ def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
 
 
 def _ranks(groups: ValueAt) -> frozenset[int]:
-    """Return the ranks whose files hold a tensor, as far as it is said."""
-    found = set[int]()
+    """Return the ranks whose files have a tensor, according to metadata.pkl."""
+    holders = set[int]()
     for group in groups.items():
         ranks = {rank.count() for rank in group.member("ranks").items()}
-        found |= {min(ranks)} if ranks and _is_replicated(group.member("sharding_metadata")) else ranks
-    return frozenset(found)
+        holders |= {min(ranks)} if ranks and _is_replicated(group.member("sharding_metadata")) else ranks
+    return frozenset(holders)
 
 
 def _is_replicated(sharding: ValueAt) -> bool:
-    """Return whether a tensor is described as one that each rank has whole."""
-    # So is a plain tensor, as of all ranks, by the first alone: with pipeline parallelism the others have none of it.
+    """Return whether a tensor is described as a replica on each rank."""
+    # A plain tensor is described so by the first rank for all; with pipeline parallelism, other ranks may lack it.
     if sharding.member("type").of(str) != "DTensorShardingMetadata":
         return False
     placements = sharding.member("data").member("placements", ()).items()
-    kinds = {each.member("type").of(str) for each in placements}
+    kinds = {placement.member("type").of(str) for placement in placements}
     return kinds == {"Replicate"}
 
 
 RankPart = tuple[int, int, StoredTensor | StoredDTensor]
-"""A rank, the number of its file, and what it has of a tensor."""
+"""A rank, the number of its file, and its part of a tensor."""
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
     """Return the contents of the items' files, after comparing tensors that several ranks have.
 
     Raises:
-        CorruptCheckpoint: the save wasn't finished, a rank's file or a described tensor is missing, a file is named
+        CorruptCheckpoint: The save wasn't finished, a rank's file or a described tensor is missing, a file is named
             twice, or the files contradict each other.
-        UnsafeFile: a file names something that isn't data.
-        UnsupportedValue: an item was written by another serialization than torch.save.
+        UnsafeFile: A file names something that isn't data.
+        UnsupportedValue: An item was written by another serialization than torch.save.
     """
     listing = listed(checkpoint.storage)
     files = read_archives(checkpoint, [name for ranks in listing.files.values() for name in ranks.values()], {})
     numbered_files = iter(enumerate(files))
     tensors, common, objects = Tensors(), dict[str, Any](), dict[str, Any]()
-    held: dict[PathAt, set[int]] = {}
+    holders: dict[PathAt, set[int]] = {}
     for item, ranks in listing.files.items():
-        by_path, rest = _by_path(item, [(rank, *next(numbered_files)) for rank in ranks])
+        by_path, others = _by_path(item, [(rank, *next(numbered_files)) for rank in ranks])
         for path, parts in by_path.items():
             key = ".".join([item, *map(str, path)])
             place = item, json.dumps(list(path), separators=(",", ":"), default=str)
-            held[place] = {rank for rank, _, _ in parts}
+            holders[place] = {rank for rank, _, _ in parts}
             boxes = listing.boxes.get(place)
             if boxes is None:
-                place_parts(checkpoint, key, [each[1:] for each in parts], tensors, files)
+                place_parts(checkpoint, key, [part[1:] for part in parts], tensors, files)
             else:
                 _place_boxes(key, parts, boxes, tensors, files)
-        first = next(iter(rest.values()))
-        if any(diff(first, other) for other in rest.values()):
-            cells = {rank: ShardedObject(item, None, (len(rest),), (cell,)) for cell, rank in enumerate(rest)}
-            objects |= {cells[rank].unique_key: {} if value is HOLE else value for rank, value in rest.items()}
+        first = next(iter(others.values()))
+        if any(diff(first, other) for other in others.values()):
+            cells = {rank: ShardedObject(item, None, (len(others),), (cell,)) for cell, rank in enumerate(others)}
+            objects |= {cells[rank].unique_key: {} if value is HOLE else value for rank, value in others.items()}
         elif first is not HOLE:
             common[item] = first
-    _check_held(checkpoint.storage, listing, held)
+    _check_described(checkpoint.storage, listing, holders)
     return contents_of(files, tensors, common=common, objects=objects, where=checkpoint.storage.where)
 
 
@@ -197,31 +199,31 @@ def _by_path(
 
     Args:
         item: Name of the item, for errors.
-        files: rank, number and content of each file.
+        files: Rank, number and content of each file.
     """
     by_path: dict[TreePath, list[RankPart]] = {}
-    rest: dict[int, Any] = {}
+    others: dict[int, Any] = {}
     for rank, number, file in files:
         for path, tensor in _tensors(file.value, ()):
             check_rank(file, rank, ".".join([item, *map(str, path)]), tensor)
             by_path.setdefault(path, []).append((rank, number, tensor))
-        rest[rank] = _without_tensors(file.value)
-        _refuse_hidden(rest[rank], file.where)
-    return by_path, rest
+        others[rank] = _without_tensors(file.value)
+        _refuse_hidden(others[rank], file.where)
+    return by_path, others
 
 
-def _check_held(storage: Storage, listing: Listing, held: Mapping[PathAt, Set[int]]) -> None:
-    """Raise where a file lacks a tensor that metadata.pkl describes: it would be missing without a word."""
+def _check_described(storage: Storage, listing: Listing, holders: Mapping[PathAt, Set[int]]) -> None:
+    """Raise if a file lacks a tensor that metadata.pkl describes, which would otherwise be missing silently."""
     wrong = []
     for (item, path), ranks in listing.described.items():
-        there = held.get((item, path), frozenset())
+        there = holders.get((item, path), frozenset())
         if lacking := ranks - there:
             wrong.append(f"{path[:200]} in {item[:200]!r}: not in the files of {rank_text(sorted(lacking))}")
         elif not there:
             wrong.append(f"{path[:200]} in {item[:200]!r}: in no file")
     if wrong:
-        what = f"open: files don't hold tensors that {storage.where(METADATA)!r} describes"
-        fix = "A file is of another save, or was changed; copy all of one save's files, or load another checkpoint."
+        what = f"open: files lack tensors that {storage.where(METADATA)!r} describes"
+        fix = "A file belongs to another save, or was changed; copy all files of one save, or load another checkpoint."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
 
@@ -234,51 +236,51 @@ def _tensors(value: Any, path: TreePath) -> Iterator[tuple[TreePath, StoredTenso
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return a value with holes for its tensors, and without what holds nothing else; a hole where all are tensors."""
+    """Return a value without its tensors: holes in lists and tuples, no dict entries; a hole if nothing is left."""
     if isinstance(value, (StoredTensor, StoredDTensor)):
         return HOLE
     if isinstance(value, dict):
-        members = {key: rest for key, member in value.items() if (rest := _without_tensors(member)) is not HOLE}
-        return members if members or not value else HOLE
+        entries = {key: plain for key, member in value.items() if (plain := _without_tensors(member)) is not HOLE}
+        return entries if entries or not value else HOLE
     if type(value) in (list, tuple):
-        rests = [_without_tensors(member) for member in value]
-        return HOLE if rests and all(rest is HOLE for rest in rests) else type(value)(rests)
+        items = [_without_tensors(member) for member in value]
+        return HOLE if items and all(item is HOLE for item in items) else type(value)(items)
     return value
 
 
 def _refuse_hidden(value: Any, where: str) -> None:
-    """Raise if a value has tensors where no path leads: in a set, as a dict's key, in an object.
+    """Raise if a value has tensors that have no path: in a set, as a dict's key, in an object.
 
     Raises:
-        UnsupportedValue: it has.
+        UnsupportedValue: It has such tensors.
     """
     left, ids = [value], set[int]()
     while left:
-        one = left.pop()
-        if isinstance(one, (StoredTensor, StoredDTensor)):
+        node = left.pop()
+        if isinstance(node, (StoredTensor, StoredDTensor)):
             what = f"open: {where!r} has tensors outside of dicts, lists and tuples"
             fix = "Load it with torch_checkpointing, and save these tensors in a dict."
             raise UnsupportedValue(error_text(what, found="one in a set or an object, or as a key", fix=fix))
-        if id(one) not in ids:
-            ids.add(id(one))
-            left.extend(contents(one))
+        if id(node) not in ids:
+            ids.add(id(node))
+            left.extend(contents(node))
 
 
 def _place_boxes(
     key: str, parts: Sequence[RankPart], boxes: Mapping[int, ValueAt], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> None:
-    """Add a tensor of which ranks have boxes that metadata.pkl describes; or the reason why it can't be read."""
+    """Add a tensor whose boxes metadata.pkl describes, or the reason that it can't be read."""
     whole, dtype = next(iter(boxes.values())).member("global_shape").shape(), local_part(parts[0][2]).dtype
     tensors.add(key, dtype, whole)
     places = dict[tuple[tuple[int, ...], ...], tuple[int, StoredTensor]]()
     for rank, number, tensor in parts:
         if rank not in boxes or not isinstance(tensor, StoredTensor) or tensor.dtype != dtype:
-            tensors.refused[key] = f"{files[number].where!r} has another kind of it than metadata.pkl says"
+            tensors.refused[key] = f"{files[number].where!r} has it in another form than metadata.pkl describes"
             return
         names = ("global_offsets", "local_offsets", "local_sizes")
-        rows = [[each.shape() for each in boxes[rank].member(name).items()] for name in names]
+        rows = [[numbers.shape() for numbers in boxes[rank].member(name).items()] for name in names]
         if boxes[rank].member("global_shape").shape() != whole or len({*map(len, rows)}) > 1:
-            tensors.refused[key] = f"what metadata.pkl says of {files[number].where!r} contradicts itself"
+            tensors.refused[key] = f"metadata.pkl contradicts itself about {files[number].where!r}"
             return
         for offset, inner, size in zip(*rows, strict=True):
             if not _is_inside(inner, size, tensor.shape) or not _is_inside(offset, size, whole):
@@ -287,7 +289,7 @@ def _place_boxes(
             first, other = places.setdefault((offset, size), (number, tensor))
             if first == number:
                 tensors.pieces.append(piece_of(key, number, box_of(tensor, (inner, size)), offset))
-            elif tensor.shape != size or other.shape != size:  # checksums are of whole tensors
+            elif tensor.shape != size or other.shape != size:  # Checksums are only known for whole tensors.
                 tensors.refused[key] = f"{files[number].where!r} has a copy of a part of {files[first].where!r}"
                 return
             else:

@@ -1,4 +1,4 @@
-"""Which files of a folder are those of torch_checkpointing's items, by their names."""
+"""Files of torch_checkpointing's items in a folder, by their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def recognize(storage: Storage) -> Fields | None:
         return None
     names = storage.names()
     items = by_item(names)
-    # Without metadata.pkl, which not each save writes, only names say it: each rank has a file of some item.
+    # Not every save writes metadata.pkl. Without it, only names tell: each rank must have a file of some item.
     ranks = {rank for item in items.values() for rank in item}
     has_all_ranks = bool(ranks) and ranks == set(range(len(ranks))) and all(0 in item for item in items.values())
     if METADATA not in names and not has_all_ranks:
@@ -33,7 +33,7 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return the files that are named as items of ranks are.
+    """Return the files with names of items, by item and rank.
 
     Examples:
         >>> by_item(["model_0.pt", "model_1.pt", "lr_scheduler_0.pt", "notes.txt"])

@@ -1,4 +1,4 @@
-"""Archives of torch.save in data files: Megatron-Core's `torch_dist`, and what torch.distributed.checkpoint writes."""
+"""Formats with torch.save's archives in data files: Megatron-Core's `torch_dist` and torch.distributed.checkpoint's."""
 
 import pickle
 
@@ -6,14 +6,14 @@ from ...kit import Fields, Storage, fields_of_backend
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the backends of a folder that torch.distributed.checkpoint wrote, None if it isn't one."""
-    # With a common.pt it is a checkpoint of Megatron-Core without its last file, metadata.json: never finished.
+    """Return the fields of metadata.json for a folder that torch.distributed.checkpoint wrote; None for others."""
+    # A folder with a common.pt is an unfinished checkpoint of Megatron-Core, which lacks its last file, metadata.json.
     if storage.length(".metadata") is None or storage.length("common.pt") is not None:
         return None
     return fields_of_backend("dcp", 1)
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether a pickle ends as pickles do."""
+    """Return whether a file ends with the last opcode of a pickle."""
     with storage.open(name) as reader:
         return bytes(reader.read(max(0, reader.length - 1), reader.length)) == pickle.STOP

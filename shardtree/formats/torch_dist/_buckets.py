@@ -1,9 +1,9 @@
-"""Buckets of Megatron-Core's distributed optimizer (`dp_reshardable`): which parameter each range of one is.
+"""Buckets of Megatron-Core's distributed optimizer (`dp_reshardable`), and the parameters that their ranges are.
 
-A bucket is a 1-D tensor of a data-parallel group's float32 masters, or of their moments, without names. Where its
-chunks begin says which ranges can be parameters; a parameter is then a piece of the model whose values its masters
-have, rounded to the weight's dtype. Pieces with equal values, such as fresh norms, are told apart by the order of
-modules.
+A bucket is a 1-D tensor of a data-parallel group's float32 masters, or of their moments, without names. The offsets of
+its chunks say which ranges can be parameters. A range's parameter is the piece of the model that equals the masters of
+the range after rounding to the weight's dtype. Pieces with equal values, such as fresh norms, are distinguished by the
+order of modules.
 
 References:
     megatron.core.optimizer.distrib_optimizer, megatron.core.distributed.param_and_grad_buffer, megatron-core 0.16.1.
@@ -26,7 +26,7 @@ from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ._metadata_content import TensorEntry
 from ._pickled_columns import Ints
 
-# What `.metadata` lists: buckets of several states, and pieces of the model
+# This section finds the buckets and the pieces of the model that `.metadata` lists.
 
 _BUCKET = re.compile(
     r"(?P<group>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_(?P<buffer>\d{1,18})"
@@ -37,10 +37,10 @@ _GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d
 _SIZES = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.per_bucket_numel\w*/.*")
 
 MASTER = "param"
-"""The state that holds the float32 masters."""
+"""Name of the state that holds the float32 masters."""
 
 _ALIGNMENT = 64
-"""In elements: each parameter begins at a multiple of it within its bucket."""
+"""Alignment of parameters in a bucket, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Bucket:
     """Consecutive parameters of a model-parallel rank, in the reverse order of its modules.
 
     Attributes:
-        name: the bucket's key without its last part.
-        group: the model-parallel rank that it belongs to.
-        buffer: the buffer that it is a part of, by number and dtype.
+        name: Key of the bucket's states without its last part.
+        group: Name of the model-parallel rank that the bucket belongs to.
+        buffer: Number and dtype of the buffer that the bucket is part of.
         number: Number of the bucket in its buffer.
         dtype: Dtype of the parameters, by torch's name.
-        states: what is stored of them, masters and moments, each with its dtype; ascending.
-        edges: where stored chunks begin, and the bucket's length; ascending.
+        states: Name and dtype of each stored state, masters and moments; ascending.
+        edges: Offsets of stored chunks, and the bucket's length; ascending.
     """
 
     name: str
@@ -83,11 +83,11 @@ class BucketPiece(NamedTuple):
 
 
 Candidate = tuple[BucketPiece, ...]
-"""What a parameter may be: one piece, or two that the parameter holds one after the other (a gated fc1's halves)."""
+"""Pieces that a parameter may consist of: one, or the two halves of a gated fc1 one after the other."""
 
 
 def is_bucket(key: str) -> bool:
-    """Return whether a key is that of a state of a bucket.
+    """Return whether a key belongs to a state of a bucket.
 
     Examples:
         >>> group = "optimizer.distributed.dp_group_idx_0"
@@ -108,11 +108,11 @@ def is_groups(unique_key: str) -> bool:
 
 
 def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
-    """Return the buckets that `.metadata` lists, by group, buffer and place in it.
+    """Return the buckets that `.metadata` lists, sorted by group, buffer and number.
 
     Raises:
-        CorruptCheckpoint: states of a bucket are cut differently, or one has no float32 masters.
-        UnsupportedValue: one has remainders in the masters' place.
+        CorruptCheckpoint: States of a bucket have different chunks, or a bucket has no float32 masters.
+        UnsupportedValue: A bucket has 16-bit remainders instead of masters.
     """
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     names = {}
@@ -127,12 +127,12 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
-        what = f"open: {name!r} has 16-bit remainders in place of masters, which don't show whose states they are"
-        fix = "Load the model alone, go on with the same model parallelism, or save with store_param_remainders=False."
+        what = f"open: {name!r} has 16-bit remainders in place of masters, which don't show the states' parameters"
+        fix = "Load the model alone, or go on in Megatron-Core and save with store_param_remainders=False."
         raise UnsupportedValue(error_text(what, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."
-        expected = f"{MASTER} in float32, and moments, cut alike"
+        expected = f"{MASTER} in float32, and moments with the same chunks"
         raise CorruptCheckpoint(
             error_text(f"open: bucket {name!r} is not sound", found=sorted(states), expected=expected, fix=fix)
         )
@@ -147,7 +147,7 @@ def _place(bucket: Bucket) -> tuple[str, tuple[int, str], int]:
 
 
 def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[BucketPiece]]:
-    """Return the pieces that may be parameters, by dtype as torch names it."""
+    """Return the pieces that may be parameters, by the name of their dtype."""
     by_dtype: dict[str, list[BucketPiece]] = defaultdict(list)
     for key, entry in tensors.items():
         if entry.dtype is not None and entry.dtype.is_floating_point and not is_bucket(key):
@@ -158,7 +158,7 @@ def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[BucketPiece]
 
 
 def halves(pieces: Sequence[BucketPiece]) -> Iterator[Candidate]:
-    """Yield the pairs of pieces that a rank may hold as one parameter: gate rows, then up rows of a `linear_fc1`.
+    """Yield the pairs of pieces that a rank may hold as one parameter: gate rows and up rows of a `linear_fc1`.
 
     Megatron-Core stores them as chunks r and r + n / 2 of n along an axis, or under two keys that end in `_w` and `_v`.
     """
@@ -173,7 +173,7 @@ def halves(pieces: Sequence[BucketPiece]) -> Iterator[Candidate]:
 
 
 def may_be_gated(piece: BucketPiece) -> bool:
-    """Return whether a piece may be one half of what a rank holds as one parameter."""
+    """Return whether a piece may be one half of a rank's parameter."""
     return "linear_fc1" in piece.key
 
 
@@ -182,17 +182,17 @@ def _half_further(piece: BucketPiece, axis: int) -> Ints:
     return (*offset[:axis], offset[axis] + piece.global_shape[axis] // 2, *offset[axis + 1 :])
 
 
-# Reading a bucket from left to right
+# This section reads a bucket from left to right.
 
 
 class Unit(NamedTuple):
     """A parameter in a bucket.
 
     Attributes:
-        bucket: that it lies in.
+        bucket: Bucket that it lies in.
         begin: First element in the bucket.
-        end: one past its last one.
-        candidates: what it may be, by its values.
+        end: One past the last element.
+        candidates: Pieces of the model that have its values.
     """
 
     bucket: Bucket
@@ -205,22 +205,22 @@ Reading = tuple[Unit, ...]
 """The parameters of a bucket, in order."""
 
 MOST_READINGS = 64
-"""Of a bucket: where there are as many, there may be more."""
+"""Upper bound of the readings of a bucket; if there are as many, there may be more."""
 
 
 def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], Sequence[Candidate]]) -> list[Reading]:
-    """Return the ways to read a bucket, each with all parameters in order; mostly there is one.
+    """Return the readings of a bucket, each with all parameters in order; usually there is one.
 
     Args:
-        bucket: what is read.
-        sizes: Sizes of all candidates, in elements, each once.
-        matches: returns the candidates whose values are those of a range of masters, rounded.
+        bucket: Bucket to read.
+        sizes: Distinct sizes of all candidates, in elements.
+        matches: Function that returns the candidates equal to a range of masters after rounding.
 
     Raises:
-        UnsupportedValue: no reading has a parameter at each aligned place.
+        UnsupportedValue: The model's parameters don't fill the bucket in any way.
     """
     length, cuts = bucket.edges[-1], _slice_edges(bucket.edges)
-    # A chunk that isn't cut by the end of a data-parallel rank's slice is one parameter, or the padding after one.
+    # A chunk that no data-parallel rank's slice cuts is a whole parameter, or the padding after one.
     edges, fixed_edges = set(bucket.edges), [edge for edge in bucket.edges if edge not in cuts]
     units: dict[int, list[Unit]] = {}
     ahead = [0]
@@ -242,13 +242,15 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
         readings[at] = [*islice(tails, MOST_READINGS)]
     if readings[0]:
         return readings[0]
-    fix = "Weights and optimizer aren't of one step, or were edited since. Load the model alone, or another checkpoint."
-    what = f"open: {bucket.name!r}, from element {max(units)}: no parameter of the model has the values"
+    fix = (
+        "Weights and optimizer belong to different steps, or were edited. Load the model alone, or another checkpoint."
+    )
+    what = f"open: {bucket.name!r}, from element {max(units)}: no parameter of the model has these values"
     raise UnsupportedValue(error_text(what, fix=fix))
 
 
 def _slice_edges(edges: Ints) -> set[int]:
-    """Return where slices of data-parallel ranks may end: at the multiples of a length, if all of these are edges."""
+    """Return the possible ends of data-parallel ranks' slices: multiples of a length that are all edges of chunks."""
     multiples, all_edges, length = set[int](), set(edges), edges[-1]
     for size in edges[1:-1]:
         ends = range(size, length, size)
@@ -258,17 +260,17 @@ def _slice_edges(edges: Ints) -> set[int]:
 
 
 def _is_slice(size: int, length: int) -> bool:
-    """Return whether some number of ranks cut a bucket into slices of a size.
+    """Return whether there is a number of ranks that cut a bucket into slices of a size.
 
-    Megatron-Core pads a bucket to a multiple of 128 and of the ranks, or of 65,536 as well, before it is cut.
+    Megatron-Core pads a bucket to a multiple of 128 and of the number of ranks, or of 65,536 too, before it cuts it.
     """
     if size <= 128:
-        return True  # where ranks are many
+        return True  # There may be as many ranks as needed.
     least = -(-length // size)
     more = ((lcm(ranks, 128), ranks) for ranks in range(least, length // (size - 128) + 2))
     return any(-(-length // unit) * unit == size * ranks for unit, ranks in chain([(lcm(least, 65536), least)], more))
 
 
 def _after(end: int, length: int) -> int:
-    """Return where the parameter after one that ends somewhere begins, after the padding."""
+    """Return the offset of the parameter that follows one with a given end, after the padding."""
     return min(-(-end // _ALIGNMENT) * _ALIGNMENT, length)

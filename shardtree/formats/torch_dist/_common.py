@@ -1,4 +1,4 @@
-"""The common state: in one object, as Megatron-Core has it, or an archive for each value, as DCP has it."""
+"""The common state: one object in Megatron-Core's checkpoints, an archive for each value in DCP's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ._metadata_file import INDEX_FILE, unsound
 from ._payloads import decoded
 
 _MOST_GAPS = 100_000
-"""The most empty positions in lists. A list's length isn't stored: guards against a path with a huge position."""
+"""Upper bound of the empty positions in lists: lengths aren't stored, and a crafted path may have a huge position."""
 
 
 def load_common(checkpoint: Checkpoint) -> Any:
-    """Return the common state, which newer releases of Megatron-Core keep as an object, without a common.pt.
+    """Return the common state that newer releases of Megatron-Core store as an object, rather than in common.pt.
 
     Raises:
-        CorruptCheckpoint: there is none.
-        UnsafeFile: it needs code to run, and `allow_pickle` isn't given.
+        CorruptCheckpoint: There is no such object.
+        UnsafeFile: Reading it takes pickled code, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
     if COMMON_OBJECT not in listing.values:
@@ -37,11 +37,11 @@ def load_common(checkpoint: Checkpoint) -> Any:
 
 
 def load_dcp_common(checkpoint: Checkpoint) -> Any:
-    """Return the nested state that was saved, with holes where tensors were, and what Lightning keeps beside it.
+    """Return the nested state that was saved, with holes for tensors, and with the content of Lightning's meta.pt.
 
     Raises:
-        CorruptCheckpoint: the places of its values contradict each other, or what is beside them can't be read.
-        UnsafeFile: a value needs code to run, and `allow_pickle` isn't given.
+        CorruptCheckpoint: The paths of values contradict each other, or meta.pt can't be read.
+        UnsafeFile: Reading a value takes pickled code, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
     numbers = {name: number for name, number in listing.values.items() if not is_object(name)}
@@ -62,22 +62,22 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
 def _with_meta(state: dict[str, Any], meta: Any) -> dict[str, Any]:
     twice = sorted(map(str, state.keys() & meta.keys())) if isinstance(meta, dict) else ["not a dict"]
     if twice:
-        raise ValueError(f"{META_FILE} doesn't go with the rest: {', '.join(twice)[:200]}")
+        raise ValueError(f"{META_FILE} contradicts the other files: {', '.join(twice)[:200]}")
     return {**state, **meta}
 
 
 def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, Any]] = MappingProxyType({})) -> Any:
-    """Return leaves as nested dicts and lists: a number in a path is a position in a list.
+    """Return leaves as nested dicts and lists; a number in a path is a position in a list.
 
-    A container of nothing but holes becomes a hole itself, except for the outermost dict. Positions of a list without a
-    stored value are None, as in torch.distributed.checkpoint.
+    A container that holds only holes becomes a hole itself, except for the outermost dict. Positions of a list without
+    a stored value are None, as in torch.distributed.checkpoint.
 
     Args:
         leaves: Values by their paths.
-        kinds: Empty dicts of other kinds, by the paths of those that are such.
+        kinds: Empty dicts of other types, by the paths of the dicts that have them.
 
     Raises:
-        ValueError: paths contradict each other.
+        ValueError: Paths contradict each other.
 
     Examples:
         >>> nested({("model", "w"): HOLE, ("steps", 0): 3, ("steps", 1, "lr"): 0.1})
@@ -104,15 +104,15 @@ class _Container(dict[str | int, Any]):
     """A container that is being filled, by name or by position.
 
     Attributes:
-        kind: An empty dict of the kind that it is, where it has names.
+        kind: Empty dict of its type, if it has names.
     """
 
     kind: dict[Any, Any] = {}  # noqa: RUF012 (never changed)
 
 
 def _check_lists(root: _Container) -> None:
-    """Raise unless each container has either names or positions, and its positions leave few places empty."""
-    # With a list of nodes, not by recursion: paths come from a file.
+    """Raise unless each container has either names or positions, and positions leave few gaps."""
+    # The nodes are in a list rather than on the call stack, since paths come from a file and may be deep.
     gaps, nodes = 0, [root]
     while nodes:
         node = nodes.pop()
@@ -121,14 +121,14 @@ def _check_lists(root: _Container) -> None:
         if positions and (len(positions) != len(node) or min(positions) < 0):
             raise ValueError("a container has both names and positions as entries")
         if positions and type(node.kind) is not dict:
-            raise ValueError("a list has a record of a dict")
+            raise ValueError("a list is recorded as a dict")
         gaps += max(positions, default=-1) + 1 - len(positions)
     if gaps > _MOST_GAPS:
         raise ValueError(f"lists with {gaps} positions without a stored value")
 
 
 def _container(node: _Container) -> dict[Any, Any] | list[Any]:
-    """Return a container as the dict or list that it is."""
+    """Return a container as a dict, or as a list if its entries are positions."""
     children = {entry: _close(child) if isinstance(child, _Container) else child for entry, child in node.items()}
     if any(isinstance(entry, int) for entry in children):
         return [children.get(position) for position in range(int(max(children)) + 1)]
@@ -138,31 +138,31 @@ def _container(node: _Container) -> dict[Any, Any] | list[Any]:
 
 
 def _close(node: _Container) -> Any:
-    """Return a container that lies in another one: a hole if it holds nothing but holes."""
+    """Return a container inside another one: a hole if it holds only holes."""
     container = _container(node)
     inside = container.values() if isinstance(container, dict) else container
     return HOLE if all(value is HOLE for value in inside) else container
 
 
-# Writing the common state as torch.distributed.checkpoint's entries: each plain value with its name and its path
+# This section lists the common state as torch.distributed.checkpoint does: each plain value with its name and path.
 
 Value = tuple[TreePath, Any]
 
 
 def named_values(common: Any) -> dict[str, Value]:
-    """Return the plain values of a common tree by name, each with its path: the name is the path, joined by dots.
+    """Return the plain values of a common tree with their paths, by name: the path joined by dots.
 
-    Dicts are flattened, and lists that hold such dicts; anything else is one value, stored whole. That is DCP's own
-    rule but for what it would lose, which is stored whole too: an empty dict (DCP forgets it), a dict whose keys aren't
-    all texts (DCP makes texts of them), a list of tensors (DCP doesn't find the names of plain values in it again when
-    a checkpoint is converted), a list that shards stood in (DCP loses the positions before a value), and an instance of
-    a subclass, as a Counter.
+    Dicts are flattened, and lists that contain such dicts; any other value is stored whole. This is DCP's own rule,
+    except that values which DCP would lose are stored whole too: an empty dict (DCP omits it), a dict whose keys aren't
+    all strings (DCP makes strings of them), a list of tensors (DCP doesn't find the names of plain values in it when a
+    checkpoint is converted), a list with holes of shards (DCP loses the positions before a value), and an instance of a
+    subclass, such as a Counter.
 
     Args:
         common: Common state, such as `common_with_holes` returns.
 
     Raises:
-        TreeError: it isn't a dict, or two values have one name.
+        TreeError: The common state isn't a dict, or two values have one name.
 
     Examples:
         >>> for name, value in named_values({"step": 3, "groups": [{"lr": 0.1}, {"lr": 0.2}]}).items():
@@ -188,10 +188,8 @@ def _top_values(common: Any) -> Iterator[Value]:
         for key, value in plain.items():
             yield from _values((key,), value)
     elif any(leaf is not HOLE for _, leaf in leaves_with_paths(plain)):
-        what = "save: torch.distributed.checkpoint keeps plain values in a dict with texts as keys"
-        raise TreeError(
-            error_text(what, found=f"{type(common).__name__} around them", fix="Put the tree in such a dict.")
-        )
+        what = "save: torch.distributed.checkpoint needs a dict with strings as keys around plain values"
+        raise TreeError(error_text(what, found=f"a {type(common).__name__}", fix="Put the tree in such a dict."))
 
 
 def _values(path: TreePath, node: Any) -> Iterator[Value]:
@@ -210,7 +208,7 @@ def _has_texts(node: dict[Any, Any]) -> bool:
 
 
 def _is_one_value(node: Any) -> bool:
-    """Return whether a node is stored whole: it is neither a dict to flatten nor a list with such a dict in it."""
+    """Return whether a node is stored whole: it is neither a dict that is flattened nor a list with such a dict."""
     if is_subclass(node):
         return True
     if isinstance(node, dict):
@@ -219,9 +217,9 @@ def _is_one_value(node: Any) -> bool:
 
 
 def without_hollow(values: dict[str, Value], shard_keys: Set[str]) -> dict[str, Value]:
-    """Return values by name without empty containers in the place of a tensor or an object.
+    """Return values by name, without the empty containers at names of tensors or objects.
 
-    A rank that has no shards at all has an empty container of them, which is no value.
+    A rank without shards has an empty container in their place, which isn't a plain value.
 
     Examples:
         >>> without_hollow({"w": (("w",), []), "step": (("step",), 3)}, {"w"})
@@ -235,25 +233,25 @@ def without_hollow(values: dict[str, Value], shard_keys: Set[str]) -> dict[str, 
 
 
 def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
-    """Raise unless values, tensors and objects can lie in one checkpoint.
+    """Raise if plain values have names of tensors or objects.
 
     Args:
-        named: values by name, with their paths.
-        taken: keys of the stored tensors and unique keys of the stored objects.
+        values: Values with their paths, by name.
+        shard_keys: Keys of the stored tensors and unique keys of the stored objects.
 
     Raises:
-        TreeError: a value is named like a tensor or an object, or lies in a dict that is named like one.
+        TreeError: A value is named like a tensor or an object, or lies in a dict that is named like one.
 
     Examples:
         >>> check_names({"w.lr": (("w", "lr"), 0.1)}, {"w"})
         Traceback (most recent call last):
         ...
-        shardtree.errors.TreeError: save: plain values in the places of tensors or objects
-          tree['w']['lr'] is in the place of 'w'
+        shardtree.errors.TreeError: save: plain values have names of tensors or objects
+          tree['w']['lr'] has the name of 'w'
           Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict.
     """
     wrong = [
-        f"{render_path(path)} is in the place of {place!r}"
+        f"{render_path(path)} has the name of {place!r}"
         for name, (path, _) in values.items()
         for place in dict.fromkeys((name, path[0]))
         if place in shard_keys
@@ -261,4 +259,4 @@ def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
     wrong += [f"{render_path(path)} is named like an object" for name, (path, _) in values.items() if is_object(name)]
     if wrong:
         fix = "Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict."
-        raise TreeError(error_text("save: plain values in the places of tensors or objects", offenders=wrong, fix=fix))
+        raise TreeError(error_text("save: plain values have names of tensors or objects", offenders=wrong, fix=fix))

@@ -1,7 +1,7 @@
-"""Dicts of other kinds in a common state that is stored flat: which are OrderedDicts, and defaultdicts of what.
+"""Types of dicts in a common state that is stored flat: OrderedDicts, and defaultdicts with their factories.
 
-torch.distributed.checkpoint stores each value by its path, and makes dicts of all paths. It goes on doing so: the kinds
-are in a record of a value's archive, which other readers pass over.
+torch.distributed.checkpoint stores each value by its path, and makes plain dicts of all paths. The types are in an
+additional record of a value's archive, which other readers ignore.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ..archives import add_record, decode_archive, encode_archive, find_record
 from ..torch import decode_with_holes
 
 _RECORD = ".shardtree_dicts"
-"""The archive's record of dicts around its value."""
+"""Name of the archive's record of the dicts around its value."""
 
 KindsAt = tuple[tuple[int, dict[Any, Any]], ...]
-"""Dicts around a value that are no plain ones: how many entries of the value's path lead to each, and an empty one."""
+"""Dicts around a value that aren't plain: the length of the path to each, and an empty dict of its type."""
 
 
 def kinds_of(common: Any, paths: Mapping[str, TreePath]) -> dict[str, KindsAt]:
-    """Return the dicts of other kinds around values, by the name of the first value in each.
+    """Return the dicts around values that aren't plain; each is listed under the name of the first value in it.
 
     Args:
-        common: The tree.
-        paths: The path of each value, by its name.
+        common: Common tree.
+        paths: Path of each value, by its name.
 
     Examples:
         >>> kinds_of({"a": defaultdict(list, {"b": 1, "c": 2})}, {"a.b": ("a", "b"), "a.c": ("a", "c")})
@@ -51,20 +51,20 @@ def _emptied(node: OrderedDict[Any, Any] | defaultdict[Any, Any]) -> dict[Any, A
 
 
 def with_kinds(data: bytes, kinds: KindsAt, *, allow_pickle: bool) -> bytes:
-    """Return a value's archive with the dicts around the value.
+    """Return a value's archive with a record of the dicts around the value.
 
     Raises:
-        UnsupportedValue: a defaultdict's items are made by what isn't a plain type.
+        UnsupportedValue: The factory of a defaultdict isn't a plain type.
     """
     return add_record(data, _RECORD, encode_archive(list(kinds), allow_pickle=allow_pickle)) if kinds else data
 
 
 def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, KindsAt]:
-    """Return a value, and the dicts around it that aren't plain ones.
+    """Return a value, and the dicts around it that aren't plain.
 
     Raises:
-        CorruptCheckpoint: the bytes aren't what was saved.
-        UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
+        CorruptCheckpoint: The bytes aren't what was saved.
+        UnsafeFile: Reading the value takes pickled code, and `allow_pickle` isn't given.
     """
     value, record = decode_with_holes(data, what, options), find_record(data, _RECORD, what=what)
     if record is None:
@@ -73,7 +73,7 @@ def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, Ki
     kinds = decode_archive(record, what=what, allow_pickle=options.allow_pickle)
     if type(kinds) is not list or not all(map(_is_kind, kinds)):
         raise CorruptCheckpoint(
-            error_text(f"{what} is malformed", expected="empty dicts of other kinds, and their depths")
+            error_text(f"{what} is malformed", expected="empty OrderedDicts and defaultdicts, with their depths")
         )
     return value, tuple(kinds)
 
@@ -85,13 +85,13 @@ def _is_kind(pair: Any) -> bool:
 
 
 def at_paths(paths: Iterable[tuple[TreePath, KindsAt]]) -> dict[TreePath, dict[Any, Any]]:
-    """Return the dicts of other kinds by their own paths.
+    """Return the dicts that aren't plain, by their own paths.
 
     Args:
-        paths: The path of each value, with the dicts around it.
+        paths: Path of each value, with the dicts around it.
 
     Raises:
-        ValueError: there is none so deep around a value.
+        ValueError: A dict's depth exceeds the path of its value.
 
     Examples:
         >>> at_paths([(("a", "b"), ((1, OrderedDict()),))])

@@ -1,4 +1,4 @@
-"""The content of `.metadata`, checked and in columns: an index for planning loads, and where each archive lies."""
+"""The content of `.metadata`, checked and in columns: an index for planning loads, and the places of archives."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ._metadata_content import ArchivePlaces, MetadataFile, TensorEntry
 from ._metadata_file import INDEX_FILE, read_metadata_file, unsound
 from ._pickled_columns import Ints
 
-# Archives of torch.save in data files, numbered in the order of files and bytes
+# This section numbers torch.save's archives in data files, in the order of files and bytes.
 
-_SUMMABLE_BYTES = 2.0**60  # so that sums of places and sizes stay within int64
+_SUMMABLE_BYTES = 2.0**60  # Sums of offsets and sizes below this bound fit int64.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,18 +42,18 @@ class Archives:
     """All archives of a checkpoint.
 
     Attributes:
-        names: the key of each one's tensor, or the name of its object.
-        chunk: the row of each one's shape, -1 for an object, int64 (archives,).
-        shapes: right-aligned, int64 (chunks, axes).
+        names: Key of each archive's tensor, or name of its object.
+        chunk: Row of each archive's shape, -1 for an object, int64 (archives,).
+        shapes: Shapes of chunks, right-aligned, int64 (chunks, axes).
         axes: Number of axes of each shape, int64 (chunks,).
-        start: where each one's payload begins in a virtual file of nothing but payloads, int64 (archives,).
-        payload: Bytes of each payload; an object is all payload, int64 (archives,).
-        file: number of the file, int64 (archives,).
-        byte: where the archive begins in the file, int64 (archives,).
+        start: Offset of each payload in a virtual file that consists of payloads, int64 (archives,).
+        payload: Length of each payload in bytes; an object is all payload, int64 (archives,).
+        file: Number of each archive's file, int64 (archives,).
+        byte: Offset of each archive in its file, int64 (archives,).
         length: Length of each archive in bytes, int64 (archives,).
-        files: names of the files.
-        refusals: why an archive can't be read, by its number.
-        virtual: the virtual file.
+        files: Names of the files.
+        refusals: Reason that an archive can't be read, by its number.
+        virtual: The virtual file.
     """
 
     names: Sequence[str]
@@ -70,34 +70,34 @@ class Archives:
     virtual: StoredFile
 
     def shape(self, number: int) -> Ints | None:
-        """Return the shape of an archive's tensor, None for an object."""
+        """Return the shape of an archive's tensor; None for an object."""
         row = int(self.chunk[number])
         return None if row < 0 else tuple(self.shapes[row, self.shapes.shape[1] - int(self.axes[row]) :].tolist())
 
     def at(self, byte: Column) -> Column:
-        """Return the numbers of the archives in which bytes of the virtual file lie, int64 (bytes,)."""
+        """Return the number of the archive that has each of some bytes of the virtual file, int64 (bytes,)."""
         return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
 
 
 def archives_of(
     names: Sequence[str], places: ArchivePlaces, rows: Column, shapes: Column, axes: Column, payload: Column
 ) -> tuple[Archives, Column]:
-    """Return archives in the order in which they lie, and each given one's number there, int64 (archives,).
+    """Return the archives sorted by file and offset, and the number of each given archive there, int64 (archives,).
 
     Args:
-        names: key of the tensor, or name of the object, of each.
-        places: where archives lie.
-        rows: the number of each one's place, int64 (archives,).
-        shapes: Shape of each tensor, right-aligned, int64 (tensors, axes); objects follow after the tensors.
+        names: Key of each archive's tensor, or name of its object; objects follow after tensors.
+        places: Places of archives.
+        rows: Number of each archive's place, int64 (archives,).
+        shapes: Shape of each tensor, right-aligned, int64 (tensors, axes).
         axes: Number of axes of each shape, int64 (tensors,).
-        payload: bytes of each tensor, int64 (tensors,); an object is all payload.
+        payload: Length of each tensor in bytes, int64 (tensors,); an object is all payload.
 
     Raises:
-        ValueError: a place isn't a range of a file, two share bytes, or they are too large.
+        ValueError: A place isn't a range of a file, two share bytes, or they are too large.
     """
     files = sorted({places.file[row] for row in rows.tolist()})
     for name in files:
-        name.encode()  # raises UnicodeEncodeError, a ValueError; the storage refuses other bad names
+        name.encode()  # This may raise UnicodeEncodeError, a ValueError; the storage refuses other bad names.
     numbers = {name: number for number, name in enumerate(files)}
     file = np.fromiter((numbers[places.file[row]] for row in rows.tolist()), dtype=np.int64, count=rows.size)
     byte, length = places.byte[rows], places.length[rows]
@@ -131,42 +131,42 @@ def archives_of(
 def _check_apart(
     files: Sequence[str], names: Sequence[str], file: Column, byte: Column, length: Column, order: Column
 ) -> None:
-    """Raise where two archives share bytes of a file: one of them would be read as the other.
+    """Raise if two archives share bytes of a file, since one of them would be read as the other.
 
     Args:
-        files: names of the files.
+        files: Names of the files.
         names: Names of the archives, in any order.
-        file: number of each archive's file, int64 (archives,); all columns are in the order of files and bytes.
-        byte: where each archive begins, int64 (archives,).
+        file: Number of each archive's file, int64 (archives,); all columns are in the order of files and bytes.
+        byte: Offset of each archive in its file, int64 (archives,).
         length: Length of each archive, int64 (archives,).
-        order: positions of the archives in `names`, int64 (archives,).
+        order: Positions of the archives in `names`, int64 (archives,).
     """
     if len({"/".join(PurePosixPath(name).parts) for name in files}) != len(files):
-        raise ValueError("a file is there by two names")
+        raise ValueError("a file has two names")
     shared = np.flatnonzero((file[1:] == file[:-1]) & (byte[:-1] + length[:-1] > byte[1:]) & (length[1:] > 0))
     if shared.size:
-        one, other = (names[row][:200] for row in order[shared[0] : shared[0] + 2].tolist())
-        raise ValueError(f"{one!r} and {other!r} share bytes of {files[int(file[shared[0]])]!r}")
+        first, second = (names[row][:200] for row in order[shared[0] : shared[0] + 2].tolist())
+        raise ValueError(f"{first!r} and {second!r} share bytes of {files[int(file[shared[0]])]!r}")
 
 
 def _refusal_rows(places: ArchivePlaces, rows: Column) -> Iterator[tuple[int, int]]:
-    """Yield the positions in some places of those that can't be read, and their numbers."""
+    """Yield the rows of places that can't be read, with the numbers of the places."""
     if places.refusals:
         yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
 
 
-# Flat shards as Megatron-Core 0.8 to 0.15 stored them: ranges of flattened grid cells
+# This section handles flat shards of Megatron-Core 0.8 to 0.15, which are ranges of flattened grid cells.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkBoxes:
-    """The chunks of one tensor: boxes of it, or flat ranges of such boxes.
+    """The chunks of a tensor: boxes, or flat ranges of boxes.
 
     Attributes:
         global_shape: Global shape of the tensor.
         offsets: Offset of each box, int64 (boxes, axes).
         shapes: Shape of each box, int64 (boxes, axes).
-        flat: first element of each flat range, and one past its last one, int64 (boxes, 2); None for whole boxes.
+        flat: First element of each flat range and one past its last, int64 (boxes, 2); None for whole boxes.
     """
 
     global_shape: Ints
@@ -176,13 +176,13 @@ class ChunkBoxes:
 
 
 def true_boxes(entry: TensorEntry) -> ChunkBoxes:
-    """Return the boxes of a stored tensor's chunks in the tensor that was sharded.
+    """Return the boxes of a stored tensor's chunks in the original tensor.
 
-    A tensor that was cut into a grid of cells, each of which ranks shared as flat ranges, was stored as one of shape
-    (grid, elements of a cell), with the true shape beside it in `.metadata`.
+    If a tensor was cut into a grid of cells, and ranks had flat ranges of cells, it was stored with the shape (grid,
+    elements of a cell). `.metadata` then also has its original shape.
 
     Raises:
-        ValueError: the chunks aren't ranges of such cells.
+        ValueError: The chunks aren't ranges of such cells.
 
     Examples:
         >>> offset, shape = np.array([[1, 0, 9]]), np.array([[1, 1, 15]])
@@ -214,37 +214,37 @@ def _cell(stored_shape: Ints, shape: Ints) -> Ints:
     )
     cell = tuple(size // count for size, count in zip(shape, stored_shape, strict=False)) if fits else ()
     if not fits or prod(cell) != stored_shape[-1]:
-        raise ValueError(f"it is stored as {stored_shape}, which isn't a grid of flattened cells of {shape}")
+        raise ValueError(f"it is stored with shape {stored_shape}, which isn't a grid of flattened cells of {shape}")
     return cell
 
 
-# Two backends with one format of tensors: Megatron-Core's, and that of torch.distributed.checkpoint (DCP) itself. They
-# differ in what isn't sharded, and in the file that commits.
+# Two backends share one format of tensors: Megatron-Core's, and that of torch.distributed.checkpoint (DCP) itself. They
+# differ in the form of the common state, and in the file that commits a save.
 
 TORCH_DIST, DCP = ("torch_dist", 1), ("dcp", 1)
 
 
 COMMON_OBJECT = "common_state/shard_0_1"
-"""The object in which newer releases of Megatron-Core keep the common state."""
+"""Unique key of the object that has the common state of newer releases of Megatron-Core."""
 
 
 _MOST_NUMBERS = 2**25
-"""The most numbers in a column: boxes get as many axes as the widest tensor, so one crafted entry could fill memory."""
+"""Upper bound of the numbers in a column: all boxes get the axes of the widest tensor, which a crafted file chooses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchiveListing:
     """Tensors, objects and values of a checkpoint, with the archives that hold them.
 
-    Loads are planned on one virtual file of all payloads, with a byte between two of them so that no run spans both:
-    where a payload begins in its archive isn't known before the archive is opened.
+    Loads are planned on one virtual file of all payloads, since a payload's offset in its archive is only known once
+    the archive is opened. A byte between two payloads prevents that a run spans both.
 
     Attributes:
         index: Index of tensors and objects; its only file is the virtual one.
-        archives: that hold them.
+        archives: Archives of the tensors, objects and values.
         contents: Content of `.metadata`.
-        unknown: why a tensor can't be read, by its key; such tensors aren't in the index.
-        values: the numbers of archives of plain values and objects, by name.
+        unknown: Reason that a tensor can't be read, by its key; such tensors aren't in the index.
+        values: Number of the archive of each plain value and object, by name.
     """
 
     index: Index
@@ -255,19 +255,19 @@ class ArchiveListing:
 
 
 def read_listing(checkpoint: Checkpoint) -> ArchiveListing:
-    """Return the listing of a checkpoint, which is read once.
+    """Return the listing of a checkpoint, which is read once for an open checkpoint.
 
     Raises:
         CorruptCheckpoint: `.metadata` isn't sound.
-        UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
+        UnsafeFile: `.metadata` names a class that doesn't belong in it, and `allow_pickle` isn't given.
     """
     return checkpoint.once(parse)
 
 
 def parse(checkpoint: Checkpoint) -> ArchiveListing:
-    """Return the listing, which one rank reads for all: a large `.metadata` takes many seconds to parse."""
+    """Return the listing. One rank parses it for all, since a large `.metadata` takes many seconds."""
     try:
-        # It makes an object for each tensor and no garbage, through which the collector would look.
+        # Parsing makes an object for each tensor, which the collector would scan, and no garbage.
         with collector_paused():
             return _listing(read_metadata_file(checkpoint), _hidden_names(checkpoint))
     except (ValueError, OverflowError) as error:
@@ -275,9 +275,9 @@ def parse(checkpoint: Checkpoint) -> ArchiveListing:
 
 
 def index_on_files(listing: ArchiveListing, index: Index) -> Index:
-    """Return an index with the data files in place of the virtual one; a chunk begins there where its archive does.
+    """Return an index with the data files in place of the virtual one, and with archives' offsets as those of chunks.
 
-    For people alone: a chunk's elements come after the head of its archive, whose length isn't known.
+    The index is only for display: a chunk's elements come after the head of its archive, whose length isn't known.
     """
     archives = listing.archives
     chunk, item = archives.at(index.chunk_byte), archives.at(index.object_byte)
@@ -298,7 +298,7 @@ def index_on_files(listing: ArchiveListing, index: Index) -> Index:
 
 
 def _hidden_names(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the objects that aren't the user's: the one with the common state, if that has no file of its own."""
+    """Return the names of objects that users don't see: the one of the common state, if there is such an object."""
     fields = checkpoint.fields
     in_object = (fields.get("common_backend"), fields.get("common_backend_version")) == TORCH_DIST
     return frozenset({COMMON_OBJECT} if in_object else ())
@@ -308,7 +308,7 @@ def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> ArchiveLis
     tensors = {key: contents.tensors[key] for key in sorted(contents.tensors)}
     boxes, unknown = _readable(tensors)
     columns = _columns(tensors, boxes)
-    names = [key for key, own in boxes.items() for _ in range(len(own.offsets))] + list(contents.values)
+    names = [key for key, chunks in boxes.items() for _ in range(len(chunks.offsets))] + list(contents.values)
     entries = [tensors[key] for key in boxes]
     rows = np.concatenate([*(entry.places for entry in entries), int64(list(contents.values.values()))])
     axes = np.repeat(int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
@@ -329,7 +329,7 @@ def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> ArchiveLis
 
 
 def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, ChunkBoxes], dict[str, str]]:
-    """Return where the chunks of tensors lie, by key, in their order; and why those of others can't be read."""
+    """Return the boxes of tensors' chunks by key, and the reasons that other tensors can't be read by key."""
     boxes, unknown = {}, {}
     for key, entry in tensors.items():
         try:
@@ -363,7 +363,7 @@ def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, ChunkBoxes]
 
 
 def _right_aligned(parts: Sequence[Column], fill: int) -> Column:
-    """Return columns of boxes of unequal numbers of axes as one, at least one axis wide."""
+    """Return columns with different numbers of axes as one column, at least one axis wide."""
     width = max([1, *(part.shape[1] for part in parts)])
     if parts and all(part.shape[1] == width for part in parts):
         return np.concatenate(parts)
@@ -380,21 +380,21 @@ def _kind(entry: TensorEntry, boxes: ChunkBoxes) -> TensorKind:
     return TensorKind(entry.dtype, boxes.global_shape, 0)
 
 
-# Which files a checkpoint of archives consists of.
+# This section lists the files of a checkpoint.
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
 META_FILE = "meta.pt"
-"""Beside DCP's files, Lightning keeps the rest of a checkpoint in this archive: epoch, loops, callbacks, schedulers."""
+"""Archive beside DCP's files with the rest of a checkpoint of Lightning: epoch, loops, callbacks, schedulers."""
 
 
 def has_meta(checkpoint: Checkpoint) -> bool:
-    """Return whether a folder of DCP's files is one of Lightning's."""
+    """Return whether a folder of DCP's files also has Lightning's archive."""
     return checkpoint.fields["sharded_backend"] == "dcp" and checkpoint.storage.length(META_FILE) is not None
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the names of the index, the ranks' data files, Megatron-Core's list of hashes, and Lightning's archive."""
-    own = (name for name in checkpoint.storage.names() if _DATA_FILE.fullmatch(name))
-    return INDEX_FILE, MANIFEST_FILE, *own, *([META_FILE] if has_meta(checkpoint) else [])
+    data_files = (name for name in checkpoint.storage.names() if _DATA_FILE.fullmatch(name))
+    return INDEX_FILE, MANIFEST_FILE, *data_files, *([META_FILE] if has_meta(checkpoint) else [])

@@ -63,16 +63,16 @@ from ._payloads import (
 def read_archives(
     checkpoint: Checkpoint, listing: ArchiveListing, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Execute a plan that was made on a listing's index, and return how much was read; an archive counts as a block.
+    """Execute a plan for a listing's index, and return a report that counts archives as blocks.
 
     Args:
-        checkpoint: where the files are, and how they are read.
-        listing: on which the plan was made.
-        plan: what to read.
+        checkpoint: The open checkpoint.
+        listing: Listing whose index the plan is for.
+        plan: Plan to execute.
         memories: Memory of each requested shard, a contiguous tensor, written in place.
 
     Raises:
-        CorruptCheckpoint: an archive isn't what was saved.
+        CorruptCheckpoint: An archive isn't what was saved.
     """
     run, piece = listing.archives.at(plan.runs.byte), listing.archives.at(plan.strided.byte)
     numbers = np.union1d(run, piece)
@@ -84,34 +84,34 @@ def read_archives(
     files = _files(listing, payloads, numbers[in_order])
     report = read_planned(checkpoint, files.__getitem__, file_plan, memories)
     for number in numbers[~in_order].tolist():
-        own = plan.select(run == number, piece == number)
-        report += _read_scattered(checkpoint, listing, payloads.places.get(number), number, own, memories)
+        rows = plan.select(run == number, piece == number)
+        report += _read_scattered(checkpoint, listing, payloads.places.get(number), number, rows, memories)
     return report
 
 
 def archives_cost(
     checkpoint: Checkpoint, listing: ArchiveListing, shards: Sequence[ShardedTensor], plan: LoadPlan
 ) -> ReadCost:
-    """Return the cost of a plan on a listing's index, assuming each tensor in row-major order and with a checksum.
+    """Return the cost of a plan for a listing's index, assuming row-major tensors that have checksums.
 
-    Archives stay closed, so that another order isn't known. Looking up where a tensor begins, in each archive's own
-    directory, takes a few hundred bytes more.
+    Archives aren't opened, so that another order isn't known. A load also reads each archive's own directory for the
+    offset of its tensor, which takes a few hundred bytes more.
 
     Args:
         checkpoint: Checkpoint with the options of the reads.
-        listing: on which the plan was made.
-        shards: that would be filled.
-        plan: what would be read.
+        listing: Listing whose index the plan is for.
+        shards: Shards that the plan would fill.
+        plan: Plan whose cost is estimated.
 
     Raises:
-        CorruptCheckpoint: a data file is shorter than the listing says, or isn't there.
+        CorruptCheckpoint: A data file is missing, or is shorter than the listing says.
     """
     archives = listing.archives
     run, piece = archives.at(plan.runs.byte), archives.at(plan.strided.byte)
     numbers = np.union1d(run, piece)
     for file in np.unique(archives.file[numbers]).tolist():
         check_reach(checkpoint, listing, file, numbers[archives.file[numbers] == file].tolist())
-    # An archive that is shorter than its tensor holds an expanded one (stride 0), and is decoded whole.
+    # An archive that is shorter than its tensor holds an expanded tensor (stride 0), and is decoded whole.
     repeats = archives.payload > archives.length
     direct, begin = plan.select(~repeats[run], ~repeats[piece]), archives.start[numbers]
     ranges = ByteRanges(begin, begin + archives.payload[numbers], np.ones_like(begin))
@@ -123,22 +123,22 @@ def archives_cost(
 
 
 def _file_plan(listing: ArchiveListing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
-    """Return a plan on the virtual file as one on the real files, given the archive of each of its rows."""
+    """Return a plan for the data files from a plan for the virtual file, given the archive of each of its rows."""
     archives = listing.archives
     run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
-    # Sorted again: two tensors may share an archive, and then rows change their order.
+    # The rows are sorted again, since two tensors may share an archive and then change their order.
     runs = runs_plan(replace(plan.runs, file=archives.file[run], byte=plan.runs.byte + run_shift)).runs
     strided = replace(plan.strided, file=archives.file[piece], byte=plan.strided.byte + piece_shift)
     return replace(plan, runs=runs, strided=strided)
 
 
 def _files(listing: ArchiveListing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
-    """Return the files of some payloads, by number, with the payloads as byte ranges that have a checksum."""
+    """Return the files of some payloads by number, with the payloads as byte ranges that have checksums."""
     archives, files = listing.archives, dict[int, StoredFile]()
     for file in np.unique(archives.file[numbers]).tolist():
         inside = numbers[archives.file[numbers] == file]
         begin = payloads.begin[inside]
-        # The CRC32 of the zip record, which torch writes and never looks at.
+        # The checksum is the CRC32 of the zip record, which torch writes and never checks.
         ranges = ByteRanges(begin, begin + archives.payload[inside], payloads.crc32[inside])
         files[file] = StoredFile(archives.files[file], payloads.lengths[file], ranges=ranges)
     return files
@@ -152,15 +152,15 @@ def _read_scattered(
     plan: LoadPlan,
     memories: Sequence[torch.Tensor],
 ) -> ReadReport:
-    """Read from an archive whose bytes aren't its tensor in row-major order.
+    """Read from an archive that doesn't have its tensor in row-major order.
 
     Args:
-        checkpoint: where it is, and how it is read.
-        listing: on which the plan was made.
-        place: The tensor as its file has it; None for an archive that is decoded whole.
-        number: The archive.
-        plan: The rows that read from it.
-        memories: Destinations, in the form of `read_archives`.
+        checkpoint: The open checkpoint.
+        listing: Listing whose index the plan is for.
+        place: Stored tensor; None for an archive that is decoded whole.
+        number: Number of the archive.
+        plan: Rows of the plan that read from the archive.
+        memories: Destinations, as for `read_archives`.
     """
     archives = listing.archives
     start, what = archives.start[number], archive_name(checkpoint, listing, number)
@@ -170,26 +170,25 @@ def _read_scattered(
             is_checked = True
         else:
             first, rows = _rows_of(plan, int(start), place)
-            # Also of a part, as where an archive is decoded whole: its other bytes tell whether it was changed.
+            # The whole record is checked even for a part, as for archives that are decoded whole.
             verify: Verify = None if checkpoint.options.verify is None else "all"
             is_checked = check_record(reader, rows, verify, checkpoint.storage.where(place.file))
             tensor, start = filled_tensor(reader.read, rows, what), start + first
-    # From here on like a file of row-major bytes, so that the plan's rows apply unchanged.
-    one = np.zeros_like
-    runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)
-    strided = replace(plan.strided, file=one(plan.strided.file), byte=plan.strided.byte - start)
+    # The tensor's row-major bytes stand for a file, to which the plan's rows apply.
+    runs = replace(plan.runs, file=np.zeros_like(plan.runs.file), byte=plan.runs.byte - start)
+    strided = replace(plan.strided, file=np.zeros_like(plan.strided.file), byte=plan.strided.byte - start)
     inner, contents = replace(plan, runs=runs, strided=strided), {0: byte_buffer(row_major_bits(tensor))}
     report = fetch_from_memory(contents, inner, memories, progress=checkpoint.options.progress)
     return replace(report, blocks_checked=int(is_checked), blocks_unchecked=int(not is_checked))
 
 
 def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, StoredTensor]:
-    """Return the rows of a tensor that a plan reads, and where they begin among its row-major bytes.
+    """Return the offset of the tensor rows that a plan reads, in row-major bytes, and these rows as a stored tensor.
 
     Args:
-        plan: Rows that read from the tensor alone.
-        start: The byte of the plan at which the tensor begins.
-        tensor: The tensor as its file has it.
+        plan: Rows of a plan that read only from the tensor.
+        start: Offset of the tensor in the plan's file.
+        tensor: Stored tensor.
     """
     row = prod(tensor.shape[1:]) * tensor.dtype.itemsize
     if not tensor.shape or not row:
@@ -206,7 +205,7 @@ def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, Sto
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data.
 
-    A distributed optimizer's buckets are states of the model's parameters there.
+    The buckets of a distributed optimizer are listed as states of the model's parameters.
     """
     listing = read_listing(checkpoint)
 
@@ -227,19 +226,19 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return a report of the reads.
 
     Raises:
-        KeyMismatch: the checkpoint lacks a key.
-        ShapeError: a tensor is stored with another global shape or dtype.
-        UnsupportedValue: a tensor is stored in a way that can't be read here.
-        CorruptCheckpoint: stored bytes aren't what was saved.
+        KeyMismatch: The checkpoint lacks a key.
+        ShapeError: A tensor is stored with another global shape or dtype.
+        UnsupportedValue: A tensor is stored in a way that can't be read.
+        CorruptCheckpoint: Stored bytes aren't what was saved.
     """
     listing = read_listing(checkpoint)
     keys = {shard.key for shard in shards}
     check_taken(refused_among(listing, keys), keys)
     states = _compare(checkpoint, listing, keys)
-    # As `.metadata` lists them, or with states of the model's parameters.
+    # The index has tensors as `.metadata` lists them, or with buckets as states of the model's parameters.
     index = _states(checkpoint, listing) if _has_states(listing, keys) else listing.index
     return replace(_load(checkpoint, listing, index, shards), uncompared=states)
 
@@ -248,7 +247,7 @@ def _load(checkpoint: Checkpoint, listing: ArchiveListing, index: Index, shards:
     steps = [shard for shard in shards if shard.key.startswith(STEP) and index is not listing.index]
     if not steps:
         return _fill(checkpoint, listing, index, shards)
-    plan_shards(index, steps, shard_columns(steps))  # for what it checks: shapes and dtypes
+    plan_shards(index, steps, shard_columns(steps))  # The plan isn't used: making it checks shapes and dtypes.
     step = _step(checkpoint, listing)
     for shard in steps:
         shard.data.fill_(step)
@@ -256,20 +255,20 @@ def _load(checkpoint: Checkpoint, listing: ArchiveListing, index: Index, shards:
 
 
 def _step(checkpoint: Checkpoint, listing: ArchiveListing) -> float:
-    """Return the step of a distributed optimizer, which each model-parallel rank stored with its groups."""
+    """Return the step of a distributed optimizer, which each model-parallel rank stores with its param groups."""
     steps = {step for _, step in _steps(checkpoint, listing)}
     if len(steps) != 1:
-        fix = "Leave the steps out of the target, and set the optimizer's by hand."
-        raise UnsupportedValue(error_text("load: the optimizer has no one step", found=sorted(steps), fix=fix))
+        fix = "Leave the steps out of the target, and set the optimizer's step by hand."
+        raise UnsupportedValue(error_text("load: the optimizer doesn't have one step", found=sorted(steps), fix=fix))
     return steps.pop()
 
 
 def _steps(checkpoint: Checkpoint, listing: ArchiveListing) -> Iterator[tuple[str, float]]:
-    """Yield the steps that there are, with the object that has each."""
+    """Yield the stored steps, each with the name of its object."""
     names = [name for name in listing.values if is_groups(name)]
     objects = load_objects(checkpoint, [ShardedObject.empty_from_unique_key(name) for name in names])
-    for name, each in zip(names, objects, strict=True):
-        yield from ((name, float(group["step"])) for group in each["param_groups"] if "step" in group)
+    for name, data in zip(names, objects, strict=True):
+        yield from ((name, float(group["step"])) for group in data["param_groups"] if "step" in group)
 
 
 def _copies(checkpoint: Checkpoint, listing: ArchiveListing) -> Iterator[Copies]:
@@ -285,7 +284,7 @@ def _fill(checkpoint: Checkpoint, listing: ArchiveListing, index: Index, shards:
 
 
 def _has_states(listing: ArchiveListing, keys: Set[str] | None) -> bool:
-    """Return whether some keys may be states that are in buckets."""
+    """Return whether any of some keys may be a state in a bucket; None means all keys."""
     are_tensors = keys is not None and keys <= listing.contents.tensors.keys()
     return not are_tensors and any(map(is_bucket, listing.contents.tensors))
 
@@ -295,7 +294,7 @@ def _states(checkpoint: Checkpoint, listing: ArchiveListing) -> Index:
 
 
 def _compare(checkpoint: Checkpoint, listing: ArchiveListing, keys: Set[str]) -> tuple[str, ...]:
-    """Compare masters with weights, once, if states are among some keys; return those that weren't to be compared."""
+    """Compare masters with weights once if any key is a state; return the states that the options exempt."""
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
         return tuple(states)
@@ -311,28 +310,28 @@ def _differing(checkpoint: Checkpoint, listing: ArchiveListing, share: int, shar
 
 
 def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-    """Return the resolution of states that are stored without their parameters' keys, None if no key may be one."""
+    """Return the work of finding states in buckets, or of comparing masters, which ranks share; None if not needed."""
     listing = read_listing(checkpoint)
     if _has_states(listing, None if listed else keys):
 
         def keep_states(indexes: Sequence[Index]) -> None:
             checkpoint.once(States).index = indexes[0]
 
-        # One rank for all: a bucket's reading takes the hashes of all weights.
+        # One rank reads the buckets for all, since that takes the hashes of all weights.
         copies = partial(_copies, checkpoint, listing)
         return Resolution(lambda share, _: None if share else _states(checkpoint, listing), keep_states, copies)
     if checkpoint.options.verify is None or not states_among(checkpoint, listing, keys):
         return None
 
     def keep(reasons: Sequence[Mapping[str, str]]) -> None:
-        refuse(checkpoint, {key: reason for each in reversed(reasons) for key, reason in each.items()})
+        refuse(checkpoint, {key: reason for by_key in reversed(reasons) for key, reason in by_key.items()})
         checkpoint.once(Comparisons).all_alike = True
 
     return Resolution(partial(_differing, checkpoint, listing), keep)
 
 
 def master_damage(checkpoint: Checkpoint) -> list[Damage]:
-    """Return the masters that, rounded, aren't their weights."""
+    """Return a damage for each master that differs from its weight after rounding."""
     listing = read_listing(checkpoint)
     wrong = _differing(checkpoint, listing, 0, 1) if states_among(checkpoint, listing, listing.contents.tensors) else {}
     return [Damage("", f"{reason}. {FIX}", keys=(key,)) for key, reason in sorted(wrong.items())]
@@ -342,8 +341,8 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
     """Return the data of each sharded object, in order.
 
     Raises:
-        KeyMismatch: the checkpoint lacks one.
-        UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
+        KeyMismatch: The checkpoint lacks an object.
+        UnsafeFile: Reading an object takes pickled code, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
     unique_keys = [item.unique_key for item in objects]
@@ -354,5 +353,5 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
 
 
 def unboxed(value: Any) -> Any:
-    """Return an object's data: Megatron-Core stores it in a list of one, its early releases without."""
+    """Return an object's data, which Megatron-Core stores in a list of one item, except for its early releases."""
     return value[0] if type(value) is list and len(value) == 1 else value

@@ -1,4 +1,4 @@
-"""Content of `.metadata`, a pickle, in columns, and the names that it may use: none is imported, all become stubs."""
+"""Content of `.metadata` in columns, and the names that this pickle may use: none is imported, all become stubs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Paths = dict[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchivePlaces:
-    """Where archives lie.
+    """Places of archives.
 
     Attributes:
-        file: names of the files, one for each place.
-        byte: where each archive begins in its file, int64 (places,).
+        file: Name of the file of each place.
+        byte: Offset of each archive in its file, int64 (places,).
         length: Length of each archive in bytes, int64 (places,).
-        refusals: why an archive can't be read, as text, by its place's number.
+        refusals: Reason that an archive can't be read, by the number of its place.
     """
 
     file: Sequence[str]
@@ -38,15 +38,15 @@ class ArchivePlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorEntry:
-    """The entry of one tensor in `.metadata`; numbers aren't checked further.
+    """The entry of a tensor in `.metadata`, whose numbers aren't checked yet.
 
     Attributes:
-        dtype: None if this torch lacks it.
-        shape: global shape.
+        dtype: Dtype of the tensor; None if this torch lacks it.
+        shape: Global shape.
         offsets: Offset of each chunk, int64 (chunks, axes).
         shapes: Shape of each chunk, int64 (chunks, axes).
-        places: numbers of its chunks' places, int64 (chunks,).
-        grid_shape: the shape of the whole tensor, if `shape` is a grid of flattened cells; else None.
+        places: Number of each chunk's place, int64 (chunks,).
+        grid_shape: Original shape of the tensor if `shape` is that of a grid of flattened cells; else None.
     """
 
     dtype: torch.dtype | None
@@ -58,26 +58,26 @@ class TensorEntry:
 
     @property
     def boxes(self) -> list[tuple[Ints, Ints]]:
-        """Each chunk's offset and shape."""
+        """Offset and shape of each chunk."""
         pairs = zip(self.offsets.tolist(), self.shapes.tolist(), strict=True)
         return [(tuple(offset), tuple(shape)) for offset, shape in pairs]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorEntries(Mapping[str, TensorEntry]):
-    """The entries of all tensors, by key, made when they are asked for.
+    """The entries of all tensors by key, which are made on access.
 
-    As columns they go to other ranks in a small part of the time that entries would take.
+    Sending columns to other ranks takes a small part of the time that entries would take.
 
     Attributes:
         number: Number of each key, from 0.
-        kinds: the dtype of each tensor, None if this torch lacks it.
-        wholes: the global shape of each.
-        edges: the number of each one's first chunk, and how many chunks there are in all.
+        kinds: Dtype of each tensor; None if this torch lacks it.
+        wholes: Global shape of each tensor.
+        edges: Number of each tensor's first chunk, and the number of all chunks.
         offsets: Offset of each chunk, left-aligned, int64 (chunks, axes).
         shapes: Shape of each chunk, left-aligned, int64 (chunks, axes).
-        places: numbers of the chunks' places, int64 (chunks,).
-        grid_shapes: true shapes of those that are grids of flattened cells, by key.
+        places: Number of each chunk's place, int64 (chunks,).
+        grid_shapes: Original shapes of tensors that are stored as grids of flattened cells, by key.
     """
 
     number: dict[str, int]
@@ -98,7 +98,7 @@ class TensorEntries(Mapping[str, TensorEntry]):
         return TensorEntry(self.kinds[at], whole, *boxes, self.places[rows], self.grid_shapes.get(key))
 
     def __contains__(self, key: object) -> bool:
-        """Return whether there is such a tensor; no entry is made."""
+        """Return whether there is a tensor with this key, without making its entry."""
         return key in self.number
 
     def __iter__(self) -> Iterator[str]:
@@ -116,8 +116,8 @@ class MetadataFile:
 
     Attributes:
         tensors: Entries of the tensors, by key.
-        values: the number of the place of each pickled value, by name.
-        paths: where in the nested state each name was; None if that isn't stored.
+        values: Number of the place of each pickled value, by name.
+        paths: Path of each name in the nested state; None if it isn't stored.
         places: Places of all archives.
     """
 
@@ -127,7 +127,7 @@ class MetadataFile:
     places: ArchivePlaces
 
 
-# An allowlist of the names in `.metadata`, of all versions that wrote it: none is imported, each becomes a stub
+# This is the allowlist of names in `.metadata`, for all versions that wrote it; none is imported, each becomes a stub.
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -163,11 +163,11 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 
 
 class _Names(dict[tuple[str, str], Any]):
-    """Values by name. A dtype that this torch lacks is a stub: it only matters if its tensor is asked for."""
+    """Values by name. A dtype that this torch lacks is a stub, which only matters if its tensor is requested."""
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         module, name = key
-        # Only names of torch itself: anything else in the file is refused as unsafe.
+        # Only names of torch itself become stubs: any other name in the file is refused as unsafe.
         if module == "torch" and name.isidentifier():
             return Stub(f"torch.{name}")
         raise KeyError(key)
@@ -197,7 +197,7 @@ def metadata_classes() -> Mapping[tuple[str, str], Any]:
 
 
 def is_a(value: Any, name: str) -> bool:
-    """Return whether a value of `.metadata` is of a class of that name, in whichever module a version of torch had it.
+    """Return whether a value of `.metadata` has a class of that name, in any module.
 
     Examples:
         >>> is_a(Stub("torch.distributed.checkpoint.metadata.Metadata"), "Metadata")
@@ -207,7 +207,7 @@ def is_a(value: Any, name: str) -> bool:
 
 
 def field_of(value: Any, name: str) -> Any:
-    """Return a field of an object of `.metadata`, None if it has none.
+    """Return a field of an object of `.metadata`; None if it has no such field.
 
     Examples:
         >>> field_of(Stub("some.Class", state={"size": (2, 3)}), "size")
@@ -217,19 +217,19 @@ def field_of(value: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, dict) else None
 
 
-# Unpickling with `allow_pickle`, when the writer is trusted: unknown classes are imported, known ones stay stubs
+# With `allow_pickle` the writer is trusted: unknown classes are imported, and known ones stay stubs.
 
 
 def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: str) -> Any:
     """Return the value of a pickle, which may run any code.
 
     Args:
-        data: the pickle.
-        classes: values of names that aren't imported.
-        what: the file, for messages.
+        data: Bytes of the pickle.
+        classes: Values of names that aren't imported.
+        what: Description of the file, for errors.
 
     Raises:
-        CorruptCheckpoint: it isn't a pickle, or code that it runs fails.
+        CorruptCheckpoint: The bytes aren't a pickle, or code that it runs fails.
     """
     try:
         return _Unpickler(io.BytesIO(data), classes).load()
@@ -239,7 +239,7 @@ def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: s
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes stubs of known classes, so that the caller gets the same values as from the safe reader."""
+    """An unpickler that makes stubs of known classes, so that it returns the same values as the safe reader."""
 
     def __init__(self, file: io.BytesIO, classes: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(file)
@@ -257,7 +257,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _StubClass(Stub):
-    """A stub as a class, of which `pickle` can make instances."""
+    """A stub class that `pickle` can make instances of."""
 
     __slots__ = ()
     constructor: Constructor
@@ -269,14 +269,14 @@ class _StubClass(Stub):
         return self
 
     def __init__(self, *arguments: Any) -> None:
-        """Leave it as it was made."""
+        """Leave the stub as `__new__` made it."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value of `.metadata` in words, for errors.
+    """Return the name of the type of a value of `.metadata`, for errors.
 
     Examples:
         >>> kind_of(Stub("some.Class")), kind_of([])

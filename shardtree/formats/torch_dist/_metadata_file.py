@@ -1,4 +1,4 @@
-"""`.metadata`: a pickle of torch.distributed.checkpoint, parsed without running any code that it names."""
+"""The reader of `.metadata`, a pickle of torch.distributed.checkpoint, which runs no code that the file names."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from ._metadata_scan import MetadataScan, ScanColumns
 from ._pickled_columns import Ints, match_pairs, without_repeated
 
 INDEX_FILE = ".metadata"
-"""The file that lists which archive lies where."""
+"""Name of the file that lists the places of archives."""
 
-_MOST_AXES = 64  # NumPy's limit
+_MOST_AXES = 64  # This is NumPy's limit.
 _DEEPEST = 100
 
 _MOST_NUMBERS = 2**27
-"""The most numbers in the table of shapes: all get as many axes as the longest, so one crafted shape could fill it."""
+"""Upper bound of the numbers in the table of shapes: all get the axes of the longest, which a crafted file chooses."""
 
 
 def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     """Return the content of a checkpoint's `.metadata`.
 
     Raises:
-        CorruptCheckpoint: it isn't there, or isn't what torch.distributed.checkpoint writes.
-        UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
+        CorruptCheckpoint: The file is missing, or isn't what torch.distributed.checkpoint writes.
+        UnsafeFile: The file names a class that doesn't belong in it, and `allow_pickle` isn't given.
     """
     where = checkpoint.storage.where(INDEX_FILE)
     if (data := read_if_there(checkpoint.storage, INDEX_FILE)) is None:
-        fix = "Name the folder that a save was given; an interrupted save leaves none."
-        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there", fix=fix))
-    # Only Megatron-Core's integrity.json has a hash of the index: without it, contradictions are all that can be found.
+        fix = "Name the folder that a save was given; an interrupted save doesn't write this file."
+        raise CorruptCheckpoint(error_text(f"open: {where!r} is missing", fix=fix))
+    # Only Megatron-Core's integrity.json has a hash of the index: without it, only contradictions can be found.
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, METADATA_FILE)
         check_listed(checkpoint, INDEX_FILE)
@@ -55,7 +55,7 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
         try:
             return parse_metadata(data, where)
         except (CheckpointingException, ValueError, TypeError, KeyError, OverflowError):
-            pass  # whatever is wrong, or only irregular: the careful reading below says it, or does it
+            pass  # The careful reader below reads irregular files, and raises the error for faulty ones.
     read = read_trusted if checkpoint.options.allow_pickle else read_pickle
     root = read(data, metadata_classes(), what=where)
     try:
@@ -72,15 +72,15 @@ def unsound(where: str, error: Exception) -> CorruptCheckpoint:
 
 
 def parse_metadata(data: bytes, where: str) -> MetadataFile:
-    """Return the content of `.metadata`, its regular parts taken as columns.
+    """Return the content of `.metadata`, with its regular parts taken as columns.
 
     Args:
-        data: the file's bytes.
-        where: the file, for messages.
+        data: Bytes of the file.
+        where: Place of the file, for errors.
 
     Raises:
-        CheckpointingException: the file isn't sound, or isn't regular enough; read it without a scan to know which.
-        ValueError: The same, as are TypeError, KeyError and OverflowError.
+        CheckpointingException: The file isn't sound, or isn't regular enough; reading it without a scan tells which.
+        ValueError: The same; so do TypeError, KeyError and OverflowError.
     """
     classes = metadata_classes()
     scan = MetadataScan(classes)
@@ -90,10 +90,10 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
 
 def _parse(root: Any, scan_columns: ScanColumns) -> MetadataFile:
     if not (is_a(root, "Metadata") or is_a(root, "MCoreMetadata")):
-        raise ValueError(f"{kind_of(root)} where Metadata should be")
+        raise ValueError(f"{kind_of(root)} in place of Metadata")
     entries, storage_data = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
     if not isinstance(entries, dict) or not isinstance(storage_data, dict):
-        raise ValueError("no state_dict_metadata or storage_data")
+        raise ValueError("state_dict_metadata or storage_data is missing")
     tensors, places = _TensorTable(scan_columns), _PlaceTable(scan_columns)
     for table, pairs in ((tensors, entries), (places, storage_data)):
         for key, entry in pairs.items():
@@ -102,15 +102,15 @@ def _parse(root: Any, scan_columns: ScanColumns) -> MetadataFile:
             else:
                 table.add(key, entry)
     if len({*tensors.keys, *tensors.values}) != len(tensors.keys) + len(tensors.values):
-        raise Irregular("a key twice")
-    # A run may only be where it stands for what it was taken from.
+        raise Irregular("a key that is listed twice")
+    # Every run must be used exactly where the scan put it.
     if tensors.runs + places.runs != scan_columns.runs:
-        raise Irregular("a part of what a scan took")
+        raise Irregular("a run that is used elsewhere")
     return _content(tensors, places, field_of(root, "mcore_data"), _paths(field_of(root, "planner_data")))
 
 
 class _TensorTable:
-    """The tensors and values that `.metadata` lists, their chunks as rows of the table of shapes."""
+    """The tensors and values that `.metadata` lists, with chunks as rows of the table of shapes."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
         self.scan_columns = scan_columns
@@ -124,14 +124,14 @@ class _TensorTable:
         self.runs = 0
         none = np.zeros(0, dtype=np.int64)
         self._offset, self._size = (
-            np.concatenate([none, *one]) for one in (scan_columns.chunk_offset, scan_columns.chunk_shape)
+            np.concatenate([none, *parts]) for parts in (scan_columns.chunk_offset, scan_columns.chunk_shape)
         )
         self._shape = np.concatenate([none, *scan_columns.tensor_shape])
 
     def add(self, key: Any, entry: Any) -> None:
         """Add a tensor or value that was read as objects."""
         if type(key) is not str or not key:
-            raise ValueError(f"a key that isn't a text, but {kind_of(key)}")
+            raise ValueError(f"a key that is empty or not a string: {kind_of(key)}")
         if is_a(entry, "TensorStorageMetadata"):
             self._add_tensor(key, entry)
         elif is_a(entry, "BytesStorageMetadata"):
@@ -164,7 +164,7 @@ class _TensorTable:
 
     def _add_shape(self, key: str, shape: Any) -> Column:
         if type(shape) is not tuple or len(shape) > _MOST_AXES:
-            raise ValueError(f"{key!r}: its chunks don't have its axes")
+            raise ValueError(f"{key!r}: a shape or offset that isn't a tuple of at most {_MOST_AXES} axes")
         if not {*map(type, shape)} <= {int}:
             raise ValueError(f"{key!r}: its sizes aren't whole numbers")
         return np.array([self.scan_columns.shapes.add(shape)])
@@ -173,7 +173,7 @@ class _TensorTable:
         """Add tensors that a scan took."""
         rows, scan_columns = slice(run.first, run.last), self.scan_columns
         if not all(scan_columns.tensor_key[rows]):
-            raise ValueError("a key without a letter")
+            raise ValueError("an empty key")
         edges = np.array(scan_columns.tensor_chunks[rows], dtype=np.int64)
         chunks = slice(int(edges[0, 0]), int(edges[-1, 1]))
         self.keys += scan_columns.tensor_key[rows]
@@ -189,7 +189,7 @@ _NONE: Column = np.zeros(0, dtype=np.int64)
 
 
 class _PlaceTable:
-    """The places that `.metadata` lists: whose each is, and where."""
+    """The places that `.metadata` lists, with the key and the chunk's offset of each."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
         self.scan_columns = scan_columns
@@ -197,7 +197,7 @@ class _PlaceTable:
         self.file: list[str] = []
         self.refusals: dict[int, str] = {}
         self.runs = 0
-        # A chunk's offset as a row of the table of shapes, -1 for a value; byte and length.
+        # Its rows are: the chunk's offset as a row of the table of shapes, -1 for a value; byte; length.
         self._columns: list[Column] = []
         columns = (scan_columns.pair_offset, scan_columns.pair_byte, scan_columns.pair_length)
         self._places = np.stack([np.concatenate([_NONE, *part]) for part in columns])
@@ -209,11 +209,11 @@ class _PlaceTable:
         state = info.state
         file, byte, length = state["relative_path"], state["offset"], state["length"]
         if type(file) is not str or type(byte) is not int or type(length) is not int:
-            raise ValueError("a place that isn't a file name with two numbers")
+            raise ValueError("a place that isn't a file name, an offset and a length")
         if refusal := _refusal(file, state.get("transform_descriptors")):
             self.refusals[len(self.file)] = refusal
         key, offset = index.state["fqn"], index.state.get("offset")
-        # What has a place and another kind of name is never looked up.
+        # A place with another kind of name is never looked up.
         is_known = type(key) is str and (offset is None or (type(offset) is tuple and {*map(type, offset)} <= {int}))
         row = -1 if offset is None or not is_known else self.scan_columns.shapes.add(offset)
         self.key.append(key if is_known else "")
@@ -233,7 +233,7 @@ class _PlaceTable:
         self.runs += 2
 
     def columns(self) -> tuple[Column, ArchivePlaces]:
-        """Return each place's offset as a row of the table of shapes, and where it is."""
+        """Return the offset of each place's chunk as a row of the table of shapes, and the places."""
         offset, byte, length = np.concatenate([np.zeros((3, 0), dtype=np.int64), *self._columns], axis=1)
         return offset, ArchivePlaces(self.file, byte, length, self.refusals)
 
@@ -251,7 +251,7 @@ def _refusal(file: str, transforms: Any) -> str:
 def _content(
     tensors: _TensorTable, place_table: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
 ) -> MetadataFile:
-    """Return the content of `.metadata`, with shapes looked up in the scan's table."""
+    """Return the content of `.metadata`, with shapes from the scan's table."""
     axes, table = tensors.scan_columns.shapes.table(_MOST_NUMBERS)
     place_offset, places = place_table.columns()
     shape, count, offset, size = (
@@ -261,7 +261,7 @@ def _content(
     for rows in (offset, size):
         other = np.flatnonzero(axes[rows] != axes[shape][tensor])
         if other.size:
-            raise ValueError(f"{tensors.keys[tensor[other[0]]]!r}: its chunks don't have its axes")
+            raise ValueError(f"{tensors.keys[tensor[other[0]]]!r}: its chunks have another number of axes")
     number = {key: at for at, key in enumerate(tensors.keys)}
     of_pair = np.fromiter((number.get(key, -1) for key in place_table.key), dtype=np.int64, count=len(place_table.key))
     pairs = np.flatnonzero((of_pair >= 0) & (place_offset >= 0))
@@ -271,7 +271,7 @@ def _content(
     if place.size and place.min() < 0:
         row = int(np.argmin(place))
         missing = tuple(table[offset[row], : int(axes[offset[row]])].tolist())
-        raise ValueError(f"{tensors.keys[tensor[row]]!r}: no place is given for its chunk at {missing}")
+        raise ValueError(f"{tensors.keys[tensor[row]]!r}: the place of its chunk at {missing} is missing")
     unique_rows = without_repeated(table[size], axes[size], first)
     edge = np.searchsorted(tensor[unique_rows], np.arange(count.size + 1)).tolist()
     offsets, sizes, place = table[offset[unique_rows]], table[size[unique_rows]], pairs[place[unique_rows]]
@@ -286,10 +286,10 @@ def _tuples(shapes: Column, axes: Column) -> list[Ints]:
 
 
 def _values(names: list[str], keys: list[str], offset: Column) -> dict[str, int]:
-    """Return the number of each plain value's place; the last one counts, as in a dict."""
+    """Return the number of each plain value's place; of several places, the last one counts, as in a dict."""
     row_of = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
     if absent := [key for key in names if key not in row_of]:
-        raise ValueError(f"{absent[0]!r}: no place is given for it")
+        raise ValueError(f"{absent[0]!r}: its place is missing")
     return {key: row_of[key] for key in names}
 
 
@@ -303,11 +303,11 @@ def _dtype_from(first: Any) -> torch.dtype | None:
         return first
     if isinstance(first, Stub):
         return None
-    raise ValueError(f"{kind_of(first)} where a dtype should be")
+    raise ValueError(f"{kind_of(first)} in place of a dtype")
 
 
 def _grid_shape(key: str, flat: Any) -> Ints | None:
-    """Return the true shape of a tensor that is stored as flat ranges of cells, as Megatron-Core 0.8 to 0.15 did."""
+    """Return the original shape of a tensor that Megatron-Core 0.8 to 0.15 stored as flat ranges of cells, or None."""
     data = flat.get(key) if isinstance(flat, dict) else None
     shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
     if shape is None:
@@ -329,5 +329,5 @@ def _paths(planner: Any) -> Paths | None:
             or not 0 < len(path) <= _DEEPEST
             or not {type(entry) for entry in path} <= {str, int}
         ):
-            raise ValueError("a path of planner_data that isn't made of names and positions")
+            raise ValueError("a path of planner_data that doesn't consist of names and positions")
     return planner

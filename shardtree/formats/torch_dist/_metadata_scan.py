@@ -1,8 +1,9 @@
-"""The regular parts of `.metadata`, taken from its bytes as columns: a million chunks in no more objects than a few.
+"""The scan of `.metadata`, which takes its regular parts as columns: a million chunks take few objects.
 
-Nearly all of the file repeats three records: a tensor, a chunk of one, and where a chunk lies. Regular expressions know
-them, opcode by opcode, and only as they follow a record that the safe reader of pickles has read. What they refer to is
-then looked up in its memo; whatever isn't as expected is left to that reader, which stays the judge of the file.
+Nearly all of the file repeats three records: a tensor, a chunk of a tensor, and the place of a chunk. Regular
+expressions match them, opcode by opcode, after the safe reader of pickles has read the first such record. References
+are then looked up in the reader's memo. The scan leaves everything unexpected to that reader, which decides whether the
+file is sound.
 """
 
 from __future__ import annotations
@@ -32,32 +33,29 @@ from ._pickled_columns import (
 )
 
 _LEAST, _MOST, _SCANNED_BYTES = 1_000, 65_536, 2**24
-"""Bytes and records that are taken at once: fewer are read faster one by one, more would fill memory."""
+"""Bounds of the bytes and records taken at once: fewer bytes are read faster one by one, more would fill memory."""
 
 _MOST_SHORT = 100_000
-"""After so many byte ranges that were too short, a file isn't regular, and nothing more is tried."""
-
-
-# What was taken
+"""Upper bound of the byte ranges that were too short; after as many, the file counts as irregular."""
 
 
 @dataclass(slots=True)
 class ScanColumns:
-    """Columns that a scan took; a `Run` names the rows of one of the three tables.
+    """Columns that a scan took; a `Run` names the rows of one of the three tables: chunks, pairs and tensors.
 
     Attributes:
-        shapes: all shapes and offsets; the columns below are rows of it.
-        chunk_offset: (chunks,), in parts.
-        chunk_shape: (chunks,), in parts.
+        shapes: Table of all shapes and offsets, whose rows the columns below name.
+        chunk_offset: Row of each chunk's offset, (chunks,), in parts.
+        chunk_shape: Row of each chunk's shape, (chunks,), in parts.
         chunks: Number of chunks.
-        pair_key: (pairs,).
-        pair_offset: (pairs,), -1 for what has none, in parts.
-        pair_file: (pairs,).
-        pair_byte: (pairs,), in parts.
-        pair_length: (pairs,), in parts.
-        tensor_key: (tensors,).
-        tensor_dtype: what the file has in its place, (tensors,).
-        tensor_shape: (tensors,), in parts.
+        pair_key: Key of each place, (pairs,).
+        pair_offset: Row of the offset of each place's chunk, -1 for a value, (pairs,), in parts.
+        pair_file: File of each place, (pairs,).
+        pair_byte: Offset of each place in its file, (pairs,), in parts.
+        pair_length: Length of each place, (pairs,), in parts.
+        tensor_key: Key of each tensor, (tensors,).
+        tensor_dtype: Dtype of each tensor, as the file has it, (tensors,).
+        tensor_shape: Row of each tensor's shape, (tensors,), in parts.
         tensor_chunks: First and last chunk of each tensor, (tensors,).
         runs: Number of runs.
     """
@@ -82,7 +80,7 @@ class MetadataScan:
     """The scan of one `.metadata`.
 
     Args:
-        classes: the names that the file may contain, as its reader has them.
+        classes: Values of the names that the file may contain, as for its reader.
     """
 
     def __init__(self, classes: Mapping[tuple[str, str], Any]) -> None:
@@ -98,7 +96,7 @@ class MetadataScan:
         }
 
     def find(self, number: int) -> Any:
-        """Return a shape that was taken, by its number in the memo."""
+        """Return a shape that the scan took, by its number in the memo."""
         return self.columns.shapes.of_number(number)
 
     def __call__(self, machine: Machine, at: int) -> int:
@@ -140,13 +138,13 @@ class MetadataScan:
     def _records(
         self, machine: Machine, at: int, kind: str, batches: bytes
     ) -> tuple[list[tuple[bytes, ...]], int, Patterns]:
-        """Return the fields of the records from a position on, the position after them, and what they are like.
+        """Return the fields of the records from a position on, the position after them, and their patterns.
 
         Args:
-            machine: what reads the file.
-            at: the position.
+            machine: Reader of the file.
+            at: Position of the first record.
             kind: Kind of the records.
-            batches: the opcodes between two batches: what came before goes into the list or dict, and more follows.
+            batches: Opcodes between two batches, which put one into the list or dict and begin the next.
         """
         data, end = machine.data, at
         patterns = patterns_of(True)
@@ -177,31 +175,31 @@ class MetadataScan:
     def _base(self, machine: Machine) -> int:
         return len(machine.memo) + machine.memo.taken
 
-    # What records refer to
+    # These methods look up references of records.
 
     def check(self, machine: Machine, codes: Sequence[bytes], *expected: str) -> None:
-        """Raise unless references are to classes and texts of these names."""
+        """Raise unless the references are to the classes and strings with the expected names."""
         for code in set(codes):
-            values = [machine.memo[reference(one)] for one in REFERENCE.findall(code)]
-            # Texts first: a class is never equal to one, whatever its name.
+            values = [machine.memo[reference(opcode)] for opcode in REFERENCE.findall(code)]
+            # Strings come first: a class is never equal to a string.
             names = [value if type(value) is str else self._names.get(value) for value in values]
             if names != list(expected) or any(map(_is_class_name, expected, values)):
-                raise Irregular(f"{names} where {expected} should be")
+                raise Irregular(f"{names} in place of {expected}")
 
     def is_size(self, machine: Machine, number: int) -> bool:
-        """Return whether a number of the memo is torch.Size's."""
+        """Return whether a memo number refers to torch.Size."""
         value = machine.memo[number]
         return type(value) is Constructor and self._names.get(value) == "Size"
 
     def shape(self, machine: Machine, number: int) -> Ints:
-        """Return a shape that isn't in the table."""
+        """Return a shape that isn't in the table, by its memo number."""
         value = dict.get(machine.memo, number)
         if type(value) is not tuple or {*map(type, value)} - {int}:
-            raise Irregular("a reference to a shape that isn't one")
+            raise Irregular("a reference to something in place of a shape")
         return value
 
     def texts(self, machine: Machine, codes: Sequence[bytes], base: Sequence[int]) -> list[str]:
-        """Return texts, written out or referred to; those that are new get their numbers."""
+        """Return the strings of some opcodes, literal or by reference; new strings get their memo numbers."""
         text_of: dict[bytes, str] = {}
         texts = []
         for code, number in zip(codes, base, strict=True):
@@ -210,18 +208,18 @@ class MetadataScan:
                 if code[0] == 0x8C:
                     text = str(code[2:-1], "utf-8", "surrogatepass")
                     machine.memo[number] = text
-                    # Counted by its length from now on.
+                    # The memo itself counts it from now on.
                     machine.memo.taken -= 1
                 else:
                     target = reference(code)
                     text = machine.memo[target]
                     if type(text) is not str or target >= number:
-                        raise Irregular("a reference to a text that isn't one")
+                        raise Irregular("a reference to something in place of a string")
                     text_of[code] = text
             texts.append(text)
         return texts
 
-    # The two records of a dict
+    # These methods keep the two kinds of records in dicts.
 
     def _keep_pairs(self, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]) -> tuple[list[Run], int]:
         index, key, second, third, offset, information, file, fourth, byte, fifth, length = zip(*rows, strict=True)
@@ -235,7 +233,7 @@ class MetadataScan:
         shapes = shapes_in([code for code in offset if code != b"N"], patterns.memoized, partial(self.is_size, machine))
         of_shape = np.zeros(len(rows), dtype=np.int64)
         of_shape[there] = shapes.memo_counts
-        # In the order of the file: an object and its state, the key, the offset, an object and its state, the name.
+        # The file has this order: an object and its state, the key, the offset, an object and its state, the name.
         scan_columns, of_object = self.columns, 2 * patterns.memoized
         at_shape = of_object + _are_new(key)
         total = at_shape + of_shape + of_object + _are_new(file)
@@ -262,13 +260,13 @@ class MetadataScan:
         kinds = {code: self._kind(machine, code, patterns, base) for code in set(properties)}
         shapes = shapes_in(shape, patterns.memoized, partial(self.is_size, machine))
         chunks = [
-            [one.groups() for one in iter(scanner(patterns.chunk, region, region[0] == ord("(")), None)]
+            [match.groups() for match in iter(scanner(patterns.chunk, region, region[0] == ord("(")), None)]
             for region in regions
         ]
         counts = np.fromiter(map(len, chunks), dtype=np.int64, count=len(rows))
         edges = np.concatenate(([0], np.cumsum(counts)))
         columns = _ChunkColumns(self, machine, patterns, [*chain.from_iterable(chunks)])
-        # In the order of the file: the key, an object and its state, properties, the shape, the list, its chunks.
+        # The file has this order: the key, an object and its state, properties, the shape, the list, its chunks.
         of_chunks = np.concatenate(([0], np.cumsum(columns.memo_counts)))[edges]
         of_properties = np.fromiter((kinds[code][1] for code in properties), dtype=np.int64, count=len(rows))
         at_shape = _are_new(key) + 2 * patterns.memoized + of_properties
@@ -288,9 +286,9 @@ class MetadataScan:
         return [Run(first, last), Run(first, last)], int(total.sum())
 
     def _kind(self, machine: Machine, code: bytes, patterns: Patterns, base: int) -> tuple[Any, int]:
-        """Return the dtype in a tensor's properties, and the count of memo numbers that they take."""
+        """Return the dtype in a tensor's properties, and the count of memo numbers that the properties use."""
         match = patterns.kind.fullmatch(code)
-        what, dtype, layout, of_layout, memory, of_memory = match.groups() if match else (b"",) * 6
+        cls, dtype, layout, of_layout, memory, of_memory = match.groups() if match else (b"",) * 6
 
         def value(code: bytes) -> Any:
             if reference(code) >= base:
@@ -298,12 +296,12 @@ class MetadataScan:
             return machine.memo[reference(code)]
 
         if dtype is None:
-            return _dtype_of(value(what)), 0
-        functions = [value(each) for each, arguments in ((layout, of_layout), (memory, of_memory)) if arguments]
-        if self._names.get(value(what)) != "TensorProperties" or not {*map(self._names.get, functions)} <= _FUNCTIONS:
+            return _dtype_of(value(cls)), 0
+        functions = [value(function) for function, arguments in ((layout, of_layout), (memory, of_memory)) if arguments]
+        if self._names.get(value(cls)) != "TensorProperties" or not {*map(self._names.get, functions)} <= _FUNCTIONS:
             raise Irregular("properties of other classes")
-        for each in (layout, memory, *REFERENCE.findall(of_layout or b"")[:1]):
-            value(each)
+        for opcode in (layout, memory, *REFERENCE.findall(of_layout or b"")[:1]):
+            value(opcode)
         return value(dtype), (2 + 2 * len(functions)) * patterns.memoized
 
 
@@ -320,12 +318,12 @@ def _dtype_of(properties: Any) -> Any:
 
 
 def _is_class_name(name: str, value: Any) -> bool:
-    """Return whether a class's name was found as a text, or a text as a class's name."""
+    """Return whether there is a string in place of a class, or a class in place of a string."""
     return (name[0].isupper() or name.startswith("_")) == (type(value) is str)
 
 
 def _before(counts: Column) -> Column:
-    """Return the count of memo numbers that all earlier records take, int64 (records,)."""
+    """Return the count of memo numbers that all earlier records use, int64 (records,)."""
     return np.cumsum(counts) - counts
 
 
@@ -334,7 +332,7 @@ def _are_new(texts: Sequence[bytes]) -> Column:
 
 
 class _ChunkColumns:
-    """Chunks as columns, before it is known which numbers of the memo are theirs."""
+    """Chunks as columns, before their memo numbers are known."""
 
     def __init__(self, scan: MetadataScan, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]) -> None:
         begin, offset, second, shape = zip(*rows, strict=True) if rows else ((), (), (), ())
@@ -348,10 +346,10 @@ class _ChunkColumns:
         self.memo_counts = self.of_object + self.offset.memo_counts + self.shape.memo_counts
 
     def keep(self, base: Column) -> int:
-        """Add them to the table of chunks, and return the first's number.
+        """Add the chunks to the table of chunks, and return the number of the first.
 
         Args:
-            base: the next number of the memo before each, int64 (chunks,).
+            base: Next memo number before each chunk, int64 (chunks,).
         """
         scan_columns, shape_of = self.scan.columns, partial(self.scan.shape, self.machine)
         at = base + self.of_object

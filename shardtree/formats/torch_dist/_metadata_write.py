@@ -1,7 +1,7 @@
-"""`.metadata` as a save writes it: the pickle that torch.distributed.checkpoint reads, its many records from columns.
+"""The writer of `.metadata`: the pickle that torch.distributed.checkpoint reads, with its many records from columns.
 
-By an emitter, not by pickling torch's classes: that needs no import of torch.distributed, and the bytes don't depend on
-torch's version.
+It emits opcodes rather than pickle torch's classes. That needs no import of torch.distributed, and the bytes don't
+depend on torch's version.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ...kit import Column, ShardColumns, TensorKind, dtype_name
 from ..pickles import Global, New, Pairs, PickleWriter, Reduced, reference, write_pickle
 
 Archive = tuple[str, int, int]
-"""A file's name, the archive's first byte there, and its length in bytes."""
+"""Name of an archive's file, offset of the archive, and its length in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenContents:
-    """Everything that a checkpoint's ranks wrote.
+    """Archives that all ranks of a checkpoint wrote.
 
     Attributes:
-        columns: boxes of tensors, sorted by key and offset, no two alike.
-        files: the data files' names.
-        file: number of each box's file, int64 (boxes,).
-        byte: where its archive begins, int64 (boxes,).
+        columns: Distinct boxes of tensors, sorted by key and offset.
+        files: Names of the data files.
+        file: Number of each box's file, int64 (boxes,).
+        byte: Offset of each box's archive in its file, int64 (boxes,).
         length: Length of each box's archive in bytes, int64 (boxes,).
-        objects: each object's archive by unique key, sorted.
+        objects: Archive of each object by unique key, sorted.
     """
 
     columns: ShardColumns
@@ -51,7 +51,7 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SIZE = Global("torch", "Size")
 
 DCP_VERSION = "1.0.0"
-"""The format's version, as torch.distributed.checkpoint names it."""
+"""Version of the format, as torch.distributed.checkpoint names it."""
 
 Paths = Mapping[str, TreePath]
 
@@ -59,15 +59,15 @@ Paths = Mapping[str, TreePath]
 def encode_index_file(
     contents: WrittenContents, save_id: str, values: Mapping[str, Archive] | None = None, paths: Paths | None = None
 ) -> bytes:
-    """Return `.metadata`'s bytes: a pickle of protocol 4 of a `Metadata` of torch.distributed.checkpoint.
+    """Return the bytes of `.metadata`: torch.distributed.checkpoint's `Metadata`, pickled with protocol 4.
 
-    Unlike that library's own, it doesn't contain the path of the folder: a checkpoint may be copied and published.
+    Unlike that library's own file, it doesn't contain the path of the folder: a checkpoint may be copied and published.
 
     Args:
-        contents: the archives of tensors and objects.
-        save_id: the save's name.
-        values: the archives of plain values, by name.
-        paths: each name's place in the nested dict that was saved; None if the format keeps none.
+        contents: Archives of tensors and objects.
+        save_id: Name of the save.
+        values: Archives of plain values, by name.
+        paths: Path of each name in the nested dict that was saved; None if the format stores none.
 
     References:
         torch.distributed.checkpoint.metadata, torch 2.13.
@@ -84,7 +84,7 @@ def encode_index_file(
     return write_pickle(_new("Metadata", **metadata), protocol=4)
 
 
-# Its records as values, which are written one by one where they name what wasn't written before
+# These functions return records as values, which are written one by one if they have names that weren't written before.
 
 
 def _tensor(kind: TensorKind, chunks: list[New]) -> New:
@@ -92,7 +92,7 @@ def _tensor(kind: TensorKind, chunks: list[New]) -> New:
 
 
 def _index(name: str, offset: Reduced | None = None, number: int | None = None) -> New:
-    """Return the key by which DCP looks an archive up; the number among its tensor's chunks saves DCP a search."""
+    """Return the key by which DCP looks up an archive; the number among its tensor's chunks saves DCP a search."""
     return _new("MetadataIndex", fqn=name, index=number, offset=offset)
 
 
@@ -112,7 +112,7 @@ def _size(shape: Sequence[int]) -> Reduced:
 
 
 def _new(name: str, module: str = _METADATA, **state: Any) -> New:
-    """Return an instance as pickle makes it: the constructor isn't called, so versions with other fields read it."""
+    """Return an instance that pickle makes without its constructor, so that versions with other fields read it."""
     return New(_class(module, name), (), state or None)
 
 
@@ -121,11 +121,12 @@ def _class(module: str, name: str) -> Global:
     return Global(module, name)
 
 
-# The three dicts. A record that refers to known texts alone is the same opcodes each time, with other numbers: those of
-# all chunks are written side by side. What names something for the first time goes through the writer, for its number.
+# These functions write the three dicts. Records that refer only to known strings have the same opcodes with other
+# numbers: those of all chunks are written side by side. A record with a new name goes through the writer, which gives
+# the name its memo number.
 
 _DEPTH = 2
-"""Of what is in the dicts of `Metadata`."""
+"""Depth of the values in the dicts of `Metadata`."""
 
 
 def _write_entries(archives: Mapping[str, Archive], columns: ShardColumns, writer: PickleWriter) -> None:
@@ -174,7 +175,7 @@ def _chunk_records(writer: PickleWriter, columns: ShardColumns) -> Records:
 
 
 def _write_paths(paths: Paths, writer: PickleWriter) -> None:
-    """Write each name's place in the nested state; most are the name itself."""
+    """Write the path of each name in the nested state; usually it is the name itself."""
     for key, path in paths.items():
         number = writer.memo.get(key) if path == (key,) else None
         if number is None:
@@ -186,7 +187,7 @@ def _write_paths(paths: Paths, writer: PickleWriter) -> None:
 
 
 def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, writer: PickleWriter) -> None:
-    """Write where each value and chunk lies."""
+    """Write the place of each value and chunk."""
     for name, archive in archives.items():
         writer.write(_index(name), _DEPTH)
         writer.write(_place(*archive), _DEPTH)
@@ -201,7 +202,7 @@ def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, wr
 
 
 def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
-    """Return the places of all chunks but the first, from which the names of all but files are known."""
+    """Return the places of all chunks but the first, with which all names except those of files were written."""
     columns, axes = contents.columns, _axes(contents.columns)
     key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)
     within = np.arange(len(columns)) - np.searchsorted(columns.key, columns.key)
@@ -229,7 +230,7 @@ def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
 
 
 def _file_names(writer: PickleWriter, files: Sequence[str], rows: Column) -> Callable[[slice], Field]:
-    """Return the names of some rows' files: written out where they are new, then referred to."""
+    """Return a function of the names of rows' files: literal at the first use of a name, then references."""
     used, first = np.unique(rows, return_index=True)
     codes, row = [b""] * len(files), rows.copy()
     for number, at in sorted(zip(used.tolist(), first.tolist(), strict=True), key=itemgetter(1)):
@@ -252,16 +253,16 @@ def _axes(columns: ShardColumns) -> Column:
 
 
 def _begin(writer: PickleWriter, cls: Global, field: str) -> bytes:
-    """Return the opcodes that begin an object and its state, up to its first field's name."""
+    """Return the opcodes that begin an object and its state, up to the name of the first field."""
     return _plain_opcodes(writer, cls) + b")\x81}(" + _plain_opcodes(writer, field)
 
 
 def _plain_opcodes(writer: PickleWriter, value: Any) -> bytes:
-    """Return the opcodes of a value that names nothing new."""
+    """Return the opcodes of a value all of whose names were written before."""
     before = len(writer.memo)
     code = _opcodes(writer, value)
     if len(writer.memo) != before:
-        raise ValueError(f"{value} names what wasn't written")
+        raise ValueError(f"{value} has names that weren't written before")
     return code
 
 
@@ -272,7 +273,7 @@ def _opcodes(writer: PickleWriter, value: Any) -> bytes:
     return b"".join(beside.out)
 
 
-# Records side by side: each field is a column of opcodes, padded to its longest, and how much of each row counts
+# Records are written side by side: a field is a column of opcodes, padded to the longest, with the length of each row.
 
 Field = tuple[NDArray[np.uint8], Column]
 
@@ -281,12 +282,12 @@ _AT_ONCE = 32_768
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Many records' opcodes, one after the other.
+    """The opcodes of many records, one after the other.
 
     Attributes:
-        first: number of the first record.
+        first: Number of the first record.
         opcodes: Opcodes of all records.
-        edge: where each begins, and the end, int64 (records + 1,).
+        edge: Offset of each record, and the end of the last.
     """
 
     first: int
@@ -294,12 +295,12 @@ class Records:
     edge: list[int]
 
     def part(self, begin: int, end: int) -> memoryview:
-        """Return the opcodes of some records."""
+        """Return the opcodes of the records from one number up to another."""
         return self.opcodes[self.edge[begin - self.first] : self.edge[end - self.first]]
 
 
 def _records(first: int, last: int, fields: Callable[[slice], Iterable[Field]]) -> Records:
-    """Return the records of some rows, a few at a time, so that padding stays small."""
+    """Return the records of some rows, which are made in batches so that padding stays small."""
     parts, lengths = [b""], [np.zeros(1, dtype=np.int64)]
     for begin in range(first, last, _AT_ONCE):
         count = min(_AT_ONCE, last - begin)
@@ -316,14 +317,14 @@ def _constant(code: bytes) -> Field:
 
 
 def _numbers(values: Column) -> Field:
-    """Return whole numbers of at least 0, each by the shortest of its opcodes."""
+    """Return whole numbers of at least 0, each as its shortest opcode."""
     little = values.astype("<i8").view(np.uint8).reshape(-1, 8)
     op = np.where(values < 256, ord("K"), np.where(values < 65_536, ord("M"), ord("J")))
     width = np.where(values < 256, 2, np.where(values < 65_536, 3, 5))
     code = np.concatenate([op.astype(np.uint8)[:, None], little[:, :4]], axis=1)
     long = np.flatnonzero(values >= 2**31)
     if long.size:
-        # How many bytes follow: one more than the bits need where the last one would be a sign.
+        # The length has one more byte than the bits need if their highest bit would be taken as a sign.
         size = sum((values[long] >= 2**bits).astype(np.int64) for bits in (39, 47, 55)) + 5
         code = np.pad(code, ((0, 0), (0, 5)))
         code[long, 0], code[long, 1], code[long, 2:], width[long] = 0x8A, size, little[long], 2 + size
@@ -331,7 +332,7 @@ def _numbers(values: Column) -> Field:
 
 
 def _references(numbers: Column) -> Field:
-    """Return references to numbers of the memo."""
+    """Return references to memo numbers."""
     code = np.empty((numbers.size, 5), dtype=np.uint8)
     short = numbers < 256
     code[:, 0] = np.where(short, ord("h"), ord("j"))
@@ -340,7 +341,7 @@ def _references(numbers: Column) -> Field:
 
 
 def _tuples(boxes: Column, axes: Column) -> Iterator[Field]:
-    """Return tuples of the last so many numbers of each row."""
+    """Return tuples of the last numbers of each row, as many as the row has axes."""
     width = boxes.shape[1]
     yield np.array([[ord("(")]], dtype=np.uint8), (axes > 3).astype(np.int64)
     for axis in range(width):

@@ -1,7 +1,8 @@
-"""An optimizer's states that are stored under the model's names, compared with the model before any of them is read.
+"""Optimizer states under the model's names, whose masters are compared with the weights before any state is read.
 
-Megatron-Core 0.15.0 to 0.19.2 write a `fully_reshardable` optimizer wrong, in silence, where a bucket but the last ends
-with padding: the elements of all later buckets stand under other parameters' names. Then masters aren't the weights.
+Megatron-Core 0.15.0 to 0.19.2 silently writes a wrong `fully_reshardable` optimizer if a bucket other than the last
+ends with padding: it stores the elements of all later buckets under other parameters' names. Then masters differ from
+the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ._listing import TORCH_DIST, ArchiveListing, read_listing
 
 
 class Comparisons:
-    """Whether the masters of an open checkpoint are known to be its weights."""
+    """Result of comparing an open checkpoint's masters with its weights."""
 
     __slots__ = ("all_alike",)
 
@@ -31,26 +32,26 @@ class Comparisons:
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:(?P<master>param|fp32_param)\.)?(?P<weight>.+)", re.DOTALL)
 _GATHERED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/shard_")
 _IN_OBJECTS = (
-    "the optimizer was saved as dp_zero_gather_scatter, in one object for each model-parallel rank, without names: "
+    "the optimizer was saved as dp_zero_gather_scatter, in one object without names for each model-parallel rank: "
     "load it with Megatron-Core, and save it as dp_reshardable"
 )
 Read = Callable[[Sequence[ShardedTensor]], ReadReport]
-"""Fills the data of shards in place, and returns what was read."""
+"""Function that fills the data of shards in place, and returns a report."""
 
 _ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def states_among(checkpoint: Checkpoint, listing: ArchiveListing, keys: Iterable[str]) -> list[str]:
-    """Return those of some keys that are states of parameters whose masters can be compared with weights, sorted."""
+    """Return the sorted keys of optimizer states; none if the checkpoint has no masters to compare with weights."""
     if (checkpoint.fields.get("sharded_backend"), checkpoint.fields.get("sharded_backend_version")) != TORCH_DIST:
-        return []  # other programs' keys may mean something else
+        return []  # Keys of other programs may mean something else.
     states = sorted(key for key in keys if _STATE.fullmatch(key))
     pairs: Mapping[str, Comparison] = checkpoint.once(_pairs) if states else {}
     return states if pairs else []
 
 
 def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, str]:
-    """Return why tensors can't be read, by key: those that `.metadata` lists so, and states that are in no tensor."""
+    """Return the reasons that tensors can't be read, by key: those of the listing, and states stored in objects."""
     if not any(map(_GATHERED.match, listing.values)):
         return listing.unknown
     absent = [key for key in keys if key not in listing.contents.tensors and _STATE.fullmatch(key)]
@@ -58,7 +59,7 @@ def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, 
 
 
 def _pairs(checkpoint: Checkpoint) -> Mapping[str, Comparison]:
-    """Return the states that can be compared, by the master's key."""
+    """Return the masters that can be compared with weights, by the master's key."""
     return dict(_comparable(read_listing(checkpoint).index))
 
 
@@ -69,9 +70,9 @@ def _comparable(index: Index) -> Iterator[tuple[str, Comparison]]:
         match = _STATE.fullmatch(name)
         weight = match["weight"] if match and match["master"] else None
         if weight not in number:
-            continue  # no state of a master, or the weights are in another checkpoint
+            continue  # The key isn't a master's, or the weights are in another checkpoint.
         master, kind = index.kind(number[name]), index.kind(number[weight])
-        # Scaled dtypes, such as float8, aren't the rounded master.
+        # Weights of scaled dtypes, such as float8, don't equal the rounded master.
         if master.global_shape == kind.global_shape and master.dtype is torch.float32 and kind.dtype in _ROUNDED:
             yield name, Comparison(name, weight)
 
@@ -83,15 +84,15 @@ def differing(
     share: int = 0,
     shares: int = 1,
 ) -> dict[str, str]:
-    """Return the masters that, rounded, aren't their weights, with where each begins to differ.
+    """Return the masters that differ from their weights after rounding, with the first difference of each.
 
-    A stored chunk at a time, in bounded memory; chunks are shared out by their elements.
+    Chunks are compared one at a time, in bounded memory; shares have about equally many elements.
 
     Args:
-        checkpoint: what is read.
+        checkpoint: The open checkpoint.
         listing: Listing of the checkpoint.
-        read: reads stored tensors.
-        share: which share of all chunks to compare.
+        read: Function that reads stored tensors.
+        share: Number of the share to compare.
         shares: Number of shares.
     """
     pairs, index = checkpoint.once(_pairs), listing.index
@@ -110,7 +111,7 @@ def differing(
 
 
 def _rows(index: Index, masters: Sequence[str], share: int, shares: int) -> Column:
-    """Return the chunks of masters that are one rank's share: each goes where its middle element lies."""
+    """Return the chunks of masters in a share; a chunk belongs to the share that has its middle element."""
     numbers = index.find_keys(masters)
     rows = np.flatnonzero(np.isin(index.chunk_key, numbers))
     volume = np.where(
@@ -146,18 +147,18 @@ def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
     """Raise if some masters aren't their weights.
 
     Raises:
-        CorruptCheckpoint: names them.
+        CorruptCheckpoint: There are such masters, which the error names.
     """
     if not wrong:
         return
-    what = f"load: optimizer states in {checkpoint.storage.where()!r} aren't those of the weights beside them"
+    what = f"load: optimizer states in {checkpoint.storage.where()!r} don't belong to the weights beside them"
     offenders = (f"{key!r}: {reason}" for key, reason in sorted(wrong.items()))
     raise CorruptCheckpoint(error_text(what, offenders=offenders, fix=FIX))
 
 
 FIX = (
-    "Megatron-Core 0.15.0 to 0.19.2 saves fully_reshardable optimizers wrong where a bucket ends with padding: masters "
-    "and moments are then other parameters'. Save the run again as dp_reshardable. The weights alone can be loaded "
-    "from here. If they were edited, LoadOptions(verify=None) skips the comparison. Masters that are the weights' "
-    "16-bit remainders (store_param_remainders) show nothing, so that their states are refused as well."
+    "Megatron-Core 0.15.0 to 0.19.2 saves wrong fully_reshardable optimizers if a bucket ends with padding: masters "
+    "and moments then belong to other parameters. Save the run again as dp_reshardable. The weights alone can be "
+    "loaded from here. If they were edited, LoadOptions(verify=None) skips the comparison. 16-bit remainders of the "
+    "weights (store_param_remainders) can't be compared, so that their states are refused too."
 )

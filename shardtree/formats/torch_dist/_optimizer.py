@@ -1,7 +1,7 @@
 """A distributed optimizer's buckets as states of the model's parameters: `optimizer.state.<state>.<key of the model>`.
 
-Each stored chunk of a bucket lies within one parameter, so that it is a flat range of a box of the model: states are
-read as any flat shards are, in any layout, and only the bytes that are asked for.
+Each stored chunk of a bucket lies within one parameter, so that it is a flat range of a box of the model. States are
+read like other flat shards: in any layout, and only the bytes that are requested.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ from ._listing import ArchiveListing
 from ._parameter_order import Match, choose, decide, full_name, known_orders
 
 Fill = Callable[[Sequence[ShardedTensor]], object]
-"""Reads stored tensors into the memory of shards."""
+"""Function that reads stored tensors into the memory of shards."""
 
 _STEP = 32 * 1024
-"""Elements that are rounded and hashed at a time: they stay in the cache, and torch begins no threads of its own."""
+"""Number of elements rounded and hashed at a time: they fit the cache, and torch starts no threads for so few."""
 
 
 STEP = "optimizer.state.step."
-"""The beginning of keys of steps: Megatron-Core has one step, which each parameter gets as a tensor of its own."""
+"""Prefix of the keys of steps: Megatron-Core has one step, which is listed as a tensor for each parameter."""
 
 
 class States:
-    """The index of an open checkpoint with its buckets as states of the model's parameters, once that is known."""
+    """The index of an open checkpoint with its buckets as states of the model's parameters; None until it is made."""
 
     __slots__ = ("index",)
 
@@ -79,12 +79,13 @@ class States:
 def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Index:
     """Return the index of a checkpoint with its buckets as states of the model's parameters.
 
-    All weights and masters are read for that, once: no name in the file says which parameter is where. Steps are rows
+    This reads all weights and masters once, since the file doesn't name the parameters in a bucket. Steps are rows
     whose bytes are never read.
 
     Raises:
-        UnsupportedValue: a bucket has no reading, or nothing tells apart parameters whose weights alone are equal.
-        CorruptCheckpoint: ranks' copies of a parameter's state differ.
+        UnsupportedValue: A bucket has no reading, or parameters with equal weights and different states can't be told
+            apart.
+        CorruptCheckpoint: Ranks' copies of a parameter's state differ.
     """
     states = checkpoint.once(States)
     if states.index is None:
@@ -93,7 +94,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill)
 
 
 def state_copies(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Iterator[Copies]:
-    """Yield what several data-parallel groups have of the same states: of what isn't cut over tensor-parallel ranks."""
+    """Yield the copies that several data-parallel groups have of states of parameters not cut by tensor parallelism."""
     for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
         for state in sorted(
             {state for match in matches for state, _ in match.bucket.states} if len(matches) > 1 else ()
@@ -117,9 +118,10 @@ def _copy(fill: Fill, match: Match, state: str, begin: int, piece: BucketPiece) 
 def _matches(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> list[Match]:
     tensors = listing.contents.tensors
     buckets, pieces = buckets_of(tensors), pieces_of(tensors)
-    candidates = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
+    dtypes = sorted({bucket.dtype for bucket in buckets})
+    candidates = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in dtypes}
     orders = known_orders(_flat(checkpoint.options.parameter_names))
-    # The same memory for one bucket after the other: its pages take the system longer than the read itself.
+    # All buckets use the same memory: getting new pages from the system takes longer than the read itself.
     memory = torch.empty(max((bucket.edges[-1] for bucket in buckets), default=0), dtype=torch.float32, device="cpu")
     units = choose([_readings(fill, bucket, pieces, candidates[bucket.dtype], memory) for bucket in buckets], orders)
     groups = [[*group] for _, group in groupby(units, key=attrgetter("bucket.group"))]
@@ -127,18 +129,20 @@ def _matches(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> lis
 
 
 def _flat(names: Sequence[str] | Sequence[Sequence[str]] | None) -> list[str] | None:
-    """Return the names that the caller gave, whether by groups or not."""
-    return names if names is None else [name for each in names for name in ([each] if isinstance(each, str) else each)]
+    """Return the names that the caller gave as one list, without groups."""
+    return (
+        None if names is None else [name for group in names for name in ([group] if isinstance(group, str) else group)]
+    )
 
 
-# Values: hashes of the model's pieces, by which ranges of masters, rounded to the model's dtype, are looked up
+# This section looks up ranges of masters, rounded to the model's dtype, by the hashes of the model's pieces.
 
 Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
-"""What has given values: by the hash of a piece, or by the hashes of two."""
+"""Candidates by the hash of their piece, or by the hashes of their two pieces."""
 
 
 def _candidates(fill: Fill, dtype: str, pieces: Sequence[BucketPiece]) -> Candidates:
-    """Return all that a parameter may be, by hashes of the values."""
+    """Return all candidates for parameters of a dtype, by the hashes of their pieces."""
     kind, hashes = dtype_from_name(dtype), dict[BucketPiece, str]()
     groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, limits.CHECKED_BYTES)]
     memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind, device="cpu")
@@ -160,21 +164,21 @@ def _hashes_of(fill: Fill, pieces: Sequence[BucketPiece], memory: torch.Tensor) 
     fill(
         [
             ShardedTensor(
-                piece.key, one.view(piece.shape), one.dtype, piece.shape, piece.global_shape, piece.offset, None
+                piece.key, values.view(piece.shape), values.dtype, piece.shape, piece.global_shape, piece.offset, None
             )
-            for piece, one in zip(pieces, data, strict=True)
+            for piece, values in zip(pieces, data, strict=True)
         ]
     )
-    return in_threads(lambda one: _hash(one, one.dtype), data)
+    return in_threads(lambda values: _hash(values, values.dtype), data)
 
 
 def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return the hash of a 1-D tensor's elements as another dtype has them."""
+    """Return the hash of a 1-D tensor's elements after conversion to a dtype."""
     return digest([byte_buffer(values)] if values.dtype == dtype else _rounded_bytes(values, dtype))
 
 
 def _rounded_bytes(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
-    """Yield elements as another dtype has them, step by step in one memory."""
+    """Yield the bytes of elements after conversion to a dtype, in steps that share one buffer."""
     memory = torch.empty(_STEP, dtype=dtype, device="cpu")
     buffer = byte_buffer(memory)
     for begin in range(0, len(values), _STEP):
@@ -190,33 +194,33 @@ def _readings(
     candidates: Candidates,
     memory: torch.Tensor,
 ) -> list[Reading]:
-    """Return the ways to read a bucket by its masters' values; these are read into the memory."""
+    """Return the readings of a bucket by the values of its masters, which are read into the memory."""
     masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
     _read(fill, bucket, MASTER, masters)
     sizes = {_size(piece) for piece in pieces[bucket.dtype]}
-    of_two = {2 * _size(candidate[0]) for each in candidates.values() for candidate in each if len(candidate) == 2}
+    of_two = {2 * _size(pieces[0]) for same in candidates.values() for pieces in same if len(pieces) == 2}
 
     def matches(begin: int, end: int) -> list[Candidate]:
         values, middle = masters[begin:end], (end - begin) // 2
-        ways: list[tuple[torch.Tensor, ...]] = [(values,)] if len(values) in sizes else []
-        ways += [(values[:middle], values[middle:])] if len(values) in of_two else []
-        hashes = (tuple(_hash(part, dtype) for part in parts) for parts in ways)
-        return [candidate for each in hashes for candidate in candidates.get(each, ())]
+        splits: list[tuple[torch.Tensor, ...]] = [(values,)] if len(values) in sizes else []
+        splits += [(values[:middle], values[middle:])] if len(values) in of_two else []
+        hashes = (tuple(_hash(part, dtype) for part in parts) for parts in splits)
+        return [candidate for key in hashes for candidate in candidates.get(key, ())]
 
     return read_bucket(bucket, sizes | of_two, matches)
 
 
 def _read(fill: Fill, bucket: Bucket, state: str, data: torch.Tensor, begin: int = 0) -> None:
-    """Fill memory with elements of a state of a bucket, from one of them on."""
+    """Fill memory with the elements of a bucket's state from `begin` on."""
     shape, whole = tuple(data.shape), (bucket.edges[-1],)
     fill([ShardedTensor(f"{bucket.name}.{state}", data, data.dtype, shape, whole, (begin,), None)])
 
 
 def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
-    """Return one rank's match of each parameter that several hold, after comparing what they hold.
+    """Return one match for each parameter, after comparing the states of parameters that several ranks hold.
 
     Raises:
-        CorruptCheckpoint: it isn't equal, bit for bit.
+        CorruptCheckpoint: Ranks' states of a parameter aren't equal bit for bit.
     """
     by_pieces = _by_pieces(matches)
     differing = [
@@ -225,7 +229,7 @@ def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
     if differing:
         fix = (
             "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one. "
-            "check_replicas says by how much."
+            "check_replicas shows the differences."
         )
         what = "open: ranks' copies of optimizer states differ"
         raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
@@ -250,11 +254,11 @@ def _hashes(fill: Fill, unit: Unit | Match) -> Iterator[str]:
         yield _hash(data, data.dtype)
 
 
-# The index: each stored chunk of a bucket is a range of one or two of the model's boxes
+# In the index, each stored chunk of a bucket is a range of one or two of the model's boxes.
 
 
 def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
-    own, own_byte, objects = _without_buckets(listing.index)
+    others, others_byte, objects = _without_buckets(listing.index)
     ranges = [span for match in matches for state in match.bucket.states for span in _ranges(listing, match, *state)]
     step = _step_byte(listing)
     ranges += [
@@ -265,21 +269,21 @@ def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
     if differing := sorted({span.key for kind, span in ranges if kind.dtype != kinds[span.key].dtype}):
         fix = "The checkpoint was damaged, or its ranks were configured differently; load an earlier one."
         raise CorruptCheckpoint(
-            error_text("open: ranks' optimizer states have other dtypes", offenders=differing, fix=fix)
+            error_text("open: ranks' optimizer states have different dtypes", offenders=differing, fix=fix)
         )
-    columns = join_columns([own, piece_columns(kinds, [span for _, span in ranges])])
-    byte = np.concatenate([own_byte, np.array([span.byte for _, span in ranges])], dtype=np.int64)
+    columns = join_columns([others, piece_columns(kinds, [span for _, span in ranges])])
+    byte = np.concatenate([others_byte, np.array([span.byte for _, span in ranges])], dtype=np.int64)
     return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
 
 
 def _step_byte(listing: ArchiveListing) -> int:
-    """Return where the first object with groups begins in the virtual file: that is the place to show of a step."""
+    """Return the offset of the first object with param groups in the virtual file, as the place of steps."""
     names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 
 
 def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str, int, int, int]]]:
-    """Return a checkpoint's other tensors, where they begin in the virtual file, and its objects."""
+    """Return the tensors that aren't buckets, their offsets in the virtual file, and the objects."""
     names = index.keys()
     numbers = [number for number, key in enumerate(names) if not is_bucket(key)]
     chunks = np.flatnonzero(np.isin(index.chunk_key, numbers))
@@ -298,14 +302,14 @@ def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str
         index.object_length.tolist(),
         strict=True,
     )
-    # Their sizes say nothing of parameters that have names.
+    # The sizes of buckets mean nothing once parameters have names.
     return columns, index.chunk_byte[chunks], [row for row in objects if not is_bucket_size(row[0])]
 
 
 def _ranges(
     listing: ArchiveListing, match: Match, state: str, dtype: torch.dtype
 ) -> Iterator[tuple[TensorKind, Range]]:
-    """Yield the stored ranges of a parameter's state, in order, each with the kind of the state."""
+    """Yield the stored ranges of a parameter's state, in order, each with the state's dtype and shape."""
     first = match.begin
     begins, bytes_at = _chunks(listing.index, f"{match.bucket.name}.{state}")
     for piece in match.pieces:
@@ -322,7 +326,7 @@ def _ranges(
 
 
 def _chunks(index: Index, key: str) -> tuple[list[int], list[int]]:
-    """Return where the stored chunks of a 1-D tensor begin, and their bytes in the virtual file, in order."""
+    """Return the offsets of a 1-D tensor's stored chunks, in elements and in bytes of the virtual file, in order."""
     (number,) = index.find_keys([key])
     rows = slice(*index.chunk_key.searchsorted((number, number + 1)).tolist())
     return index.chunk_offset[rows, -1].tolist(), index.chunk_byte[rows].tolist()

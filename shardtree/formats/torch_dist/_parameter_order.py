@@ -1,4 +1,4 @@
-"""Which parameter is which where values are equal: by the layers and cuts around it, and by the order of modules."""
+"""Choice between parameters with equal values: by the layers and cuts around them, and by the order of modules."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ._buckets import MOST_READINGS, Bucket, BucketPiece, Candidate, Reading, Un
 
 logger = logging.getLogger("shardtree")
 
-# Where a parameter stands in a model: by its key, and by the layer, which is a prepended axis or a part of the key
+# This section finds a parameter's place in a model: by its key, and by the layer, a prepended axis or part of the key.
 
 
 class ParameterPlace(NamedTuple):
-    """A parameter's place in the order of `named_parameters()`; places compare as they follow each other.
+    """A parameter's place in the order of `named_parameters()`; an earlier place compares as smaller.
 
     Attributes:
-        section: embeddings, layers, what follows them, the output; or the place among the names that the caller gave.
-        layer: number of the layer, -1 outside of layers.
-        module: place among the layer's modules.
-        rest: the expert, say.
+        section: Number of the section: embeddings, layers, final norm, output; or position in the caller's names.
+        layer: Number of the layer, -1 outside of layers.
+        module: Number of the module in the layer.
+        rest: Further indices, such as the expert's.
     """
 
     section: int
@@ -42,11 +42,11 @@ _ATTENTION = (
     *("q_layernorm", "k_layernorm", "kv_layernorm"),
 )
 
-# Names can't be required in place of this order: norms, which begin with equal weights, need it in every release's own
-# checkpoints, and a conversion on the command line has neither names nor a model. Names alone wouldn't do either: they
-# don't say which tensor-parallel rank's part a bucket has, which its values do.
-# Megatron-Core registers a layer's modules in this order. A fused norm is stored under one key by both of its layer
-# specifications, but is a module before the attention in one, and the first parameter of linear_qkv in the other.
+# The caller's names can't replace this order: norms, which begin with equal weights, need it in every release's
+# checkpoints, and a conversion on the command line has neither names nor a model. Names alone don't suffice: they don't
+# say which tensor-parallel rank's part a bucket has, but its values do.
+# Megatron-Core registers a layer's modules in this order. Both of its layer specifications store a fused norm under one
+# key, but it is a module before the attention in one, and the first parameter of linear_qkv in the other.
 _LOCAL = (
     rf"self_attention\.linear_qkv\.{_NORM}|input_layernorm\..*",
     r"self_attention\.linear_proj\..*",
@@ -71,15 +71,15 @@ class Order:
     """An order of modules.
 
     Attributes:
-        modules: patterns of keys inside a layer, in order; none if the names are given.
-        names: the parameters' names in order, as the caller gave them, with their places.
+        modules: Patterns of keys inside a layer, in order; empty if there are names.
+        names: Position of each parameter by its name, as the caller gave them; else None.
     """
 
     modules: tuple[str, ...] = ()
     names: Mapping[str, int] | None = None
 
     def place(self, piece: BucketPiece) -> ParameterPlace | None:
-        """Return a parameter's place, None where this order doesn't have it."""
+        """Return a parameter's place; None if this order doesn't have it."""
         layer, inside = layer_of(piece)
         if self.names is not None:
             number = self.names.get(full_name(piece))
@@ -92,14 +92,14 @@ class Order:
 
 
 def known_orders(parameter_names: Sequence[str] | None) -> tuple[Order, ...]:
-    """Return the orders that a model's modules may have; the caller's names alone, if there are any."""
+    """Return the possible orders of a model's modules: that of the caller's names, or Megatron-Core's two."""
     if parameter_names is not None:
         return (Order(names={name: number for number, name in enumerate(parameter_names)}),)
     return Order(_LOCAL), Order(_FUSED)
 
 
 def layer_of(piece: BucketPiece) -> tuple[int | None, str]:
-    """Return the number of the layer that a parameter belongs to, None outside of layers, and its name in there.
+    """Return the number of a parameter's layer, None outside of layers, and its name inside the layer.
 
     Examples:
         >>> layer_of(BucketPiece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
@@ -114,7 +114,7 @@ def layer_of(piece: BucketPiece) -> tuple[int | None, str]:
 
 
 def full_name(piece: BucketPiece) -> str:
-    """Return a parameter's name with the number of its layer in it.
+    """Return a parameter's name, including the number of its layer.
 
     Examples:
         >>> full_name(BucketPiece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
@@ -132,39 +132,44 @@ def _ending(key: str) -> int:
     return next((number for number, ending in enumerate(_ENDINGS) if key.endswith(ending)), len(_ENDINGS))
 
 
-# Deciding between readings of a bucket, where equal values go on across a slice's end
+# This section chooses between readings of a bucket, of which there are several if equal values cross a slice's end.
 
 
 def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> list[Unit]:
     """Return the parameters of all buckets, in order.
 
     Args:
-        readings: the ways to read each bucket.
-        orders: that modules may have; readings that fit none don't count, where another one fits.
+        readings: Possible readings of each bucket.
+        orders: Possible orders of modules; if any reading fits an order, those that fit none don't count.
 
     Raises:
-        UnsupportedValue: several ways to read a bucket fit.
+        UnsupportedValue: Several readings of a bucket fit.
     """
-    sure = {unit.candidates[0] for each in readings for unit in set(each[0]).intersection(*each[1:]) if _is_one(unit)}
+    in_all = (
+        unit for bucket_readings in readings for unit in set(bucket_readings[0]).intersection(*bucket_readings[1:])
+    )
+    sure = {unit.candidates[0] for unit in in_all if _is_one(unit)}
     # All layers of a model are gated, or none is.
     counts = {len(pieces) for pieces in sure if may_be_gated(pieces[0])}
     units: list[Unit] = []
-    for each in readings:
-        left = [reading for reading in each if len(each) == 1 or all(_has_form(unit, counts) for unit in reading)]
+    for possible in readings:
+        left = [
+            reading for reading in possible if len(possible) == 1 or all(_has_form(unit, counts) for unit in reading)
+        ]
         fitting = [reading for reading in left if any(_descends(reading, order) for order in orders)]
         left = fitting or left
-        if len({tuple(_pieces_of(reading)) for reading in left}) != 1 or len(each) == MOST_READINGS:
-            raise _unclear({unit for reading in left or each for unit in reading}, orders)
+        if len({tuple(_pieces_of(reading)) for reading in left}) != 1 or len(possible) == MOST_READINGS:
+            raise _unclear({unit for reading in left or possible for unit in reading}, orders)
         units += left[0]
     return units
 
 
 def _pieces_of(reading: Reading) -> Iterator[Hashable]:
-    """Yield what is where by a reading: where a slice ends between a pair's halves, these may be read one by one."""
+    """Yield offset and piece of each part of a reading; a pair's halves come apart, as other readings may have them."""
     for unit in reading:
         pieces = unit.candidates[0] if _is_one(unit) else (unit.candidates,)
-        each = (unit.end - unit.begin) // len(pieces)
-        yield from ((unit.begin + number * each, piece) for number, piece in enumerate(pieces))
+        size = (unit.end - unit.begin) // len(pieces)
+        yield from ((unit.begin + number * size, piece) for number, piece in enumerate(pieces))
 
 
 def _is_one(unit: Unit) -> bool:
@@ -172,7 +177,7 @@ def _is_one(unit: Unit) -> bool:
 
 
 def _has_form(unit: Unit, counts: set[int]) -> bool:
-    """Return whether a parameter may be something else than a gated layer that isn't so, or the other way round."""
+    """Return whether a parameter has a candidate that is gated or not as the other layers of the model are."""
     return any(len(counts) != 1 or not may_be_gated(pieces[0]) or len(pieces) in counts for pieces in unit.candidates)
 
 
@@ -183,7 +188,7 @@ def _descends(reading: Reading, order: Order) -> bool:
         places = [order.place(pieces[0]) for pieces in unit.candidates]
         known_places = [place for place in places if place is not None]
         if len(known_places) < len(places) and order.names is None:
-            continue  # it may be a module that the order doesn't have
+            continue  # It may belong to a module that the order doesn't have.
         if _may_be_copy(unit):
             continue
         below = [place for place in known_places if last is None or place < last]
@@ -194,22 +199,22 @@ def _descends(reading: Reading, order: Order) -> bool:
 
 
 def _may_be_copy(unit: Unit) -> bool:
-    """Return whether a parameter's place may say nothing: a tied embedding's copy stands where the output would."""
+    """Return whether a parameter may be a tied embedding's copy, which has the place of the output layer."""
     return any(_first_match(_SECTIONS, pieces[0].key) == 0 for pieces in unit.candidates)
 
 
-# Deciding between candidates with equal values
+# This section decides between candidates with equal values.
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A parameter of a bucket, and what it is.
+    """A parameter of a bucket that was identified.
 
     Attributes:
-        bucket: that it lies in.
+        bucket: Bucket that the parameter lies in.
         begin: First element in the bucket.
-        end: one past its last one.
-        pieces: Chunks of the model that it holds, one after the other.
+        end: One past the last element.
+        pieces: Chunks of the model that the parameter consists of, one after the other.
     """
 
     bucket: Bucket
@@ -224,35 +229,35 @@ def decide(
     """Return the identity of each parameter of each model-parallel rank.
 
     Args:
-        groups: the parameters of each rank, in the order of its buckets.
-        orders: the orders that modules may have; those that contradict the parameters with unique values don't count.
-        states: returns what is equal where all stored states of two parameters are; called only in doubt.
+        groups: Parameters of each rank, in the order of its buckets.
+        orders: Possible orders of modules; those that contradict the parameters with unique values don't count.
+        states: Function that returns a fingerprint of all stored states of a parameter; called only in doubt.
 
     Raises:
-        UnsupportedValue: several parameters may be swapped with each other, and their states differ.
+        UnsupportedValue: Parameters may be swapped with each other, and their states differ.
     """
     groups = [_of_one_cut(units) for units in groups]
     answers = [_answers(units, orders) for units in groups]
     candidates: dict[Unit, Candidate] = {}
-    if any(len(each) != 1 for each in answers):
+    if any(len(possible) != 1 for possible in answers):
         candidates = _settled_by_states([unit for units in groups for unit in units], states)
         groups = [[unit for unit in units if unit not in candidates] for units in groups]
         answers = [_answers(units, orders) for units in groups]
-    for units, each in zip(groups, answers, strict=True):
-        if len(each) != 1:
+    for units, possible in zip(groups, answers, strict=True):
+        if len(possible) != 1:
             raise _unclear(units, orders)
-        candidates.update(zip(units, each.pop(), strict=True))
+        candidates.update(zip(units, possible.pop(), strict=True))
     _warn_of_order([unit for units in groups for unit in units], orders)
     return [Match(*unit[:3], pieces) for unit, pieces in candidates.items()]
 
 
 def _warn_of_order(units: Sequence[Unit], orders: Sequence[Order]) -> None:
-    """Warn if the order of Megatron-Core's own modules alone decided which moments are whose."""
-    unsure = {full_name(piece) for unit in units if not _is_one(unit) for each in unit.candidates for piece in each}
+    """Warn if only the order of Megatron-Core's own modules told the moments of parameters apart."""
+    unsure = {full_name(piece) for unit in units if not _is_one(unit) for pieces in unit.candidates for piece in pieces}
     if unsure and all(order.names is None for order in orders):
         logger.warning(
-            "load: %s have equal weights; which moments are whose follows from the order in which Megatron-Core's "
-            "layers register their modules. Pass parameter_names= if layers of yours register them in another order.",
+            "load: %s have equal weights; their moments were told apart by the order in which Megatron-Core's layers "
+            "register their modules. Pass parameter_names= if your layers register them in another order.",
             ", ".join(shorten(map(repr, sorted(unsure)), shown=5)),
         )
 
@@ -263,10 +268,10 @@ def _answers(units: Sequence[Unit], orders: Sequence[Order]) -> set[tuple[Candid
 
 def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedValue:
     unclear = sorted(
-        {full_name(piece) for unit in units if not _is_one(unit) for each in unit.candidates for piece in each}
+        {full_name(piece) for unit in units if not _is_one(unit) for pieces in unit.candidates for piece in pieces}
     )
     group = next(iter(units)).bucket.group
-    what = f"open: parameters of {group!r} have equal weights, and nothing tells their moments apart"
+    what = f"open: parameters of {group!r} have equal weights, and their moments can't be told apart"
     fix = "Pass parameter_names=, the names in the order of the model's named_parameters(), with layers' numbers."
     if any(order.names is not None for order in orders):
         fix = (
@@ -276,10 +281,10 @@ def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedVal
 
 
 def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]) -> dict[Unit, Candidate]:
-    """Return candidates of units whose states are equal as well: any order of these is right.
+    """Return a candidate for each unit whose states are equal too, since any assignment among these is right.
 
-    Only where each candidate must be one of them: each rank has as many such units as there are candidates, or all
-    ranks together have, and none of their pieces may be anything else.
+    This requires that the candidates are exactly these units: each rank, or all ranks together, have as many such units
+    as there are candidates, and no other unit may be one of their pieces.
     """
     alike: dict[frozenset[Candidate], list[Unit]] = defaultdict(list)
     for unit in units:
@@ -296,7 +301,7 @@ def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]
 
 
 def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units without candidates of another tensor-parallel rank, as the unique ones tell which that is."""
+    """Return the units without candidates of other tensor-parallel ranks; units with one candidate tell the rank."""
     numbers_by_count: dict[int, set[int]] = defaultdict(set)
     for unit in units:
         if len(unit.candidates) == 1:
@@ -313,7 +318,7 @@ def _fitting(candidates: Sequence[Candidate], own_numbers: Mapping[int, set[int]
 
 
 def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
-    """Yield into how many equal pieces each axis is cut, and which of them a rank has; not for the axis of layers."""
+    """Yield the number of equal pieces and the number of a rank's piece, for each axis that is cut, without layers."""
     first = candidate[0]
     axes = zip(first.offset, first.shape, first.global_shape, strict=True)
     layers = re.search(r"\blayers\.(?!\d)", first.key) is not None
@@ -323,16 +328,16 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
-    """Return a candidate for each unit in reverse order in each buffer; None unless there is just one way."""
+    """Return a candidate for each unit, in the reverse order in each buffer; None unless the choice is unique."""
     answer: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
     chosen_pieces = {pieces for pieces in answer if pieces is not None}
     if len(chosen_pieces) < sum(pieces is not None for pieces in answer) or not all(unit.candidates for unit in units):
-        return None  # a tensor can't be in a rank's optimizer twice
+        return None  # A tensor can't be in a rank's optimizer twice.
     for _, rows in groupby(range(len(units)), key=lambda row: units[row].bucket.buffer):
         for run, above, below in _runs(list(rows), units, order):
             pool = {pieces for row in run for pieces in units[row].candidates} - chosen_pieces
             if order.names is None and any(order.place(pieces[0]) is None for pieces in pool):
-                return None  # a module that this order doesn't have may stand anywhere
+                return None  # A module that this order doesn't have may have any place.
             between = {pieces: _between(order.place(pieces[0]), above, below) for pieces in pool}
             places = sorted(((place, pieces) for pieces, place in between.items() if place is not None), reverse=True)
             if len(places) != len(run):
@@ -348,7 +353,7 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
 def _runs(
     rows: Sequence[int], units: Sequence[Unit], order: Order
 ) -> Iterator[tuple[list[int], ParameterPlace | None, ParameterPlace | None]]:
-    """Yield the undecided units between two unique ones, with the places of these; a buffer is in reverse order."""
+    """Yield the undecided units between two decided ones, with the places of those; a buffer is in reverse order."""
     run: list[int] = []
     above: ParameterPlace | None = None
     for row in rows:
@@ -368,10 +373,10 @@ def _runs(
 def _between(
     place: ParameterPlace | None, above: ParameterPlace | None, below: ParameterPlace | None
 ) -> ParameterPlace | None:
-    """Return a place that lies between two others, and in a layer of one of them or in none; else None."""
+    """Return a place if it lies between two others, in a layer of one of them or outside of layers; else None."""
     bounds = [bound for bound in (above, below) if bound is not None]
     if place is None or (above is not None and place > above) or (below is not None and place < below):
         return None
-    # Layers between those of the bounds are in another buffer, where a rank has several stages of the pipeline.
+    # Layers between those of the bounds are in another buffer if a rank has several stages of the pipeline.
     near = place.layer < 0 or not bounds or any(bound.layer == place.layer for bound in bounds)
     return place if near else None

@@ -1,4 +1,4 @@
-"""Where the payloads of tensors' archives begin, looked up in the archives themselves before a load can read."""
+"""Offsets of the payloads in tensors' archives, which are looked up in the archives before a load can read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..torch import decode_with_holes
 from ._listing import ArchiveListing, read_listing
 
 _UNKNOWN, SCATTERED = -1, -2
-"""In place of a payload's first byte: it hasn't been looked up; its bytes aren't in row-major order."""
+"""Placeholders for a payload's offset: it hasn't been looked up; its bytes aren't in row-major order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,10 +39,10 @@ class Payloads:
     """Places and checksums of a checkpoint's payloads, filled as archives are looked up.
 
     Attributes:
-        begin: where each begins in its file, `SCATTERED` if it has to be decoded, int64 (archives,).
+        begin: Offset of each payload in its file, `SCATTERED` if it must be decoded, int64 (archives,).
         crc32: CRC32 of each payload, 0 if none is recorded, int64 (archives,).
-        lengths: Lengths, in bytes, of the files in which archives were looked up.
-        places: The tensors whose bytes are in another order than row-major, as their files have them, by archive.
+        lengths: Length in bytes of each file in which archives were looked up.
+        places: Stored tensors that aren't in row-major order, by archive.
     """
 
     begin: Column
@@ -52,13 +52,13 @@ class Payloads:
 
 
 def payloads_of(checkpoint: Checkpoint, listing: ArchiveListing, numbers: Column) -> Payloads:
-    """Return where payloads begin, with those of the given archives looked up.
+    """Return the payloads of a checkpoint, after looking up those of the given archives.
 
     Raises:
-        CorruptCheckpoint: an archive isn't there, or holds another tensor than `.metadata` says.
-        UnsupportedValue: one is compressed, or in another format.
+        CorruptCheckpoint: An archive is missing, or holds another tensor than `.metadata` says.
+        UnsupportedValue: An archive is compressed, or in another format.
     """
-    payloads = checkpoint.once(_none_yet)  # those that are looked up stay in it
+    payloads = checkpoint.once(_none_yet)  # It keeps the results of earlier calls.
     new_numbers = numbers[payloads.begin[numbers] == _UNKNOWN]
     check_readable(listing, new_numbers)
     archives = listing.archives
@@ -79,24 +79,24 @@ def payloads_of(checkpoint: Checkpoint, listing: ArchiveListing, numbers: Column
                 if place is not None:
                     payloads.places[number] = place
 
-    # Several files at a time only where each waits for its requests: elsewhere Python's lock is what they would share.
+    # Several files are read at a time only if reads are requests that wait: others would only share Python's lock.
     in_threads(look_up, np.unique(archives.file[new_numbers]).tolist(), threads_of(storage, None) or 1)
     return payloads
 
 
 _LOOKED_UP = 4096
-"""Archives whose ends are held at a time."""
+"""Upper bound of the archives whose ends are in memory at a time."""
 
 
 def ends_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of a file that tell where the payloads of some archives in it are."""
+    """Yield the byte ranges of a file that have the headers and directories of some archives in it."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield from ((byte + begin, byte + end) for begin, end in archive_ends(int(listing.archives.length[number])))
 
 
 def batches(listing: ArchiveListing, numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Yield archives of one file, so many at a time that they may be held."""
+    """Yield batches of archives of one file, small enough to be in memory."""
     batch: list[int] = []
     size = 0
     for number in numbers:
@@ -113,38 +113,38 @@ _BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
 
 
 def wholes_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of a file that some archives in it are."""
+    """Yield the byte ranges of some archives in a file."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield byte, byte + int(listing.archives.length[number])
 
 
 def check_readable(listing: ArchiveListing, numbers: Column) -> None:
-    """Raise if any of some archives can't be read at all.
+    """Raise if any of the requested archives can't be read.
 
     Raises:
-        UnsupportedValue: one is compressed, or in another format.
+        UnsupportedValue: An archive is compressed, or in another format.
     """
-    # An error only for what is asked for: other tensors of the checkpoint still load.
+    # Only requested archives raise an error: other tensors of the checkpoint still load.
     if not listing.archives.refusals:
         return
     names, refusals = listing.archives.names, listing.archives.refusals
     reasons = {f"{names[number]!r}: {refusals[number]}" for number in numbers.tolist() if number in refusals}
     if reasons:
         fix = "Load it with torch.distributed.checkpoint, with the extensions it was saved with."
-        raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(reasons), fix=fix))
+        raise UnsupportedValue(error_text("load: unreadable tensors or objects", offenders=sorted(reasons), fix=fix))
 
 
 def check_reach(checkpoint: Checkpoint, listing: ArchiveListing, file: int, numbers: Sequence[int]) -> int:
     """Return the length of a data file, in bytes, after checking that it is long enough for the given archives.
 
     Raises:
-        CorruptCheckpoint: it doesn't, or isn't there.
+        CorruptCheckpoint: The file is too short or missing.
     """
     archives, storage = listing.archives, checkpoint.storage
     end = max(int(archives.byte[number] + archives.length[number]) for number in numbers)
     name = archives.files[file]
-    # Where a look is a request, one is enough: each answer that is read says how long the file is.
+    # If looking up a length is a request, the length of an earlier read is used.
     known_length = checkpoint.once(_none_yet).lengths.get(file) if can(storage).read_range is not None else None
     length = storage.length(name) if known_length is None else known_length
     if length is None or length < end:
@@ -168,11 +168,11 @@ def open_data_file(
     """Open a data file, after checking that it is long enough for the given archives.
 
     Raises:
-        CorruptCheckpoint: it doesn't, or isn't there.
+        CorruptCheckpoint: The file is too short or missing.
     """
     length = check_reach(checkpoint, listing, file, numbers)
     name = listing.archives.files[file]
-    # Only then, since a SHA-256 takes a pass over the whole file.
+    # Only this option checks the SHA-256, which takes a pass over the whole file.
     if checkpoint.options.verify == "all":
         check_listed(checkpoint, name)
     with opened(checkpoint.storage, name, length) as reader:
@@ -180,14 +180,14 @@ def open_data_file(
 
 
 def archive_name(checkpoint: Checkpoint, listing: ArchiveListing, number: int) -> str:
-    """Return an archive's name in messages."""
+    """Return the description of an archive for errors."""
     archives = listing.archives
     path = checkpoint.storage.where(archives.files[archives.file[number]])
     return f"load: {archives.names[number]!r} in {path!r}, at byte {archives.byte[number]}"
 
 
 def part_of(reader: Reader, byte: int, begin: int, end: int) -> Buffer:
-    """Return the bytes from one up to another of the archive that begins at a byte of a file."""
+    """Return a byte range of the archive that begins at offset `byte` of a file."""
     return reader.read(byte + begin, byte + end)
 
 
@@ -197,14 +197,14 @@ def _none_yet(checkpoint: Checkpoint) -> Payloads:
 
 
 def _look_up(checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int) -> StoredTensor | None:
-    """Return an archive's tensor as its file has it; None where the archive has to be decoded whole."""
+    """Return the description of an archive's tensor; None if the archive must be decoded whole."""
     archives = listing.archives
     byte, length = int(archives.byte[number]), int(archives.length[number])
     what = archive_name(checkpoint, listing, number)
     try:
         place = tensor_place(partial(part_of, reader, byte), length, what=what)
     except (CorruptCheckpoint, UnsafeFile):
-        # Not in the usual form: decoding it whole handles more kinds of tensors, or raises the error that fits.
+        # The archive isn't in the usual form: decoding it handles more kinds of tensors, or raises the right error.
         return None
     check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
     record = replace(place.record, begin=byte + place.record.begin)
@@ -215,7 +215,7 @@ def check_tensor(listing: ArchiveListing, number: int, value: Any, what: str) ->
     """Return an archive's value, after checking that it is the tensor that `.metadata` lists.
 
     Raises:
-        CorruptCheckpoint: it is something else.
+        CorruptCheckpoint: The value isn't a tensor, or has another dtype or shape.
     """
     if not isinstance(value, torch.Tensor):
         type_name = type(value).__name__
@@ -228,9 +228,9 @@ def check_kind(listing: ArchiveListing, number: int, dtype: str, shape: tuple[in
     """Raise unless an archive's tensor is the one that `.metadata` lists.
 
     Raises:
-        CorruptCheckpoint: it has another dtype or shape.
+        CorruptCheckpoint: The tensor has another dtype or shape.
     """
-    # `.metadata` has no checksum: that archives agree with it is the only check of its numbers.
+    # `.metadata` has no checksum, so that comparing archives with it is the only check of its numbers.
     expected = listing.contents.tensors[listing.archives.names[number]].dtype
     expected_name = "" if expected is None else dtype_name(expected)
     if (dtype, shape) != (expected_name, listing.archives.shape(number)):
@@ -244,21 +244,21 @@ def check_kind(listing: ArchiveListing, number: int, dtype: str, shape: tuple[in
         )
 
 
-# Archives that are decoded whole: objects, plain values, and tensors whose payload isn't in row-major order
+# This section decodes archives whole: objects, plain values, and tensors whose payload isn't in row-major order.
 
 
 Decode = Callable[[Buffer, str, LoadOptions], Any]
-"""From an archive's bytes, its name in messages, and how it is read, to what it holds."""
+"""Function that returns an archive's value from its bytes, its description for errors, and the options."""
 
 
 def decoded_at(
     checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, decode: Decode = decode_with_holes
 ) -> Any:
-    """Return the payload's place and checksum in an archive of an open file.
+    """Return the decoded value of an archive in an open file.
 
     Raises:
-        CorruptCheckpoint: it isn't what was saved.
-        UnsafeFile: it needs code to run, and `allow_pickle` isn't given.
+        CorruptCheckpoint: The archive isn't what was saved.
+        UnsafeFile: Reading it takes pickled code, and `allow_pickle` isn't given.
     """
     archives = listing.archives
     data = part_of(reader, int(archives.byte[number]), 0, int(archives.length[number]))
@@ -269,17 +269,17 @@ def decoded_at(
 def decoded(
     checkpoint: Checkpoint, listing: ArchiveListing, numbers: Sequence[int], decode: Decode = decode_with_holes
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each archive and what it holds, file by file.
+    """Yield the number and the decoded value of each archive, file by file.
 
     Args:
         checkpoint: The open checkpoint.
-        listing: The places of its archives.
-        numbers: Numbers of archives.
-        decode: The function that decodes each.
+        listing: Listing of the checkpoint.
+        numbers: Numbers of the archives.
+        decode: Function that decodes an archive.
 
     Raises:
-        CorruptCheckpoint: an archive isn't what was saved.
-        UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
+        CorruptCheckpoint: An archive isn't what was saved.
+        UnsafeFile: Reading an archive takes pickled code, and `allow_pickle` isn't given.
     """
     unique_numbers = np.unique(np.array(numbers, dtype=np.int64))
     check_readable(listing, unique_numbers)

@@ -1,6 +1,6 @@
-"""Repeating parts of `.metadata`: records, as regular expressions of opcodes, and columns of whole numbers.
+"""Repeating parts of `.metadata`: regular expressions of records' opcodes, and columns of whole numbers.
 
-Many short byte ranges of the pickle are decoded side by side by NumPy.
+NumPy decodes many short byte ranges of the pickle side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...kit import Column
 from ..pickles import Irregular
 
-# The records. Opcodes that are one byte stand for themselves: ) \x81 makes an object, } ( ... u its state, b fills it.
+# In the patterns, one-byte opcodes stand for themselves: ) \x81 makes an object, } ( ... u its state, b fills it.
 
 _REF = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
@@ -29,16 +29,15 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
-    """The records as one kind of writer makes them.
+    """The patterns of records of one kind of writer; their groups are listed below.
 
     Attributes:
-        memoized: whether tuples and objects have numbers in the memo, as `pickle` gives them; our own writer's have
-            none.
-        chunk: (what it is and its first field, offset, second field, shape).
-        pair: a place: (index and its first field, key, second field, third field, offset, information and its first
-            field, file, second field, byte, third field, length).
-        tensor: (key, what it is and its first field, properties, second field, shape, third field, chunks).
-        kind: a tensor's properties: (what they are, dtype, layout, its argument, memory format, its argument).
+        memoized: True if tuples and objects have memo numbers, as `pickle` writes them; our own writer gives none.
+        chunk: A chunk: (class and first field, offset, second field, shape).
+        pair: A place: (class of the index and first field, key, second field, third field, offset, class of the
+            information and first field, file, second field, byte, third field, length).
+        tensor: A tensor: (key, class and first field, properties, second field, shape, third field, chunks).
+        kind: Properties of a tensor: (class, dtype, layout, its argument, memory format, its argument).
     """
 
     memoized: bool
@@ -50,7 +49,7 @@ class Patterns:
 
 @cache
 def patterns_of(memoized: bool) -> Patterns:
-    r"""Return the records of one kind of writer.
+    r"""Return the patterns of records of one kind of writer.
 
     Examples:
         >>> patterns_of(False).kind.fullmatch(b"h\x07").group(1)
@@ -60,7 +59,7 @@ def patterns_of(memoized: bool) -> Patterns:
     shape = rb"REF(?:(?:\)|\((?:INT){4,64}t~|(?:INT){1,3}[\x85-\x87]~)\x85~R~)?"
     begin = rb"REF\)\x81~}~\(REF"
     chunk = rb"REF\)\x81~}~\(REF(?:SHAPE)REF(?:SHAPE)ub"
-    # Where each has a number of arguments that varies, its kind is told by its first byte alone: no match is ambiguous.
+    # The first byte alone says which optional parts follow, so that no match is ambiguous.
     layout, memory = rb"REF(?:REF\x85~R~)?", rb"REF(?:INT\x85~R~)?"
     properties = rb"REF(?:\)\x81~\(REF" + layout + rb"[\x88\x89]" + memory + rb"[\x88\x89]t~b)?"
     templates = {
@@ -70,7 +69,7 @@ def patterns_of(memoized: bool) -> Patterns:
         "kind": rb"(REF)(?:\)\x81~\((REF)(REF)(REF\x85~R~)?[\x88\x89](REF)(INT\x85~R~)?[\x88\x89]t~b)?",
     }
     words = ((b"CHUNK", chunk), (b"BEGIN", begin), (b"PROPERTIES", properties), (b"SHAPE", shape))
-    # Last, since they contain bytes of any value.
+    # Replacements that contain arbitrary bytes come last.
     all_words = (*words, (b"~", number), (b"REF", _REF), (b"INT", _INT), (b"TEXT", _TEXT))
     patterns = {}
     for name, pattern in templates.items():
@@ -84,12 +83,12 @@ REFERENCE = re.compile(_REF, re.DOTALL)
 
 
 def scanner(pattern: re.Pattern[bytes], data: bytes, at: int) -> Callable[[], re.Match[bytes] | None]:
-    """Return a function that returns the next match, which begins where the last one ended, or None."""
+    """Return a function that returns the next match, which begins at the end of the last one, or None."""
     return pattern.scanner(data, at).match  # type: ignore[attr-defined,no-any-return]
 
 
 def reference(code: bytes) -> int:
-    r"""Return the number of the memo that an opcode refers to.
+    r"""Return the memo number that an opcode refers to.
 
     Examples:
         >>> reference(b"h\x07"), reference(b"j\x00\x01\x00\x00")
@@ -102,13 +101,13 @@ Ints = tuple[int, ...]
 Bytes = NDArray[np.uint8]
 
 _MOST_SORTINGS = 64
-_PAST = 16  # so that the bytes after the last opcode can be looked at without a check
+_PAST = 16  # Padding after the last opcode lets the code look at further bytes without a check.
 
 
 def _widths() -> Column:
     """Return the length of each opcode of a whole number with its argument, 0 for any other opcode."""
     widths = np.zeros(256, dtype=np.int64)
-    widths[[ord("K"), ord("M"), ord("J"), 0x8A]] = 2, 3, 5, 2  # LONG1's length follows it
+    widths[[ord("K"), ord("M"), ord("J"), 0x8A]] = 2, 3, 5, 2  # The length of LONG1's argument follows its opcode.
     return widths
 
 
@@ -116,14 +115,14 @@ _WIDTH = _widths()
 
 
 def joined(parts: Sequence[bytes]) -> tuple[Bytes, Column, Column]:
-    """Return byte ranges one after the other, and where each begins and ends, int64 (ranges,)."""
+    """Return the concatenation of byte ranges, and the begin and the end of each, int64 (ranges,)."""
     buffer = np.frombuffer(b"".join((*parts, bytes(_PAST))), dtype=np.uint8)
     end = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)))
     return buffer, np.concatenate(([0], end[:-1])) if parts else end, end
 
 
 def numbers_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
-    r"""Return the whole numbers whose opcodes are at some bytes, and how long each is, 0 where there is none.
+    r"""Return the whole numbers at some offsets, and the length of each one's opcode, 0 if it isn't a number's.
 
     Examples:
         >>> buffer, start, _ = joined([b"K\x07", b"J\xfe\xff\xff\xff", b"t"])
@@ -143,14 +142,14 @@ def numbers_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
     for byte in range(most):
         there = byte < size
         bits[there] |= buffer[first[there] + byte].astype(np.uint64) << np.uint64(8 * byte)
-    # Of these opcodes J and LONG1 have a sign; a shift to the top and back again extends it.
+    # Of these opcodes, J and LONG1 are signed; a shift to the top and back extends the sign.
     spare = np.where(long | (code == ord("J")), 64 - 8 * size, 0).clip(0, 63).astype(np.uint64)
     value = (bits << spare).view(np.int64) >> spare.astype(np.int64)
     return np.where(width > 0, value, 0), width
 
 
 def references_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
-    """Return the numbers of the memo that opcodes at some bytes refer to, and how long each opcode is."""
+    """Return the memo numbers that the opcodes at some offsets refer to, and the length of each opcode."""
     long = buffer[at] == ord("j")
     number = buffer[at + 1].astype(np.int64)
     for byte in range(1, 4):
@@ -159,23 +158,23 @@ def references_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
 
 
 def numbers(parts: Sequence[bytes]) -> Column:
-    """Return the whole numbers of some byte ranges, each one opcode."""
+    """Return the whole numbers in some byte ranges, each of which is one opcode."""
     buffer, start, _ = joined(parts)
     return numbers_at(buffer, start)[0]
 
 
 @dataclass(slots=True)
 class Shapes:
-    """A table of shapes and offsets, and which number of the pickle's memo belongs to which.
+    """A table of shapes and offsets, with their memo numbers.
 
     Attributes:
         axes: Count of numbers in each row, int64 (rows,), in parts.
-        values: left-aligned, int64 (rows, axes), in parts.
+        values: Rows, left-aligned, int64 (rows, axes), in parts.
         number: Memo number of each row, ascending, -1 for a row without one, int64 (rows,), in parts.
-        single: tuples that were added one by one since the last part.
+        single: Tuples that were added one by one since the last part.
         length: Number of rows.
-        lookup: numbers of the memo, ascending, and their rows, while `is_sorted`.
-        is_sorted: whether no row with a number was added since.
+        lookup: Memo numbers, ascending, and their rows; valid while `is_sorted`.
+        is_sorted: True if no row with a memo number was added since the last sorting.
         sortings: Count of sortings so far.
     """
 
@@ -189,13 +188,13 @@ class Shapes:
     sortings: int = 0
 
     def add(self, shape: Ints) -> int:
-        """Add one shape and return its row."""
+        """Add a shape, and return its row."""
         self.single.append(shape)
         self.length += 1
         return self.length - 1
 
     def extend(self, axes: Column, values: Column, number: Column) -> Column:
-        """Add many and return their rows."""
+        """Add many shapes, and return their rows."""
         self._flush()
         self.axes.append(axes)
         self.values.append(values)
@@ -218,7 +217,7 @@ class Shapes:
         self.number.append(np.full(axes.size, -1))
 
     def of_number(self, number: int) -> Ints:
-        """Return the shape with a number of the memo; raises KeyError if none has it."""
+        """Return the shape with a memo number; raise KeyError if there is none."""
         row = int(self.rows_of(np.array([number]))[0])
         for axes, values in zip(self.axes, self.values, strict=True):
             if 0 <= row < axes.size:
@@ -227,12 +226,12 @@ class Shapes:
         raise KeyError(number)
 
     def rows_of(self, number: Column) -> Column:
-        """Return the rows with some numbers of the memo, -1 where none has it."""
+        """Return the rows with some memo numbers, -1 for numbers without a row."""
         self._flush()
         if not self.is_sorted:
             self.sortings += 1
             if self.sortings > _MOST_SORTINGS:
-                raise Irregular("too many references to shapes that are near")
+                raise Irregular("too many references to shapes that were just added")
             memo_numbers = np.concatenate([np.zeros(0, dtype=np.int64), *self.number])
             order = np.argsort(memo_numbers, kind="stable")
             order = order[memo_numbers[order] >= 0]
@@ -244,7 +243,7 @@ class Shapes:
         return np.where(memo_numbers[at] == number, row[at], -1)
 
     def table(self, most: int) -> tuple[Column, Column]:
-        """Return the numbers of axes, and all rows as one column, at most so many numbers; the table is empty after."""
+        """Return the count of axes of each row, and all rows as one column, which may have at most `most` numbers."""
         self._flush()
         width = max([1, *(part.shape[1] for part in self.values)])
         if self.length * width > most:
@@ -263,12 +262,12 @@ def no_shapes() -> Shapes:
 
 
 def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], bool]) -> PickledShapes:
-    """Return the shapes of some byte ranges: each a reference to a known one, or to torch.Size and a tuple for it.
+    """Return the shapes in some byte ranges: references to known shapes, or calls of torch.Size with a tuple.
 
     Args:
-        parts: the bytes of each range.
-        memoized: whether tuples and what torch.Size returns have numbers in the memo.
-        is_size: whether a number of the memo is torch.Size's.
+        parts: Bytes of each range.
+        memoized: True if tuples and results of torch.Size have memo numbers.
+        is_size: Function that returns whether a memo number refers to torch.Size.
     """
     buffer, start, end = joined(parts)
     number, width = references_at(buffer, start)
@@ -296,10 +295,10 @@ def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
         columns.append(values)
         axes += lengths > 0
         at = at + lengths
-    # With 1 to 3 entries the opcode says how many it takes; anything else on the stack would be left there.
+    # For 1 to 3 entries, the closing opcode says how many it takes, which must be all of them.
     closing = buffer[at].astype(np.int64)
     if ((opening != ord("(")) & (opening != ord(")")) & (closing - 0x84 != axes)).any():
-        raise Irregular("a tuple of other entries than those before it")
+        raise Irregular("a tuple of fewer or more entries than those before its opcode")
     return axes, np.stack(columns, axis=1) if columns else np.zeros((at.size, 0), dtype=np.int64), opening
 
 
@@ -308,11 +307,11 @@ class PickledShapes:
     """Shapes as they are in the pickle.
 
     Attributes:
-        is_new: whether each is written out, bool (shapes,).
+        is_new: True for each shape that is written as a tuple, False for a reference, bool (shapes,).
         number: Memo number that each refers to: a shape, or torch.Size, int64 (shapes,).
-        axes: Number of axes of each shape that is written out, int64 (new,).
-        values: Entries of those shapes, left-aligned, int64 (new, axes).
-        memo_counts: Count of memo numbers that each takes; the shape's own is the last, int64 (shapes,).
+        axes: Number of axes of each new shape, int64 (new,).
+        values: Entries of new shapes, left-aligned, int64 (new, axes).
+        memo_counts: Count of memo numbers that each shape uses; the last is its own, int64 (shapes,).
     """
 
     is_new: NDArray[np.bool_]
@@ -322,17 +321,17 @@ class PickledShapes:
     memo_counts: Column
 
     def rows(self, shapes: Shapes, base: Column, shape_of: Callable[[int], Ints]) -> Column:
-        """Add them to a table and return their rows, int64 (shapes,).
+        """Add the shapes to a table, and return their rows, int64 (shapes,).
 
         Args:
-            shapes: the table.
-            base: the next number of the memo before each shape, int64 (shapes,).
-            shape_of: returns a shape of the memo that isn't in the table; raises if there is none of that number.
+            shapes: Table of shapes.
+            base: Next memo number before each shape, int64 (shapes,).
+            shape_of: Function that returns a shape of the memo that isn't in the table, or raises if there is none.
         """
         rows = np.full(self.is_new.size, -1)
         new = np.flatnonzero(self.is_new)
-        own = base[new] + self.memo_counts[new] - 1
-        rows[new] = shapes.extend(self.axes, self.values, np.where(self.memo_counts[new] > 0, own, -1))
+        new_numbers = base[new] + self.memo_counts[new] - 1
+        rows[new] = shapes.extend(self.axes, self.values, np.where(self.memo_counts[new] > 0, new_numbers, -1))
         old = np.flatnonzero(~self.is_new)
         if old.size:
             if (self.number[old] >= base[old]).any():
@@ -343,11 +342,11 @@ class PickledShapes:
         return rows
 
 
-# Which place is a chunk's
+# This section finds the places of chunks.
 
 
 def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
-    """Return for each chunk the last pair that is equal to it, -1 for none, and the first chunk that is.
+    """Return, for each chunk, the last equal pair, -1 for none, and the first equal chunk.
 
     Examples:
         >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
@@ -357,7 +356,7 @@ def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
     rows = np.concatenate([pairs, chunks])
     if pairs.shape == chunks.shape and (pairs == chunks).all() and not _repeats(chunks):
         return np.arange(len(pairs)), np.arange(len(chunks))
-    # Sorted together, equal ones are neighbours, pairs before chunks, and each in their own order.
+    # After sorting, equal rows are neighbours: pairs come before chunks, and both keep their order.
     order = np.lexsort(rows.T[::-1])
     rows = rows[order]
     begins = np.ones(order.size, dtype=np.bool_)
@@ -374,7 +373,7 @@ def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
 
 
 def _repeats(rows: Column) -> bool:
-    """Return whether rows may repeat: they aren't in ascending order."""
+    """Return whether rows aren't in strictly ascending order, and so may repeat."""
     later, earlier = rows[1:], rows[:-1]
     differs = later != earlier
     first = differs.argmax(axis=1)
@@ -384,9 +383,9 @@ def _repeats(rows: Column) -> bool:
 
 
 def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
-    """Return the rows of chunks, each place once.
+    """Return one row of chunks for each place.
 
-    A chunk that is listed twice is stored once. One without elements may have another one's offset, which is kept.
+    A chunk that is listed twice is stored once. If a chunk without elements has another chunk's offset, that one stays.
     """
     rows: Column = np.arange(first.size)
     again = np.flatnonzero(first != rows)

@@ -1,4 +1,4 @@
-"""Saving shards as archives in a file for each rank, for Megatron-Core's `torch_dist` and for plain DCP."""
+"""Saves of shards as archives in a file for each rank, for Megatron-Core's `torch_dist` and for plain DCP."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ from ._metadata_file import INDEX_FILE
 from ._metadata_write import Archive, WrittenContents, encode_index_file
 from ._write import RankFile, data_file, file_layout, write_file
 
-# What all ranks wrote, combined and checked on rank 0 before any file refers to it
+# This section combines and checks the parts of all ranks on rank 0, before any file refers to them.
 
 
 def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents:
-    """Return the parts that ranks wrote, given by rank, as one value.
+    """Return the contents of the files that ranks wrote, which are given in the order of ranks.
 
     Raises:
-        StorageError: a file isn't there as its rank wrote it.
-        IntegrityError: ranks disagree about a tensor, two wrote the same element or object, or a tensor is named like
+        StorageError: A file is missing or has another length than its rank wrote.
+        IntegrityError: Ranks disagree about a tensor, two wrote the same element or object, or a tensor is named like
             an object.
     """
     for rank, part in enumerate(rank_files):
         check_seen(storage, () if part.file is None else [(part.file, part.file_length)], f"rank {rank}")
     columns = join_columns([part.columns for part in rank_files])
     check_stored_shards(columns)
-    # A rank with nothing to write has no file, and no number.
+    # A rank with nothing to write has no file, and no file number.
     number = np.cumsum([0, *(part.file is not None for part in rank_files)])
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(rank_files, number, strict=False)])
-    # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
+    # Readers of DCP look up archives by key and offset, and would find either of two with the same.
     rows = _sorted_once(columns)
     return WrittenContents(
         select_rows(columns, rows),
@@ -71,8 +71,8 @@ def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents
 
 
 def _sorted_once(columns: ShardColumns) -> Column:
-    """Return the rows by key, then offset, each place once."""
-    # Only chunks without elements can repeat a place, and readers look archives up by place.
+    """Return the rows sorted by key and offset, one for each place."""
+    # Only chunks without elements can repeat a place, and readers look up archives by place.
     order = np.lexsort((*columns.offset.T[::-1], columns.key))
     place = np.column_stack([columns.key, columns.offset])[order]
     again = np.zeros(order.size, dtype=np.bool_)
@@ -92,8 +92,8 @@ class StoredValue:
 
     Attributes:
         name: Path of the value, joined by dots.
-        path: where it stands in the common tree.
-        archive: where it is stored.
+        path: Path of the value in the common tree.
+        archive: Place of the value's archive.
     """
 
     name: str
@@ -103,12 +103,12 @@ class StoredValue:
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """Findings of one save on a rank, which its later rows use.
+    """State of a save on a rank, which its later rows use.
 
     Attributes:
-        backend: The one of the two formats in which the shards are saved.
-        contents: what all ranks have stored, once rank 0 has checked it.
-        values: the plain values of the common state, once they are written.
+        backend: Format of the shards, one of the two of this package.
+        contents: Archives that all ranks have written; None until rank 0 has checked them.
+        values: Plain values of the common state; empty until they are written.
         names: Names of the files that rank 0 has begun to write before the commit; a save that fails removes them.
     """
 
@@ -119,10 +119,10 @@ class Saving:
 
 
 def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, WrittenContents]:
-    """Return the state of a save whose shards are in a backend's format, and what was stored of these.
+    """Return the state of a save with shards in a backend's format, and the archives of the shards.
 
     Raises:
-        StrategyError: another strategy wrote the shards.
+        StrategyError: Another strategy wrote the shards.
     """
     state = pending.state
     if isinstance(state, Saving) and state.backend == backend and state.contents is not None:
@@ -136,14 +136,14 @@ _MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backen
 
 def publish(pending: PendingSave, fields: Fields) -> None:
     """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
-    # No field of our own: Megatron-Core refuses a metadata.json with any other.
+    # There are no further fields, since Megatron-Core refuses a metadata.json with any other.
     (saving, contents), durable = contents_by(pending, TORCH_DIST[0]), pending.options.durable
     remove_folder(pending.storage, pending.save_id)
     saving.names.append(INDEX_FILE)
-    # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
+    # The index comes first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
     pending.storage.replace(INDEX_FILE, encode_index_file(contents, pending.save_id), durable=durable)
-    # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and the
-    # checkpoint can't be Megatron-Core's in any case.
+    # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and
+    # Megatron-Core can't read the checkpoint in any case.
     if fields["common_backend"] == "torch":
         data = json.dumps({name: fields[name] for name in _MEGATRON_FIELDS}).encode()
         pending.storage.replace(METADATA_FILE, data, durable=durable)
@@ -153,7 +153,7 @@ def publish_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
     saving, contents = contents_by(pending, DCP[0])
     remove_folder(pending.storage, pending.save_id)
-    # A path of one entry: a key with dots may be a dict in a dict or a parameter's name, and doesn't say which.
+    # Paths of shards have one entry: a key with dots may be a parameter's name or mean nested dicts, and can't tell.
     paths = {key: (key,) for key in (*contents.columns.keys, *contents.objects)}
     paths |= {value.name: value.path for value in saving.values}
     archives = {value.name: value.archive for value in saving.values}
@@ -170,12 +170,13 @@ def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | Shar
     """Prepare the data file of a rank's shards, and return the request that writes it.
 
     Raises:
-        StrategyError: a common.pt is there, with which the folder would look like an unfinished one of Megatron-Core.
+        StrategyError: The folder has a common.pt or a meta.pt, so that it would be taken for a checkpoint of
+            Megatron-Core or Lightning.
     """
     for name, program in ((COMMON_FILE, "Megatron-Core"), (META_FILE, "Lightning")):
         if pending.storage.length(name) is not None:
-            what = f"save: {pending.storage.where()!r} has the {name} of a checkpoint of {program}'s"
-            raise StrategyError(error_text(what, fix="Save to another folder, or remove it if it is left over."))
+            what = f"save: {pending.storage.where()!r} has the {name} of a checkpoint of {program}"
+            raise StrategyError(error_text(what, fix="Save to another folder, or remove the file if it is left over."))
     return _request(pending, shards, DCP[0])
 
 
@@ -194,40 +195,40 @@ def _request(
 
 
 def _index(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFile]) -> Fields:
-    """Check what all ranks wrote, and keep it for the strategy's PUBLISH row: it writes the index."""
+    """Check the files of all ranks, and keep their contents for the strategy's PUBLISH row, which writes the index."""
     saving.contents = collect(pending.storage, rank_files)
     return {}
 
 
 def _abandon(pending: PendingSave, names: Sequence[str]) -> None:
     """Remove the files of a failed save, unless the folder has a checkpoint: this save's, or one made meanwhile."""
-    # File names are fixed: with a checkpoint there, they may be its own.
+    # File names are fixed, so that they may belong to a checkpoint in the folder.
     storage = pending.storage
     with abandoning(storage.where()):
         if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in names and recognize(storage) is not None):
             return
-        # The index first: as long as it is there, the folder may be recognised as a checkpoint.
+        # The index is removed first: while it exists, the folder may be recognised as a checkpoint.
         for name in (*sorted(names, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
             storage.remove(name)
         remove_folder(storage, pending.save_id)
 
 
-# Saving the common state: Megatron-Core's common.pt, or a file of plain values for torch.distributed.checkpoint
+# This section saves the common state: Megatron-Core's common.pt, or a file of plain values for DCP.
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
     """Write common.pt, and return the fields of metadata.json that name its format."""
-    if isinstance(pending.state, Saving):  # else another format has the shards
+    if isinstance(pending.state, Saving):  # Otherwise another format has the shards.
         pending.state.names.append(COMMON_FILE)
     return {**save_torch_common(pending, common), "common_backend": "torch", "common_backend_version": 1}
 
 
 def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree's plain values, each an archive of its own; the index will list them.
+    """Write the common tree's plain values, each as an archive; the index will list them.
 
     Raises:
-        UnsupportedValue: a value can't be stored.
-        TreeError: two of them, or a value and a shard, have one name.
+        UnsupportedValue: A value can't be stored.
+        TreeError: Two values, or a value and a shard, have one name.
     """
     saving, contents = contents_by(pending, DCP[0])
     shard_keys = {*contents.columns.keys, *contents.objects}
@@ -235,7 +236,7 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
     check_names(plain_values, shard_keys)
     kinds = kinds_of(common, {name: path for name, (path, _) in plain_values.items()})
     data_of = {name: _encode(path, value, kinds.get(name, ()), pending) for name, (path, value) in plain_values.items()}
-    # A second file of rank 0: its first one was written before the common state was.
+    # The values need a second file of rank 0, since its first one was written before.
     file, byte, values = data_file(0, 1), 0, []
     for name, data in data_of.items():
         values.append(StoredValue(name, plain_values[name][0], (file, byte, len(data))))

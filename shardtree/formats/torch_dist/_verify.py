@@ -1,4 +1,4 @@
-"""Checking all archives of a checkpoint: every byte that has a checksum, many archives at a time."""
+"""The check of all archives of a checkpoint: every byte that has a checksum, many archives at a time."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from ._load import master_damage
 from ._metadata_file import INDEX_FILE
 from ._payloads import archive_name, batches, check_kind, check_tensor, decoded_at, ends_of, part_of, wholes_of
 
-# Checking one archive: the CRC32 of each of its records, and its value against `.metadata`
+# This section checks one archive: the CRC32 of each of its records, and its value against `.metadata`.
 
 _LARGE_BYTES = 64 * 1024 * 1024
-"""A record of more bytes is read by several threads."""
+"""Length above which several threads read a record."""
 
 _DECODED_BYTES = 16 * 1024 * 1024
-"""An archive of more isn't decoded, which takes memory: the checksums of its records have to do."""
+"""Upper bound of the length of archives that are decoded, to save memory; of others only the checksums are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class LargeRecord:
     """A large record that hasn't been read yet.
 
     Attributes:
-        file: number of the file.
+        file: Number of the file.
         number: Number of the archive.
-        begin: First byte of the archive in the file.
-        end: one past its last byte.
-        crc32: that was recorded.
-        what: the message if its bytes have another one.
+        begin: First byte of the record in the file.
+        end: One past its last byte.
+        crc32: Recorded CRC32.
+        what: Text of the damage if the CRC32 differs.
     """
 
     file: int
@@ -75,9 +75,9 @@ class _BatchResult:
     Attributes:
         file: Number of the file.
         damage: Damage of the archives.
-        spans: the byte ranges of the file that have a CRC32.
-        large: records among them that haven't been read yet.
-        refused: The errors of values that a load with the same options refuses, by name.
+        spans: Byte ranges of the file that have a CRC32.
+        large: Records among them that haven't been read yet.
+        refused: Errors of values that a load with the same options refuses, by name.
     """
 
     file: int
@@ -90,7 +90,7 @@ class _BatchResult:
 def _check_archive(
     checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, result: _BatchResult
 ) -> None:
-    """Add what is known of one archive of an open file."""
+    """Check an archive of an open file, and add its findings to the result."""
     archives = listing.archives
     if number in archives.refusals:
         return
@@ -100,24 +100,24 @@ def _check_archive(
         if _records_are_right(listing, reader, number, what, result):
             _check_value(checkpoint, listing, reader, number, what)
     except (UnsafeFile, UnsupportedValue) as error:
-        result.refused[archives.names[number]] = str(error)  # it may still be what was saved
+        result.refused[archives.names[number]] = str(error)  # The archive may still be what was saved.
     except CheckpointingException as error:
         result.damage.append(archive_damage(listing, number, str(error), begin, begin + length))
 
 
 def _records_are_right(listing: ArchiveListing, reader: Reader, number: int, what: str, result: _BatchResult) -> bool:
-    """Add the ranges of an archive's records, and return whether those that are read now have their CRC32."""
+    """Add the byte ranges of an archive's records, and return whether the records read so far have their CRC32."""
     byte, length = int(listing.archives.byte[number]), int(listing.archives.length[number])
     try:
         records = archive_records(partial(part_of, reader, byte), length, what=what)
     except CorruptCheckpoint:
-        return True  # torch may have written it in another form: decoding, which follows, raises if it is damaged
+        return True  # torch may have written another form; decoding, which follows, raises if it is damaged.
     damages = len(result.damage)
     for record in records:
         begin, end = byte + record.begin, byte + record.begin + record.nbytes
         wrong = f"the CRC32 of record {record.name[:100]!r} of an archive differs"
         if not record.crc32:
-            continue  # none was recorded
+            continue  # No CRC32 was recorded.
         result.spans.append((begin, end))
         if record.nbytes > _LARGE_BYTES:
             result.large.append(LargeRecord(result.file, number, begin, end, record.crc32, wrong))
@@ -127,14 +127,14 @@ def _records_are_right(listing: ArchiveListing, reader: Reader, number: int, wha
 
 
 def _check_value(checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, what: str) -> None:
-    """Raise unless an archive's value is what `.metadata` lists."""
+    """Raise unless an archive's value agrees with `.metadata`."""
     archives, is_tensor = listing.archives, listing.archives.shape(number) is not None
     byte, length = int(archives.byte[number]), int(archives.length[number])
     if is_tensor:
         try:
             place = tensor_place(partial(part_of, reader, byte), length, what=what)
         except (CorruptCheckpoint, UnsafeFile):
-            pass  # not in the usual form: decoding it whole, below, handles more kinds of tensors
+            pass  # The archive isn't in the usual form: decoding it, below, handles more kinds of tensors.
         else:
             check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
             return
@@ -144,7 +144,7 @@ def _check_value(checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader
             check_tensor(listing, number, value, what)
 
 
-_REQUESTS = 8  # each holds a batch
+_REQUESTS = 8  # Each request has a batch in memory.
 
 _ARCHIVE = b"PK\x03\x04"
 _MOST_REGIONS = 10_000
@@ -152,7 +152,7 @@ _MOST_REGIONS = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Archives of one file, of so many bytes, that one thread checks."""
+    """Archives of one file, which is `length` bytes long, that one thread checks."""
 
     file: int
     length: int
@@ -160,9 +160,9 @@ class _Batch:
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage: `.metadata` as a whole, each data file archive by archive; and the bytes without a checksum.
+    """Return the damage of `.metadata` as a whole and of data files by archive, and the bytes without a checksum.
 
-    `.metadata` has none: it is reported as damaged if it contradicts itself or the archives.
+    `.metadata` has no checksum: it is reported as damaged if it contradicts itself or the archives.
     """
     try:
         listing = read_listing(checkpoint)
@@ -171,7 +171,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     findings: list[Finding] = []
     work: list[_Batch] = []
     length = checkpoint.storage.length(INDEX_FILE) or 0
-    findings.append(Unchecked(INDEX_FILE, "a pickle, which is compared with the archives alone", length))
+    findings.append(Unchecked(INDEX_FILE, "a pickle, which is only compared with the archives", length))
     checkpoint.options.progress(length)
     for file in range(len(listing.archives.files)):
         damage, length, inside = _check_file(checkpoint, listing, file)
@@ -179,18 +179,17 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         work += (_Batch(file, length, numbers) for numbers in batches(listing, inside))
     threads = threads_of(checkpoint.storage, checkpoint.options.threads, _REQUESTS)
     results = in_threads(partial(_check_batch, checkpoint, listing), work, threads)
-    findings += (damage for one in results for damage in one.damage)
+    findings += (damage for result in results for damage in result.damage)
     for wrong in _wrong_large(checkpoint, listing, results):
         findings.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
-    if not any(
-        isinstance(finding, Damage) for finding in findings
-    ):  # damaged masters differ from their weights in any case
+    # Damaged masters differ from their weights in any case, so these are only compared if nothing is damaged.
+    if not any(isinstance(finding, Damage) for finding in findings):
         findings += master_damage(checkpoint)
     return (
         *findings,
         *_meta(checkpoint),
         *untaken_findings(listing.unknown),
-        *refused_findings({name: error for one in results for name, error in one.refused.items()}),
+        *refused_findings({name: error for result in results for name, error in result.refused.items()}),
         *_coverage(checkpoint, listing, results),
     )
 
@@ -204,7 +203,7 @@ def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         return findings
     try:
         with suppress(UnsafeFile, UnsupportedValue):
-            load_dcp_common(checkpoint)  # whether it goes with the rest
+            load_dcp_common(checkpoint)  # Loading raises if the archive contradicts the other files.
     except CorruptCheckpoint as error:
         return (*findings, Damage(META_FILE, str(error)))
     return findings
@@ -232,8 +231,8 @@ def _check_file(checkpoint: Checkpoint, listing: ArchiveListing, file: int) -> t
 
 def _begins_an_archive(reader: Reader, byte: int) -> bool:
     """Return whether an archive begins at a byte."""
-    # One that `.metadata` doesn't list is no damage: of chunks without elements at one offset, Megatron-Core 0.11 lists
-    # the last alone.
+    # An archive that isn't listed is no damage: of chunks without elements at one offset, Megatron-Core 0.11 only lists
+    # the last.
     end = min(byte + len(_ARCHIVE), reader.length)
     return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
 
@@ -254,9 +253,10 @@ def _check_batch(checkpoint: Checkpoint, listing: ArchiveListing, batch: _Batch)
                     what = f"the file ends at byte {reader.length}"
                     result.damage.append(archive_damage(listing, number, what, begin, end))
                     continue
-                put_off = len(result.large)
+                before = len(result.large)
                 _check_archive(checkpoint, listing, reader, number, result)
-                checkpoint.options.progress(end - begin - sum(each.end - each.begin for each in result.large[put_off:]))
+                postponed = sum(record.end - record.begin for record in result.large[before:])
+                checkpoint.options.progress(end - begin - postponed)
     except CheckpointingException as error:
         result.damage.append(_file_damage(listing, batch.file, str(error), batch.numbers))
     return result
@@ -275,11 +275,11 @@ def archive_damage(listing: ArchiveListing, number: int, what: str, begin: int, 
 
 
 def _file_damage(listing: ArchiveListing, file: int, what: str, numbers: Sequence[int]) -> Damage:
-    """Return the damage of archives of one file as a whole."""
+    """Return one damage for all given archives of a file."""
     archives = listing.archives
     begin, end = int(archives.byte[numbers].min()), int((archives.byte + archives.length)[numbers].max())
     keys = tuple(sorted({archives.names[number] for number in numbers}))
-    # Left out for very many archives, since each one's regions are looked up by themselves.
+    # Regions are omitted for very many archives, since each one's are looked up separately.
     regions = _regions(listing, numbers) if len(numbers) <= _MOST_REGIONS else ()
     return Damage(archives.files[file], what, begin, end, keys, regions)
 
@@ -295,8 +295,8 @@ def _wrong_large(
     checkpoint: Checkpoint, listing: ArchiveListing, results: Iterable[_BatchResult]
 ) -> Iterator[LargeRecord]:
     """Yield the large records whose CRC32 differs; several threads read each."""
-    large = [record for one in results for record in one.large]
-    # A CRC32 can be joined from those of pieces, so that one huge tensor keeps all threads busy.
+    large = [record for result in results for record in result.large]
+    # The CRC32s of pieces can be joined, so that one huge tensor keeps all threads busy.
     pieces = [
         (record.file, begin, min(record.end, begin + limits.CHECKED_BYTES))
         for record in large
@@ -322,10 +322,10 @@ def _piece_crc32(checkpoint: Checkpoint, listing: ArchiveListing, piece: tuple[i
 
 
 def _coverage(checkpoint: Checkpoint, listing: ArchiveListing, results: Iterable[_BatchResult]) -> Iterator[Finding]:
-    """Yield how many bytes of each file have a CRC32, and those that have none."""
+    """Yield the number of bytes of each file that have a CRC32, and the byte ranges that have none."""
     spans: dict[int, list[tuple[int, int]]] = {}
-    for one in results:
-        spans.setdefault(one.file, []).extend(one.spans)
+    for result in results:
+        spans.setdefault(result.file, []).extend(result.spans)
     for file, name in enumerate(listing.archives.files):
         length = checkpoint.storage.length(name)
         if length is not None:

@@ -1,4 +1,4 @@
-"""Writing one rank's data file: archives one after the other, each with the CRC-32 of its tensor's bytes."""
+"""The writer of a rank's data file: archives one after the other, each with the CRC32 of its tensor's bytes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from ...kit import (
 )
 from ..archives import archive_head, archive_length, archive_tail, encode_archive
 
-# The layout of one rank's data file, known before a byte is written
+# This section makes the layout of a rank's data file, which is known before a byte is written.
 
 ALIGNMENT = 64
-"""Archives begin at multiples of this, and so do their tensors' bytes, which archives align too."""
+"""Alignment of archives in the file, and so also of their tensors' bytes, which archives align in themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class ArchivedBox:
     Attributes:
         shard: Shard that the box is a part of.
         shape: Shape of the box and of the archived tensor, prepended axes included.
-        begin: the first element of a flat shard's data that belongs to it, -1 for a shard that is a box itself.
+        begin: Offset of the box in a flat shard's data, in elements; -1 for a shard that is a box itself.
     """
 
     shard: ShardedTensor
@@ -57,7 +57,7 @@ class ArchivedBox:
 
     @property
     def data(self) -> torch.Tensor | LazyTensor:
-        """The shard's elements that lie in the box."""
+        """Elements of the shard in the box."""
         data: torch.Tensor | LazyTensor = self.shard.data
         return data if self.begin < 0 else data[self.begin : self.begin + prod(self.shape)]
 
@@ -67,10 +67,10 @@ class FileLayout:
     """One rank's data file: objects first, then pieces of tensors, each an archive at a multiple of `ALIGNMENT`.
 
     Attributes:
-        objects: unique key and encoded list of one, for each object.
-        pieces: the boxes of the rank's shards.
-        columns: the same boxes as columns, a row a piece.
-        byte: where each archive begins, objects first, int64 (archives,).
+        objects: Unique key of each object, and its archive of a list with the object.
+        pieces: Boxes of the rank's shards.
+        columns: The same boxes as columns, one row for each.
+        byte: Offset of each archive, objects first, int64 (archives,).
         length: Length of each archive, int64 (archives,).
     """
 
@@ -85,12 +85,12 @@ def file_layout(shards: Sequence[ShardedTensor | ShardedObject], rank: int, *, a
     """Return the layout of the file that a rank writes for its shards.
 
     Args:
-        shards: tensor shards with data, and objects.
-        rank: who writes them.
-        allow_pickle: whether objects that the codec can't hold are pickled.
+        shards: Tensor shards with data, and objects.
+        rank: Rank that writes the file.
+        allow_pickle: True to pickle objects that the codec can't store.
 
     Raises:
-        UnsupportedValue: a dtype or an object can't be stored.
+        UnsupportedValue: A dtype or an object can't be stored.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     for shard in tensors:
@@ -98,11 +98,11 @@ def file_layout(shards: Sequence[ShardedTensor | ShardedObject], rank: int, *, a
     objects = tuple(
         (item.unique_key, _encode(item, allow_pickle)) for item in shards if isinstance(item, ShardedObject)
     )
-    # Objects are encoded before anything is written: one that can't be stored fails the save at its start.
+    # Objects are encoded before anything is written, so that one that can't be stored fails the save at its start.
     pieces, columns = _pieces(tensors, shard_columns(tensors, rank))
     lengths = [len(data) for _, data in objects]
     lengths += [archive_length(piece.shard.dtype, piece.shape) for piece in pieces]
-    # All lengths are known beforehand, which the local storage uses to reserve room in one step.
+    # All lengths are known beforehand, so that the local storage can reserve room in one step.
     length = np.array(lengths, dtype=np.int64)
     room = -(-length // ALIGNMENT) * ALIGNMENT
     return FileLayout(objects, pieces, columns, np.cumsum(room) - room, length)
@@ -115,7 +115,7 @@ def _encode(item: ShardedObject, allow_pickle: bool) -> bytes:
 
 def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tuple[ArchivedBox, ...], ShardColumns]:
     """Return the boxes of shards, several for a flat range, and their columns."""
-    # Flat ranges are written as boxes: megatron-core 0.16 has no flat ranges any more, and older releases read both.
+    # Flat ranges are written as boxes, since megatron-core 0.16 dropped flat ranges, and older releases read both.
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     no_range = np.full(boxes.shard.size, -1, dtype=np.int64)
     whole = replace(
@@ -132,7 +132,7 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
 
 
 def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which tensors have no elements, bool (keys,): of these, empty chunks are stored, as nothing else is."""
+    """Return flags of the tensors without elements, bool (keys,); of these, empty chunks are stored."""
     shapes = box_column([kind.global_shape for kind in columns.kinds], fill=1)
     return np.asarray(volumes(shapes) == 0)
 
@@ -142,15 +142,15 @@ _ZEROS = memoryview(bytes(64))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
-    """Files of one rank, sent to rank 0 for the commit.
+    """Data file of a rank, sent to rank 0 for the commit.
 
     Attributes:
-        file: the name of its data file, None if it had nothing to write.
+        file: Name of the data file; None if the rank had nothing to write.
         file_length: Length of the file in bytes.
-        columns: the boxes that it wrote, a row an archive.
-        byte: where each archive begins, int64 (boxes,).
+        columns: Boxes that the rank wrote, one row for each archive.
+        byte: Offset of each archive, int64 (boxes,).
         length: Length of each archive in bytes, int64 (boxes,).
-        objects: unique key, first byte and length in bytes of each object's archive.
+        objects: Unique key of each object, with offset and length of its archive in bytes.
     """
 
     file: str | None
@@ -172,8 +172,8 @@ def data_file(rank: int, number: int = 0) -> str:
 
 
 def write_file(pending: PendingSave, layout: FileLayout) -> RankFile:
-    """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
-    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    """Write a rank's data file, unless it would be empty, and return its contents. This isn't a collective."""
+    # The folder is made again, since an abandoned request, whose folder was removed, may run once more.
     make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
     count = len(layout.objects)
     places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
@@ -221,5 +221,5 @@ def _piece_buffers(piece: ArchivedBox, length: int) -> Iterator[Buffer]:
     yield memoryview(tail)
     if nbytes + len(tail) != length:
         found, expected = f"an archive of {nbytes + len(tail)} bytes", f"{length} bytes"
-        what = f"save: {piece.shard.key!r} changed its size"
+        what = f"save: {piece.shard.key!r} changed its size while it was written"
         raise CheckpointingException(error_text(what, found=found, expected=expected))

@@ -1,11 +1,11 @@
-"""Zarr: Megatron-Core's old checkpoints (version 1, read only), and zarr v3 arrays, ours and others' (version 3)."""
+"""Zarr: Megatron-Core's old checkpoints (version 1, read only), and zarr v3 arrays of any program (version 3)."""
 
 from ...kit import Fields, Storage, fields_of_backend, parse_json
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the backends of a folder of zarr arrays that another program wrote, None if it isn't one."""
-    # A group of ours without metadata.json is a save that wasn't finished, and must not open as another program's.
+    """Return the fields of metadata.json for a folder of zarr arrays of another program; None for anything else."""
+    # A group of our own without metadata.json is an unfinished save, and must not open as another program's.
     if storage.length(".zgroup") is None:
         if storage.length("zarr.json") is None:
             return None
@@ -21,7 +21,7 @@ def is_whole(storage: Storage, name: str) -> bool:
     """Return whether the description of a group or an array is JSON.
 
     Raises:
-        CorruptCheckpoint: It isn't.
+        CorruptCheckpoint: The file isn't JSON.
     """
     with storage.open(name) as reader:
         parse_json(reader.read(), name)

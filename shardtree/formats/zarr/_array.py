@@ -1,4 +1,4 @@
-"""A stored array: its shape, how it is cut into chunk files, and what these are called."""
+"""A stored array: its shape, its grid of chunk files, and the names of these files."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import torch
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...kit import dtype_from_name, dtype_name, row_major_bits
 
-_MOST_AXES = 64  # more than NumPy's arrays can have
-_SUMMABLE_BYTES = 2**58  # so that sums of offsets and sizes stay within int64
+_MOST_AXES = 64  # This is NumPy's limit.
+_SUMMABLE_BYTES = 2**58  # Sums of offsets and sizes below this bound fit int64.
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """One array, by its metadata.
+    """An array, as its metadata describes it.
 
     Attributes:
-        name: the array's folder in the checkpoint.
-        key: the tensor's key.
-        dtype: the tensor's.
-        shape: the tensor's.
-        chunk: shape of what one file holds; files at an edge are as long as others.
-        inner: shape of the chunks inside of a file, None where it holds one.
-        prefix: what chunk files' names begin with: "c" in zarr v3, nothing in v2.
-        separator: between the numbers in a chunk file's name.
-        fill: the value of elements that aren't stored, as JSON; None if there is none.
-        raw: whether files are plain row-major bytes.
-        index_first: whether a file with inner chunks begins with the index of these, rather than ends with it.
-        index_checked: whether that index is followed by its CRC.
-        document: the metadata, as a JSON object.
+        name: Folder of the array in the checkpoint.
+        key: Key of the tensor.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        chunk: Shape of the box in a file; files at an edge are as long as others.
+        inner: Shape of the chunks inside a file; None if a file is one chunk.
+        prefix: Prefix of the names of chunk files: "c" in zarr v3, empty in v2.
+        separator: Separator of the numbers in a chunk file's name.
+        fill: Value of elements that aren't stored, as JSON; None if there is none.
+        raw: True if files are plain row-major bytes.
+        index_first: True if a file with inner chunks begins with their index, False if it ends with it.
+        index_checked: True if the index is followed by its CRC.
+        document: Metadata, as a JSON object.
     """
 
     name: str
@@ -56,7 +56,7 @@ class StoredArray:
 
     @property
     def without_fill(self) -> str:
-        """Reason that elements that aren't stored have no value; empty where the fill value is theirs."""
+        """Reason that elements that aren't stored have no value; empty if they have the fill value."""
         if self.fill is not None:
             return ""
         how = "null" if isinstance(self.document, dict) and "fill_value" in self.document else "missing"
@@ -64,7 +64,7 @@ class StoredArray:
 
     @property
     def counts(self) -> Shape:
-        """Number of files along each axis; a scalar counts as one axis of one element."""
+        """Number of files along each axis; a scalar has one axis of one element."""
         return tuple(-(-size // step) for size, step in zip(self.box, self.step, strict=True))
 
     @property
@@ -74,42 +74,42 @@ class StoredArray:
 
     @property
     def step(self) -> Shape:
-        """The shape of what one file holds, of a scalar (1,)."""
+        """Shape of the box in a file; (1,) for a scalar."""
         return self.chunk or (1,)
 
     @property
     def file_bytes(self) -> int:
-        """Number of bytes of one file's elements, those beyond an edge included."""
+        """Number of bytes of a file's elements, including those beyond an edge."""
         return prod(self.chunk) * self.dtype.itemsize
 
     def file_name(self, cell: Shape) -> str:
-        """Return the name of the file at a place of the grid.
+        """Return the name of the file of a cell of the grid.
 
         Examples:
             >>> StoredArray("w", "w", torch.float32, (4, 6), (2, 3)).file_name((0, 1))
             'w/c.0.1'
         """
         numbers = [str(number) for number in (cell if self.shape else ())]
-        # zarr v2 calls the only file of a scalar 0, where v3 calls it c.
+        # The only file of a scalar is named 0 in zarr v2, and c in v3.
         prefix = [self.prefix] if self.prefix else []
         return f"{self.name}/{self.separator.join([*prefix, *numbers]) or '0'}"
 
 
 def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what: str) -> list[Shape]:
-    """Return an array's shape and those of its chunks as tuples, the first one with as many axes as the others.
+    """Return an array's shape and those of its chunks as tuples, which all have the same number of axes.
 
     Raises:
-        CorruptCheckpoint: one isn't a list of numbers, is out of range, or is a chunk without elements.
+        CorruptCheckpoint: A shape isn't a list of numbers, is out of range, or is that of a chunk without elements.
 
     Examples:
         >>> checked_shapes(([4, 6], [2, 3]), 4, "w")
         [(4, 6), (2, 3)]
     """
-    # Checked before any arithmetic: sizes come from a file, and their product must stay within 64 bits.
+    # The check comes before any arithmetic: sizes come from a file, and their product must fit 64 bits.
     tuples: list[Shape] = []
     for number, shape in enumerate(shapes):
         least = 1 if number else 0
-        # bool is an int to isinstance, and JSON's true no size: hence type().
+        # type() is compared, since isinstance accepts bool as int, and JSON's true is no size.
         sound = isinstance(shape, list) and len(shape) <= _MOST_AXES
         if not (sound and all(type(size) is int and least <= size <= _SUMMABLE_BYTES for size in shape)):
             raise unsound_array(what, f"shape {shape!r}"[:200], f"at most {_MOST_AXES} sizes of {least} or more")
@@ -122,7 +122,7 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
 
 
 def unsound_array(what: str, found: str, expected: str) -> CorruptCheckpoint:
-    """Return the error of metadata that doesn't describe an array.
+    """Return the error for metadata that doesn't describe an array.
 
     Examples:
         >>> print(unsound_array("the array 'w'", "shape 7", "a list"))
@@ -134,26 +134,26 @@ def unsound_array(what: str, found: str, expected: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
 
 
-# Names of dtypes: zarr's own, and unsigned integers that hold the bits of those that zarr lacks
+# This section maps names of dtypes: zarr's own, and unsigned integers for the bits of dtypes that zarr lacks.
 
 _V3 = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 }
 _EXTENSIONS = {"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"}
-"""Names that other writers have for dtypes that zarr's core lacks."""
+"""Names that other writers use for dtypes that zarr's core lacks."""
 
 _V2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 _V2 = re.compile(r"([<>|=])([biufc])(\d{1,2})")
 _V2_FOREIGN = re.compile(r"\|O|[<>|=][SUV]\d{1,9}|[<>=][mM]8(\[\w{1,20}\])?|[<>=](f12|f16|c24|c32)")
-"""Objects, texts, raw bytes, dates, and numbers of more than 64 bits: NumPy's, and none of torch's."""
+"""Objects, strings, raw bytes, dates, and numbers of more than 64 bits, which NumPy has and torch lacks."""
 _V3_FAMILY = re.compile(r"(bool|u?int|float|complex)\d*")
 _V3_FOREIGN = {"int2", "int4", "uint2", "uint4"}
 _PLAIN_BITS = {"<V2", "|V2", "bfloat16"}
 
 
 def zarr_name(dtype: torch.dtype) -> str:
-    """Return the name of the zarr v3 data type that holds a dtype; an unsigned integer for those that zarr lacks.
+    """Return the zarr v3 data type that stores a dtype; an unsigned integer for dtypes that zarr lacks.
 
     Examples:
         >>> zarr_name(torch.float32), zarr_name(torch.bfloat16), zarr_name(torch.float8_e4m3fn)
@@ -164,10 +164,10 @@ def zarr_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of_v3(name: Any, what: str) -> torch.dtype | None:
-    """Return the dtype of a zarr v3 data type, None if torch has none.
+    """Return the dtype of a zarr v3 data type; None if torch has none.
 
     Raises:
-        CorruptCheckpoint: it is no data type.
+        CorruptCheckpoint: The name isn't a data type.
 
     Examples:
         >>> dtype_of_v3("int16", "'w'"), dtype_of_v3("bfloat16", "'w'"), dtype_of_v3({"name": "struct"}, "'w'")
@@ -176,7 +176,7 @@ def dtype_of_v3(name: Any, what: str) -> torch.dtype | None:
     if isinstance(name, str) and (name in _V3 or name in _EXTENSIONS):
         return _dtype_if_known(name)
     type_name = name.get("name") if isinstance(name, dict) else name
-    # Any other name may be an extension of another program's; only those of zarr's own families are known to be wrong.
+    # Other names may be extensions of other programs; only names of zarr's own families are known to be wrong.
     if (
         not isinstance(type_name, str)
         or not type_name
@@ -189,18 +189,18 @@ def dtype_of_v3(name: Any, what: str) -> torch.dtype | None:
 def dtype_of_v2(text: Any, what: str) -> tuple[torch.dtype | None, bool]:
     """Return the dtype of a zarr v2 array, None if torch has none, and whether its items are little-endian.
 
-    Two raw bytes are a bfloat16: Megatron-Core creates the array with them, and puts the metadata right afterwards.
+    Two raw bytes are taken as a bfloat16: Megatron-Core creates the array so, and corrects the metadata afterwards.
 
     Raises:
-        CorruptCheckpoint: it is no dtype.
+        CorruptCheckpoint: The text isn't a dtype.
 
     Examples:
         >>> [dtype_of_v2(text, "'w'") for text in ("<f4", ">i2", "bfloat16", "<M8[ns]")]
         [(torch.float32, True), (torch.int16, False), (torch.bfloat16, True), (None, True)]
     """
     if isinstance(text, list) and text:
-        return None, True  # records of named fields
-    # Megatron-Core makes the array as raw bytes, and writes bfloat16 into the metadata afterwards, if it gets that far.
+        return None, True  # The items are records of named fields.
+    # A save of Megatron-Core that was interrupted leaves raw bytes in the metadata, where it later writes bfloat16.
     if isinstance(text, str) and text in _PLAIN_BITS:
         return torch.bfloat16, True
     if isinstance(text, str) and _V2_FOREIGN.fullmatch(text):
@@ -209,34 +209,34 @@ def dtype_of_v2(text: Any, what: str) -> tuple[torch.dtype | None, bool]:
     order, kind, size = parts.groups() if parts else ("", "b", "0")
     name = "bool" if kind == "b" and size == "1" else f"{_V2_KINDS[kind]}{int(size) * 8}"
     if name not in _V3:
-        raise unsound_array(what, f"dtype {text!r}"[:200], "a dtype of NumPy's, such as '<f4'")
+        raise unsound_array(what, f"dtype {text!r}"[:200], "a dtype of NumPy, such as '<f4'")
     return _dtype_if_known(name), order != ">"
 
 
 def _dtype_if_known(name: str) -> torch.dtype | None:
     try:
         return dtype_from_name(name)
-    except UnsupportedValue:  # a torch that is older than the dtype
+    except UnsupportedValue:  # This torch is older than the dtype.
         return None
 
 
 def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
-    r"""Return the bytes of one item of a chunk that isn't stored.
+    r"""Return the bytes of an item of a chunk that isn't stored.
 
     Args:
-        value: the fill value as zarr's metadata has it; not None.
+        value: Fill value in zarr's metadata, not None.
         dtype: Dtype of the items.
-        what: what has the fill value, for messages.
+        what: Name of the array, for errors.
 
     Raises:
-        CorruptCheckpoint: the dtype has no such value.
+        CorruptCheckpoint: The dtype doesn't have this value.
 
     Examples:
         >>> [fill_item(value, torch.bfloat16, "'w'") for value in (1, "0x7fc0", "-Infinity")]
         [b'\x80?', b'\xc0\x7f', b'\x80\xff']
     """
     try:
-        # Zarr's spec writes the bits of a NaN as hexadecimal text, complex values as pairs, infinities as words.
+        # By zarr's spec, the bits of a NaN are hexadecimal text, complex values are pairs, infinities are words.
         if isinstance(value, str) and value.startswith("0x"):
             return int(value, 16).to_bytes(dtype.itemsize, "little")
         if isinstance(value, list):

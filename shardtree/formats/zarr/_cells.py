@@ -1,4 +1,4 @@
-"""The cells of an array's grid: which have a file, and which boxes of the tensor lie where in it."""
+"""The cells of an array's grid: those with files, and the boxes of the tensor in these files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ...kit import Column, Storage, row_major_strides
 from ._array import Shape, StoredArray
 
 _MOST_FILLED = 2**40
-"""The most bytes of a tensor that no file holds: zarr's writers leave out what is the fill value, moments of a new
-optimizer, say, but not a tebibyte of it."""
+"""Upper bound of the bytes of a tensor that no file has: zarr's writers omit chunks of the fill value, such as the
+moments of a new optimizer, but not a tebibyte of it."""
 
 MOST_CELLS = 2**21
-"""The most cells without a file, which are listed one by one: guards against a tiny file that names a huge grid."""
+"""Upper bound of the cells without a file, which are listed one by one: a crafted tiny file may name a huge grid."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPieces:
-    """Boxes of a tensor that are consecutive bytes of a chunk: the chunk itself, or rows of one at an edge.
+    """Boxes of a tensor that are contiguous bytes of a chunk: the chunk itself, or rows of a chunk at an edge.
 
     Attributes:
-        row: the chunk that a piece is of, int64 (pieces,).
-        offset: Offset in the tensor, int64 (pieces, axes).
-        shape: int64 (pieces, axes).
-        element: the element of the chunk that the piece begins with, int64 (pieces,).
+        row: Number of each piece's chunk, int64 (pieces,).
+        offset: Offset of each piece in the tensor, int64 (pieces, axes).
+        shape: Shape of each piece, int64 (pieces, axes).
+        element: Offset of each piece in its chunk, in elements, int64 (pieces,).
     """
 
     row: Column
@@ -43,17 +43,17 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
 
     Args:
         offset: Offset of each chunk in the tensor, int64 (chunks, axes).
-        chunk: shape of all of them; one may reach beyond the tensor.
-        box: the tensor's shape.
+        chunk: Shape of all chunks, which may reach beyond the tensor.
+        box: Shape of the tensor.
 
     Examples:
-        >>> found = pieces(np.array([[0, 0], [0, 2]]), (2, 2), (2, 3))
-        >>> found.offset.tolist(), found.shape.tolist(), found.element.tolist()
+        >>> rows = pieces(np.array([[0, 0], [0, 2]]), (2, 2), (2, 3))
+        >>> rows.offset.tolist(), rows.shape.tolist(), rows.element.tolist()
         ([[0, 0], [0, 2], [1, 2]], [[2, 2], [1, 1], [1, 1]], [0, 0, 2])
     """
     whole = np.array(chunk, dtype=np.int64)
     shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
-    # An edge chunk is stored at full length with padding: only within its last cut axis are its elements adjacent.
+    # An edge chunk is stored at full length with padding: elements are contiguous only from its last cut axis on.
     before = _before_last_cut(shape < whole)
     rows = np.where(before, shape, 1)
     count = rows.prod(axis=1)
@@ -65,7 +65,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
 
 
 def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
-    """Return about how many pieces chunks have, without making them."""
+    """Return the approximate number of pieces of chunks, without making the pieces."""
     whole = np.array(chunk, dtype=np.int64)
     shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
     return float(np.where(_before_last_cut(shape < whole), shape, 1).astype(np.float64).prod(axis=1).sum())
@@ -74,15 +74,15 @@ def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
 def _before_last_cut(
     cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return, for each chunk, the axes before the last one that an edge cuts."""
+    """Return flags of the axes before the last one that an edge cuts, for each chunk."""
     after: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.zeros_like(cut)
     after[:, :-1] = np.logical_or.accumulate(cut[:, :0:-1], axis=1)[:, ::-1]
     return after
 
 
 def stored_cells(storage: Storage, array: StoredArray) -> Column:
-    """Return the cells that have a file, int64 (cells, axes), in row-major order."""
-    # By a listing, not a question for each cell: the cost follows the files, whatever grid the metadata claims.
+    """Return the cells that have a file, in row-major order, int64 (cells, axes)."""
+    # The folder is listed: so the cost depends on the number of files, whatever grid the metadata claims.
     if not array.shape:
         return np.zeros((int(storage.length(array.file_name((0,))) is not None), 1), dtype=np.int64)
     cells = [
@@ -112,12 +112,12 @@ def _nested_cells(storage: Storage, folder: str, axes: int) -> Iterator[Shape]:
         if axes == 1:
             yield (int(name),)
         else:
-            for rest in _nested_cells(storage, f"{folder}/{name}", axes - 1):
-                yield (int(name), *rest)
+            for inner in _nested_cells(storage, f"{folder}/{name}", axes - 1):
+                yield (int(name), *inner)
 
 
 def _is_number(text: str) -> bool:
-    # isdigit() alone takes other scripts' digits too, and int() would read 007 as another file's 7.
+    # isdigit() alone accepts digits of other scripts, and int() would read 007 as 7, which is another file.
     return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
 
 
@@ -125,25 +125,25 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
     """Return the cells that have no file, int64 (cells, axes).
 
     Args:
-        array: whose grid it is.
-        stored: the cells that have one, int64 (stored, axes).
-        most: the most numbers that the result may have.
+        array: Array with the grid.
+        cells_with_files: Cells that have a file, int64 (stored, axes).
+        most: Upper bound of the numbers in the result.
 
     Raises:
-        UnsupportedValue: there are too many to list them.
+        UnsupportedValue: There are too many cells, or too many bytes in them.
     """
-    # A few bytes of metadata may describe a grid of 2**60 places; only as many as fit the memory are counted out.
+    # A few bytes of metadata may describe a grid of 2**60 cells; only as many as fit the memory are listed.
     total = prod(array.counts)
     most //= len(array.box)
     if total - len(cells_with_files) > most:
-        found, expected = f"{len(cells_with_files)} of {total} chunks stored", f"at most {most} that aren't"
+        found, expected = f"{len(cells_with_files)} of {total} chunks stored", f"at most {most} missing"
         fix = "Rewrite the array with larger chunks."
         what = f"open: array {array.name!r} is too sparse to be a tensor"
         raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
     fill_bytes = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
     if fill_bytes > _MOST_FILLED:
         what, expected = f"open: array {array.name!r} is too sparse to be a tensor", f"at most {_MOST_FILLED}"
-        raise UnsupportedValue(error_text(what, found=f"{fill_bytes} bytes that no file holds", expected=expected))
+        raise UnsupportedValue(error_text(what, found=f"{fill_bytes} bytes that no file has", expected=expected))
     if total == len(cells_with_files):
         return cells_with_files[:0]
     strides = row_major_strides(np.array([array.counts], dtype=np.int64))
@@ -153,15 +153,15 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
     return cells
 
 
-# The index of a file with several chunks: zarr's sharding codec, with chunks as plain bytes
+# This section reads and writes the index of a file with several chunks: zarr's sharding codec, with plain chunks.
 
 _CRC_BYTES = 4
 _ENTRY_BYTES = 16
-_NOT_STORED = 2**64 - 1  # offset and length of a chunk that isn't stored, by zarr's spec
+_NOT_STORED = 2**64 - 1  # By zarr's spec, this is the offset and length of a chunk that isn't stored.
 
 
 def inner_counts(array: StoredArray) -> tuple[int, ...]:
-    """Return the number of inner chunks of one file along each axis.
+    """Return the number of inner chunks of a file along each axis.
 
     Examples:
         >>> import torch
@@ -172,7 +172,7 @@ def inner_counts(array: StoredArray) -> tuple[int, ...]:
 
 
 def encode_shard_index(begin: Column, length: Column) -> bytes:
-    """Return the index of a file: where each inner chunk begins and how long it is, in bytes, and the CRC of that.
+    """Return the index of a file: offset and length of each inner chunk, in bytes, followed by their CRC.
 
     Examples:
         >>> encode_shard_index(np.array([0]), np.array([8])).hex()
@@ -188,14 +188,14 @@ def index_bytes(array: StoredArray) -> int:
 
 
 def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[Column, Column]:
-    """Return which inner chunks a file holds, by row-major number, and where each begins in it.
+    """Return the row-major numbers of the inner chunks that a file has, and their offsets in it.
 
     Raises:
-        CorruptCheckpoint: the file is too short, the index isn't what was written, or a chunk isn't whole.
+        CorruptCheckpoint: The file is too short, the index isn't what was written, or a chunk isn't whole.
     """
-    # Numbers of Python, not of numpy: what the metadata says may be beyond 64 bits, and must not wrap round.
+    # Python's integers are used, since numbers of the metadata may exceed 64 bits, and must not wrap around.
     length, size = storage.length(name) or 0, index_bytes(array)
-    # Before any memory is made: the size comes from metadata, which can claim any number of inner chunks.
+    # This is checked before memory is allocated: metadata can claim any number of inner chunks.
     if size > length:
         raise _unsound(storage, name, f"{length} bytes", f"an index of {size} bytes")
     data = bytearray(size)
@@ -204,13 +204,13 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     if array.index_checked:
         data, crc = data[:-_CRC_BYTES], data[-_CRC_BYTES:]
         if crc32c(bytes(data)).to_bytes(_CRC_BYTES, "little") != crc:
-            raise _unsound(storage, name, "an index with another CRC", "that which it was written with")
+            raise _unsound(storage, name, "an index with another CRC", "the CRC that was written with it")
     entries = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
     numbers = np.flatnonzero((entries != _NOT_STORED).any(axis=1))
     begin, count = entries[numbers].T
     whole = int(np.prod(array.inner or (), dtype=object)) * array.dtype.itemsize
-    # Inner chunks are plain bytes here, so each has the same length: any other is damage, or a codec unseen.
-    # "begin + count > length" could overflow uint64.
+    # Inner chunks are plain bytes here, so each must have the same length. The comparison avoids begin + count, which
+    # could overflow uint64.
     wrong = (count != whole) | (begin > max(0, length - whole))
     if wrong.any() or whole > length:
         found = f"an inner chunk at byte {begin[wrong][:1]} of {count[wrong][:1]} bytes" if wrong.any() else "none"
@@ -219,7 +219,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of a few bytes: slow, and written out here since Python's zlib has only the other CRC-32.
+    """Return the CRC-32C of a few bytes. Python's zlib has only the other CRC-32, and this loop is slow.
 
     Examples:
         >>> hex(crc32c(b"123456789"))
@@ -228,7 +228,7 @@ def crc32c(data: bytes) -> int:
     References:
         RFC 3720, appendix B.4.
     """
-    # An index has a few hundred bytes, so that a loop is quick enough, and no package is needed for it.
+    # An index has a few hundred bytes, so that a loop is fast enough and needs no further package.
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -253,11 +253,11 @@ def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptC
 
 
 def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
-    """Return the places, in the grid of inner chunks, of some of one file's chunks, int64 (chunks, axes).
+    """Return the cells of a file's inner chunks in the grid of inner chunks, int64 (chunks, axes).
 
     Args:
-        array: that they are of.
-        cell: the file's place in the grid of files, int64 (axes,).
+        array: Array of the chunks.
+        cell: Cell of the file in the grid of files, int64 (axes,).
         numbers: Numbers of the chunks in the file, int64 (chunks,).
     """
     counts = np.array(inner_counts(array), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Codecs: which the zarr package may decode, and what a chunk says of its own length before its decoder runs."""
+"""Codecs: those that the zarr package may decode, and checks of a chunk's headers before its decoder runs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _HARMLESS = {
     *("zlib", "bz2", "lzma", "lz4", "shuffle", "delta", "fixedscaleoffset", "quantize", "bitround", "packbits"),
     *("crc32", "adler32", "fletcher32", "jenkins_lookup3", "astype"),
 }
-"""An allowlist, since a filter of numcodecs can be anything, pickle too; these only convert bytes and numbers."""
+"""Allowlist of codecs that only convert bytes and numbers; a filter of numcodecs can be anything, even pickle."""
 
 
 def check_harmless(codecs: Iterable[Any], what: str) -> None:
-    """Raise unless decoding with these codecs is known to run no code from the file.
+    """Raise unless decoding with some codecs, including nested ones, is known to run no code from the file.
 
     Args:
-        codecs: Codecs as v2 or v3 metadata describes them, each with its "id" or "name"; also those inside others.
-        what: what was encoded, for messages.
+        codecs: Codecs of v2 or v3 metadata, each with an "id" or "name".
+        what: Name of the array, for errors.
 
     Raises:
-        UnsafeFile: a codec is none of those that are known to be harmless.
-        CorruptCheckpoint: something isn't a codec.
+        UnsafeFile: A codec isn't among those that are known to be harmless.
+        CorruptCheckpoint: A list has something that isn't a codec.
 
     Examples:
         >>> check_harmless([{"id": "zstd", "level": 3}, {"name": "numcodecs.delta"}], "'w'")
@@ -54,7 +54,7 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
             raise UnsafeFile(
                 error_text(f"open: {what} has a codec that isn't known to be harmless", found=codec_name, fix=fix)
             )
-        # Sharding nests codecs, and the harmful one may be inside.
+        # Sharding nests codecs, and a harmful one may be inside.
         for group in ("codecs", "index_codecs"):
             check_harmless(codec_list(configuration.get(group, []), what), what)
 
@@ -70,10 +70,10 @@ def is_harmless(name: object) -> bool:
 
 
 def codec_list(value: Any, what: str) -> list[Any]:
-    """Return a list of codecs as one.
+    """Return a value that must be a list of codecs.
 
     Raises:
-        CorruptCheckpoint: it isn't a list.
+        CorruptCheckpoint: The value isn't a list.
     """
     if not isinstance(value, list):
         raise _no_codec(value, what)
@@ -84,17 +84,17 @@ def codec_parts(codec: Any, what: str) -> tuple[str, dict[str, Any]]:
     """Return a codec's name and configuration.
 
     Raises:
-        CorruptCheckpoint: it has none.
+        CorruptCheckpoint: The value isn't a codec with one name.
 
     Examples:
         >>> codec_parts({"name": "bytes", "configuration": {"endian": "little"}}, "'w'")
         ('bytes', {'endian': 'little'})
     """
-    if isinstance(codec, str):  # zarr v3 lets a codec without configuration be its name
+    if isinstance(codec, str):  # In zarr v3, a codec without configuration may be its name.
         return codec, {}
     if isinstance(codec, dict):
         configuration = codec.get("configuration", {})
-        # Exactly one name: of two, we might check one, and the zarr package decode by the other.
+        # There must be one name: of two, this package might check one, and the zarr package decode by the other.
         names = [codec[field] for field in ("name", "id") if field in codec]
         sound = len(names) == 1 and isinstance(names[0], str) and isinstance(configuration, dict)
         if sound and "id" not in configuration:
@@ -121,10 +121,10 @@ def _no_codec(value: Any, what: str) -> CorruptCheckpoint:
 
 _SLACK_BYTES = 1024 * 1024
 _TIMES_WIDER = 16
-"""A filter may store elements in a wider type."""
+"""Upper bound of the growth of elements by a filter, which may store them in a wider type."""
 
 _BLOSC = struct.Struct("<BBBBIII")
-"""A blosc header: versions of format and compressor, flags, bytes an item, lengths decoded, of a block, and packed."""
+"""A blosc header: versions of format and compressor, flags, item size, then decoded, block and packed length."""
 _BLOSC_MOST_BYTES = 2**31 - 1 - _BLOSC.size
 _BLOSC_RAW = 2
 
@@ -143,16 +143,16 @@ _STREAMS: dict[str, Callable[[], Any]] = {
 
 
 def check_headers(array: StoredArray, data: bytes, what: str) -> None:
-    """Raise unless a chunk file is as long as its codecs' headers say, and about as long as its elements once decoded.
+    """Raise unless a chunk file has the length in its codecs' headers, and decodes to about the size of its elements.
 
     Args:
-        array: whose codecs are to be undone.
-        data: the file's content.
-        what: the file, for messages.
+        array: Array with the codecs.
+        data: Content of the file.
+        what: Name of the file, for errors.
 
     Raises:
-        CorruptCheckpoint: it is cut off, would become much longer, or its compressor can't have written it.
-        UnsupportedValue: there are several compressors, a codec after the compressor, or chunks in inner chunks.
+        CorruptCheckpoint: The file is cut off, would become much longer, or can't be the compressor's.
+        UnsupportedValue: There are several compressors, a codec after the compressor, or chunks in inner chunks.
 
     Examples:
         >>> import torch
@@ -162,7 +162,7 @@ def check_headers(array: StoredArray, data: bytes, what: str) -> None:
         >>> check_headers(array, zlib.compress(bytes(2**22)), "'w/0'")
         Traceback (most recent call last):
         ...
-        shardtree.errors.CorruptCheckpoint: load: 'w/0' would decode to more than a chunk holds
+        shardtree.errors.CorruptCheckpoint: load: 'w/0' would decode to more bytes than a chunk has
           expected at most 1048704 bytes
           The file was damaged, or made to fill the memory; load another checkpoint.
     """
@@ -188,19 +188,18 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
             error_text(f"load: {what} has chunks in chunks, and codecs around", found=codec_names, fix=fix)
         )
     if names and names[-1] == "crc32c":
-        # Zarr v2 and v3 have this in different places, and each passes over the other's.
+        # Zarr v2 and v3 have this field in different places, and each ignores the other's.
         if isinstance(codecs[-1], dict) and "start" in (codecs[-1].get("location"), parts[-1][1].get("location")):
             fix = "Rewrite it with its checksum at the end."
             raise UnsupportedValue(error_text(f"load: {what} begins with its checksum", fix=fix))
         names, data = names[:-1], data[:-_CHECKSUM_BYTES]
     if not _DECODED_LENGTHS.keys() & set(names):
         return
-    # What a second compressor makes of the first one's output can't be known without decoding that.
+    # The decoded length of a second compressor is only known after decoding with the first one.
     if _DECODED_LENGTHS.keys() & set(names[:-1]):
         codec_names, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
         raise UnsupportedValue(error_text(f"load: {what} has compressors among its codecs", found=codec_names, fix=fix))
-    # Decoders are asked how long the result is, or run in steps, before anything allocates that much: a guard against
-    # decompression bombs.
+    # Against decompression bombs, the decoded length is read from headers, or found in steps, before it is allocated.
     most = _TIMES_WIDER * nbytes + _SLACK_BYTES
     try:
         length = _DECODED_LENGTHS[names[-1]](data, most)
@@ -210,57 +209,57 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
         raise CorruptCheckpoint(text) from error
     if length > most:
         fix = "The file was damaged, or made to fill the memory; load another checkpoint."
-        text = f"load: {what} would decode to more than a chunk holds"
+        text = f"load: {what} would decode to more bytes than a chunk has"
         raise CorruptCheckpoint(error_text(text, expected=f"at most {most} bytes", fix=fix))
 
 
-# The length of the decoded bytes, by compressor; where it is more than `most`, any number above that
+# Each function returns the length of the decoded bytes; if that exceeds `most`, any number above `most`.
 
 
 def _streamed_length(stream: Callable[[], Any], data: bytes, most: int) -> int:
-    # These formats don't store their length, or can lie about it: decode in steps, and keep nothing.
+    # These formats don't store their length, or can lie about it, so that they are decoded in steps and discarded.
     length = 0
-    # A gzip file may be several streams, one after the other.
+    # A gzip file may consist of several streams, one after the other.
     while data and length <= most:
-        one = stream()
-        while not one.eof and length <= most:
-            step = len(one.decompress(data, limits.STEP_BYTES))
-            data = one.unconsumed_tail if hasattr(one, "unconsumed_tail") else b""
-            if not step and not data and not one.eof:
-                return length  # the data is cut off, which the decoding itself will report
+        decoder = stream()
+        while not decoder.eof and length <= most:
+            step = len(decoder.decompress(data, limits.STEP_BYTES))
+            data = decoder.unconsumed_tail if hasattr(decoder, "unconsumed_tail") else b""
+            if not step and not data and not decoder.eof:
+                return length  # The data is cut off, which the decoding itself will report.
             length += step
-        data = one.unused_data.lstrip(b"\0")  # gzip may be padded
+        data = decoder.unused_data.lstrip(b"\0")  # gzip may be padded.
     return length
 
 
 def _blosc_length(data: bytes, most: int) -> int:
-    """Return the length in a blosc header, after comparing the packed one with the bytes that are there.
+    """Return the decoded length in a blosc header, after comparing the packed length with that of the data.
 
     References:
         C-Blosc, README_CHUNK_FORMAT.rst.
     """
     *_, flags, _, length, block, packed_length = _BLOSC.unpack_from(data)
-    # c-blosc asks neither: it isn't told how many bytes there are, and holds lengths as signed numbers.
+    # c-blosc checks neither: it doesn't get the number of bytes, and has lengths as signed numbers.
     if packed_length > len(data) or length > _BLOSC_MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes, whose header says {packed_length}, decoded {length}")
-    # What didn't get shorter is stored raw; else the first thing is where each block begins.
+        raise ValueError(f"{len(data)} bytes, but the header says {packed_length}, decoded {length}")
+    # Incompressible data is stored raw; otherwise a table of the blocks' offsets follows the header.
     blocks = -(-length // block) if block else 0
     least = length if flags & _BLOSC_RAW else 4 * blocks
     if packed_length < _BLOSC.size + least:
-        raise ValueError(f"a header of {packed_length} bytes packed, where {_BLOSC.size + least} is the least")
+        raise ValueError(f"a header of {packed_length} packed bytes, but there are at least {_BLOSC.size + least}")
     return int(length)
 
 
 def _lz4_length(data: bytes, most: int) -> int:
     (length,) = struct.unpack_from("<I", data)
-    # lz4 grows by 255 bytes a byte at most.
+    # A byte of lz4 decodes to at most 255 bytes.
     if length > 255 * len(data):
-        raise ValueError(f"{len(data)} bytes, whose header says {length} decoded")
+        raise ValueError(f"{len(data)} bytes, but the header says {length} decoded")
     return int(length)
 
 
 def _zstd_length(data: bytes, most: int) -> int:
-    """Return the sum of the lengths in zstd frames' headers, or else the most that their blocks can decode to.
+    """Return the sum of the lengths in zstd frames' headers, with upper bounds for frames without a length.
 
     References:
         RFC 8878, section 3.1.1.
@@ -285,16 +284,16 @@ def _zstd_length(data: bytes, most: int) -> int:
 
 
 def _zstd_blocks(data: bytes, at: int) -> tuple[int, int]:
-    """Return the most that a zstd frame's blocks decode to, and the byte after the last one."""
+    """Return the upper bound of the decoded length of a zstd frame's blocks, and the offset after the last block."""
     length, is_last = 0, False
     while not is_last:
         header = int.from_bytes(data[at : at + 3], "little")
         kind, count, is_last = header >> 1 & 3, header >> 3, bool(header & 1)
-        # A raw or repeated block has its length in its own header, others decode to 128 KiB at most.
+        # A raw or repeated block has its length in its header; others decode to at most 128 KiB.
         length += count if kind < 2 else _ZSTD_BLOCK_BYTES
         at += 3 + (1 if kind == 1 else count)
         if at > len(data):
-            raise ValueError(f"{len(data)} bytes, whose zstd blocks end at {at} or later")
+            raise ValueError(f"{len(data)} bytes, but the zstd blocks end at {at} or later")
     return length, at
 
 
@@ -308,7 +307,7 @@ _DECODED_LENGTHS: dict[str, Callable[[bytes, int], int]] = {
 
 def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes, what: str) -> None:
     """Check each inner chunk of a file."""
-    # Only an index that we can read as the zarr package does: else chunks would be decoded unchecked.
+    # The index must have a form that this package reads as the zarr package does: else chunks would be unchecked.
     index, inside = (codec_list(configuration.get(name), what) for name in ("index_codecs", "codecs"))
     names = [codec_parts(codec, what)[0] for codec in index]
     if names not in (["bytes"], ["bytes", "crc32c"]) or not is_plain(index[:1], 8, what):

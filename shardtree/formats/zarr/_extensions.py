@@ -1,4 +1,4 @@
-"""Extensions of zarr 3: a reader refuses what it doesn't know, unless the metadata says that it may be ignored."""
+"""Extensions of zarr 3: a reader refuses those that it doesn't know, unless the metadata marks them as optional."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _CONFIGURATIONS: Mapping[str, Collection[str]] = {
     "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
     "crc32c": (),
 }
-"""What is read here itself. The zarr package checks the configuration of the codecs that it runs."""
+"""Known fields of the configurations that this package reads. The zarr package checks those of the codecs it runs."""
 
 
 def check_group(fields: Mapping[str, Any], what: str) -> None:
-    """Raise if the metadata of a group has a field that must be understood and isn't known.
+    """Raise if the metadata of a group has an unknown field that must be understood.
 
     Args:
         fields: Content of its zarr.json.
-        what: Name of the file, for messages.
+        what: Name of the file, for errors.
 
     Raises:
-        UnsupportedValue: it has one.
+        UnsupportedValue: There is such a field.
 
     Examples:
         >>> check_group({"attributes": {}, "note": {"must_understand": False}}, "'zarr.json'")
         >>> check_group({"attributes": {}, "note": {}}, "'zarr.json'")
         Traceback (most recent call last):
         ...
-        shardtree.errors.UnsupportedValue: open: 'zarr.json' has extensions that aren't known here
+        shardtree.errors.UnsupportedValue: open: 'zarr.json' has unknown extensions
           field 'note'
           Rewrite it without them, or read it with the program that wrote it.
     """
@@ -48,14 +48,14 @@ def check_group(fields: Mapping[str, Any], what: str) -> None:
 
 
 def understood(fields: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the metadata of an array without what it says may be ignored.
+    """Return the metadata of an array without unknown extensions that may be ignored.
 
     Args:
         fields: Content of its zarr.json.
-        what: Name of the file, for messages.
+        what: Name of the file, for errors.
 
     Raises:
-        UnsupportedValue: it has an extension that must be understood and isn't known.
+        UnsupportedValue: There is an unknown extension that must be understood.
 
     Examples:
         >>> ignored = {"name": "mine", "must_understand": False}
@@ -72,7 +72,7 @@ def understood(fields: Mapping[str, Any], what: str) -> dict[str, Any]:
         *_unknown("chunk key encoding", fields.get("chunk_key_encoding"), {"default", "v2"}),
         *_unknown_in_codecs(known.get("codecs")),
     ]
-    # The spec lets a transformer change how chunks are stored in any way.
+    # By the spec, a transformer may change the storage of chunks in any way.
     if known.get("storage_transformers"):
         wrong.append("storage transformers")
     _refuse(wrong, what)
@@ -84,7 +84,7 @@ def _needed(extensions: list[Any]) -> list[Any]:
 
 
 def _known_codecs(codecs: list[Any]) -> list[Any]:
-    """Return codecs, and those inside of them, without the unknown ones that may be ignored."""
+    """Return codecs, including nested ones, without unknown ones that may be ignored."""
     known: list[Any] = []
     for codec in codecs:
         if _may_ignore(codec) and not is_harmless(codec.get("name")):
@@ -111,12 +111,12 @@ def _unknown_in_codecs(codecs: Any) -> Iterator[str]:
 
 
 def _unknown(kind: str, extension: Any, names: Collection[str] | None) -> Iterator[str]:
-    """Yield what isn't known of an extension: its name, or members of it and its configuration.
+    """Yield the unknown parts of an extension: its name, or fields of it and of its configuration.
 
     Args:
-        kind: Extension point, for messages.
-        extension: Object or short name; what is neither is refused where it is read.
-        names: Known names; None where others are refused elsewhere, as codecs are.
+        kind: Extension point, for errors.
+        extension: Object or short name; other values are refused where they are read.
+        names: Known names; None if unknown names are refused elsewhere, like those of codecs.
     """
     fields = {"name": extension} if isinstance(extension, str) else extension
     name = fields.get("name") if isinstance(fields, dict) else None
@@ -141,6 +141,6 @@ def _may_ignore(value: Any) -> bool:
 
 def _refuse(wrong: Iterable[str], what: str) -> None:
     if offenders := [*wrong]:
-        text = f"open: {what} has extensions that aren't known here"
+        text = f"open: {what} has unknown extensions"
         fix = "Rewrite it without them, or read it with the program that wrote it."
         raise UnsupportedValue(error_text(text, offenders=offenders, fix=fix))

@@ -1,4 +1,4 @@
-"""A folder of zarr arrays as an index, on which loads are planned as for any other format."""
+"""The index of a folder of zarr arrays, for planning loads as for other formats."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Group:
         sources: Source of each virtual file, by its number: the array, and the cell whose file must be decoded, or None
             for bytes of the fill value.
         untaken: Reason that an array or a file isn't taken, by its name.
-        gaps: Reasons that elements of a tensor have no values where no chunk holds them, by its key.
+        gaps: Reason that elements of a tensor have no values if no chunk has them, by its key.
     """
 
     index: Index
@@ -74,13 +74,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Boxes of one tensor, and where they lie.
+    """Boxes of a tensor, and their places in files.
 
     Attributes:
-        offset: int64 (rows, axes).
-        shape: int64 (rows, axes).
-        file: number of the file, int64 (rows,).
-        byte: int64 (rows,).
+        offset: Offset of each box in the tensor, int64 (rows, axes).
+        shape: Shape of each box, int64 (rows, axes).
+        file: Number of each box's file, int64 (rows,).
+        byte: Offset of each box in its file, in bytes, int64 (rows,).
     """
 
     offset: Column
@@ -91,12 +91,12 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class _Files:
-    room: int  # how many cells without a file there may be in all arrays together
+    room: int  # All arrays together may have this many further cells without a file.
     files: list[StoredFile] = field(default_factory=list)
     sources: dict[int, tuple[StoredArray, Shape | None]] = field(default_factory=dict)
 
     def add(self, names: Sequence[str], lengths: Sequence[int]) -> Column:
-        """Return the numbers of new files."""
+        """Add files, and return their numbers."""
         first = len(self.files)
         self.files += [StoredFile(name, length) for name, length in zip(names, lengths, strict=True)]
         return np.arange(first, len(self.files), dtype=np.int64)
@@ -108,22 +108,22 @@ def read_group(
     objects: Sequence[Object] = (),
     untaken: Mapping[str, str] | None = None,
 ) -> Group:
-    """Return the content of a folder; lists its chunk files.
+    """Return the content of a folder, after listing its chunk files.
 
     Args:
-        storage: the folder.
-        arrays: Arrays by their metadata.
-        objects: files that each hold one object.
+        storage: Storage of the folder.
+        arrays: Arrays, as their metadata describes them.
+        objects: Objects that have files of their own.
         untaken: Field of `Group`.
 
     Raises:
-        CorruptCheckpoint: two arrays have the same tensor's key, or a file with several chunks isn't sound.
+        CorruptCheckpoint: Two arrays have one key, or a file with several chunks isn't sound.
     """
-    # All boxes are held with as many axes as the tensor with most of them has.
+    # All boxes get as many axes as the tensor with most axes.
     files = _Files(MOST_CELLS // max((len(array.box) for array in arrays), default=1))
-    # Two folders may decode to one key, where names are escaped otherwise than we would.
+    # Two folders may decode to one key if another program escapes names differently.
     arrays = sorted(arrays, key=lambda array: array.key)
-    twice = [repr(one.key) for one, other in pairwise(arrays) if one.key == other.key]
+    twice = [repr(array.key) for array, following in pairwise(arrays) if array.key == following.key]
     if twice:
         raise CorruptCheckpoint(error_text(f"open: {storage.where()!r} has tensors twice", offenders=twice))
     rows = [_array_rows(storage, array, files) for array in arrays]
@@ -135,24 +135,25 @@ def read_group(
 
 
 def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[ShardColumns, Column, Column]:
-    """Return the rows of arrays, which are sorted by key, as columns, and each one's file and byte."""
+    """Return the rows of arrays, which are sorted by key, as columns, with the file and the offset of each row."""
     axes = max((len(array.box) for array in arrays), default=1)
-    counts = [len(one.file) for one in rows]
+    counts = [len(array_rows.file) for array_rows in rows]
     empty = np.zeros((0, axes), dtype=np.int64)
     columns = stored_columns(
         {array.key: TensorKind(array.dtype, array.shape, 0) for array in arrays},
         np.repeat(np.arange(len(arrays)), counts),
-        np.concatenate([empty, *(widen(one.offset, axes, 0) for one in rows)]),
-        np.concatenate([empty, *(widen(one.shape, axes, 1) for one in rows)]),
+        np.concatenate([empty, *(widen(array_rows.offset, axes, 0) for array_rows in rows)]),
+        np.concatenate([empty, *(widen(array_rows.shape, axes, 1) for array_rows in rows)]),
     )
-    file, byte = (np.concatenate([int64([]), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
+    file = np.concatenate([int64([]), *(array_rows.file for array_rows in rows)])
+    byte = np.concatenate([int64([]), *(array_rows.byte for array_rows in rows)])
     return columns, file, byte
 
 
 def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
     cells = stored_cells(storage, array)
-    # Edges may cut a chunk into as many runs as it has elements: such files are made whole in memory, like compressed
-    # ones, and count as virtual files of plain bytes, so that plans needn't know of codecs.
+    # Edges may cut a chunk into as many runs as it has elements. Such files are read whole, like compressed ones, and
+    # listed as virtual files of plain bytes, so that plans needn't know codecs.
     too_fine = count_pieces(cells * np.array(array.step), array.step, array.box) > MOST_CELLS
     if not array.raw or too_fine:
         parts = [_decoded_rows(array, cells, files)]
@@ -172,11 +173,11 @@ def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, beg
     """Return the boxes of plain chunks.
 
     Args:
-        array: that they are of.
-        cells: their places in a grid of that step, int64 (chunks, axes).
-        step: the chunks' shape.
-        file: the number of each one's file, int64 (chunks,).
-        begin: the byte at which each begins in it, int64 (chunks,); 0 by default.
+        array: Array of the chunks.
+        cells: Cells of the chunks in a grid of that step, int64 (chunks, axes).
+        step: Shape of the chunks.
+        file: Number of each chunk's file, int64 (chunks,).
+        begin: Offset of each chunk in its file, in bytes, int64 (chunks,); 0 by default.
     """
     boxes = pieces(cells * np.array(step, dtype=np.int64), step, array.box)
     byte = boxes.element * array.dtype.itemsize
@@ -191,7 +192,7 @@ def _sharded_rows(storage: Storage, array: StoredArray, cells: Column, files: _F
         numbers, begin = read_shard_index(storage, array, name)
         file = files.add([name], [storage.length(name) or 0])
         places = inner_cells(array, cell, numbers)
-        # A file at an edge has inner chunks beyond it, which zarr may store or not: no element of the tensor is there.
+        # A file at an edge may have inner chunks beyond it, which have no element of the tensor.
         inside = (places < counts).all(axis=1)
         parts.append(chunk_rows(array, places[inside], inner, np.repeat(file, inside.sum()), begin[inside]))
         if array.fill is not None:
@@ -212,7 +213,7 @@ def _decoded_rows(array: StoredArray, cells: Column, files: _Files) -> Rows:
 
 
 def _filled_rows(array: StoredArray, cells: Column, files: _Files, step: Shape) -> Rows:
-    """Return the boxes of chunks that aren't stored: all lie in one virtual file of the fill value."""
+    """Return the boxes of chunks that aren't stored, which share a virtual file of the fill value."""
     offset = cells * np.array(step, dtype=np.int64)
     shape = np.minimum(np.array(step), np.array(array.box) - offset)
     file = np.zeros(len(cells), dtype=np.int64)
@@ -232,21 +233,22 @@ def _join(parts: Sequence[Rows], axes: int) -> Rows:
     )
 
 
-# Finding the arrays of zarr v2 and v3 in a folder, in nested groups, and Megatron-Core's object files
+# This section finds arrays of zarr v2 and v3 in a folder and in nested groups, and Megatron-Core's object files.
 
-_DEEPEST = 32  # levels of groups
+_DEEPEST = 32
+"""Upper bound of the depth of nested groups."""
 _LOCKS = ".sync"
 _METADATA_FILES = (NODE_FILE, ARRAY_FILE, ".zattrs", ".zgroup", ".zmetadata")
 _OBJECT_SUFFIX = ".pt"
 
 
 def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict[str, str]]:
-    """Return the arrays in a folder and the folders in it, the objects in files of their own, and what isn't taken.
+    """Return the arrays in a folder and its subfolders, the objects that have files, and the reasons for untaken names.
 
-    Arrays of types that torch lacks, such as texts and dates, aren't, and files that are named like no object.
+    Arrays of types that torch lacks, such as strings and dates, aren't taken, nor files without an object's name.
 
     Raises:
-        CorruptCheckpoint: the metadata of an array isn't sound.
+        CorruptCheckpoint: The metadata of an array isn't sound.
     """
     arrays, objects, untaken = [], [], dict[str, str]()
     for folder, names, node in _folders(storage, "", 0):
@@ -274,10 +276,10 @@ Node = dict[str, Any]
 
 
 def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, tuple[str, ...], Node | None]]:
-    """Yield every folder that isn't a part of an array, with the names in it and the content of its zarr.json."""
+    """Yield every folder that isn't part of an array, with the names in it and the content of its zarr.json."""
     names = storage.names(folder)
     node = read_node(storage, folder) if NODE_FILE in names and (folder or _is_v3(storage, names)) else None
-    node = node if folder else None  # the whole is a group, however it is marked
+    node = node if folder else None  # The outermost folder is a group, whatever its metadata says.
     yield folder, names, node
     if depth == _DEEPEST or (folder and ARRAY_FILE in names) or (node is not None and node["node_type"] == "array"):
         return
@@ -288,7 +290,7 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
 
 
 def _is_v3(storage: Storage, names: Sequence[str]) -> bool:
-    """Return whether a whole folder's zarr.json marks it as a group: it may be a tensor of that name, or stray."""
+    """Return whether the zarr.json of the outermost folder describes it: it may also be a tensor's folder, or stray."""
     return ".zgroup" not in names and not is_folder(storage, NODE_FILE)
 
 
@@ -296,8 +298,8 @@ def read_node(storage: Storage, folder: str) -> Node:
     """Return the content of a folder's zarr.json.
 
     Raises:
-        CorruptCheckpoint: it isn't that of a zarr v3 group or array.
-        UnsupportedValue: it is a group's with an extension that isn't known here.
+        CorruptCheckpoint: The file isn't the metadata of a zarr v3 group or array.
+        UnsupportedValue: A group has an unknown extension.
     """
     name = f"{folder}/{NODE_FILE}" if folder else NODE_FILE
     fields = parse_json(storage.read(name), storage.where(name))
@@ -312,13 +314,13 @@ def read_node(storage: Storage, folder: str) -> Node:
 
 def _is_array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | None) -> bool:
     if folder and ARRAY_FILE in names:
-        # Locks of zarr's ProcessSynchronizer look like empty ones.
+        # Locks of zarr's ProcessSynchronizer look like arrays with empty metadata.
         return not folder.endswith(_LOCKS) or bool(storage.length(f"{folder}/{ARRAY_FILE}"))
     return node is not None and node["node_type"] == "array"
 
 
 def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | None) -> StoredArray | None:
-    """Return the array that a folder is, None if torch has no such dtype."""
+    """Return the array in a folder; None if torch lacks its dtype."""
     if ARRAY_FILE in names:
         name = f"{folder}/{ARRAY_FILE}"
         return decode_v2(storage.read(name), folder, storage.where(name))
@@ -326,7 +328,7 @@ def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | N
 
 
 def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[list[Object], list[str]]:
-    """Return the objects in a folder, and the names of files that only end as theirs do."""
+    """Return the objects in a folder, and the names of other files with their suffix."""
     files, others = {}, []
     for name in names if folder else ():
         length = storage.length(f"{folder}/{name}") if name.endswith(_OBJECT_SUFFIX) else None
@@ -339,23 +341,24 @@ def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[lis
     return [(whole[unique_key], name, length) for unique_key, (name, length) in files.items()], others
 
 
-# The files of a folder of zarr arrays: which there must be, and which there are
+# This section lists the files of a folder of zarr arrays: those that are needed, and those that exist.
 
-_MOST_MISSING = 1000  # names of one array's missing chunks
+_MOST_MISSING = 1000
+"""Upper bound of the names of an array's missing chunks."""
 
 
 def needed_files(storage: Storage, group: Group) -> dict[str, int]:
-    """Return the least length of each file of a group's chunks and objects that must be there, by name.
+    """Return the least length of each needed file of a group's chunks and objects, by name.
 
-    A chunk that isn't there has the fill value, unless the array has none, as Megatron-Core's.
+    A missing chunk has the fill value, unless the array has none, like Megatron-Core's.
     """
     needed: dict[str, int] = {}
     names = group.index.file_names()
     for number, (name, length) in enumerate(zip(names, group.index.file_length.tolist(), strict=True)):
         if number not in group.sources:
             needed[name] = length
-        elif group.sources[number][1] is not None:  # not one of the fill value, which is no file
-            needed[name] = 0  # it is packed: only its codec knows how long it has to be
+        elif group.sources[number][1] is not None:  # The virtual file of a fill value isn't needed.
+            needed[name] = 0  # Only the codec of a packed chunk knows its length.
     for array in group.arrays:
         if array.fill is None:
             absent = missing_cells(array, stored_cells(storage, array))[:_MOST_MISSING].tolist()
@@ -370,7 +373,7 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the names of the arrays' metadata and chunks, of the groups' metadata, and of objects' files.
 
     Raises:
-        CorruptCheckpoint: the metadata of an array isn't sound.
+        CorruptCheckpoint: The metadata of an array isn't sound.
     """
     storage = checkpoint.storage
     arrays, objects, untaken = find_arrays(storage)

@@ -1,4 +1,4 @@
-"""Chunk files of a save, along ranks' shards if these are a regular grid: which bytes go where."""
+"""The layout of a save's chunk files, which follow ranks' shards if these are a regular grid."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from ._cells import encode_shard_index, inner_counts
 from ._group import inner_cells
 
 _UNQUOTED = "+=@,()[]"
-_LONGEST = 200  # file systems allow 255 bytes in a name, and a temporary name is longer
+_LONGEST = 200  # File systems allow 255 bytes in a name, and temporary names are longer.
 _RESERVED = {"zarr.json", "metadata.json"}
 
 
 def array_name(key: str) -> str:
     """Return the folder of a key's array: the key itself if its characters are harmless.
 
-    Other characters are percent-encoded, as in a URL, and so is the first one of a name that is reserved or hidden. A
+    Other characters are percent-encoded, as in a URL, and so is the first character of a reserved or hidden name. A
     name longer than 200 characters is cut, and ends with a hash of the key.
 
     Examples:
@@ -66,16 +66,16 @@ def array_name(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayLayout:
-    """One tensor's array, and which shard goes to which of its files.
+    """The array of a tensor, and the file of each of its shards.
 
     Attributes:
         array: Array as its metadata will describe it.
-        rows: Rows of its shards with elements among all that are written, int64 (shards,).
-        columns: these shards, on the tensor's own axes.
-        cells: the cells of the grid that get a file, in row-major order, int64 (files, axes).
-        file: the number of each shard's file, int64 (shards,).
-        writer: the rank that writes each file, -1 if several do, int64 (files,).
-        metadata_writer: the rank that writes the metadata.
+        rows: Rows of the tensor's shards with elements among all that are written, int64 (shards,).
+        columns: These shards, on the tensor's own axes.
+        cells: Cells of the grid that get a file, in row-major order, int64 (files, axes).
+        file: Number of each shard's file, int64 (shards,).
+        writer: Rank that writes each file, -1 if several do, int64 (files,).
+        metadata_writer: Rank that writes the metadata.
     """
 
     array: StoredArray
@@ -88,18 +88,18 @@ class ArrayLayout:
 
 
 def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[ArrayLayout]:
-    """Yield the layout of each tensor's array. Every rank computes the same one, so that none is exchanged.
+    """Yield the layout of each tensor's array. All ranks compute the same layouts, so that none is exchanged.
 
     Args:
-        written: the shards of all ranks, each once, in the replica that is written.
-        rank: only tensors of which this rank writes something; None for all.
+        writes: Shards of all ranks, each in the replica that is written.
+        rank: Rank that writes a part of each tensor to yield; None for all tensors.
 
     Raises:
-        IntegrityError: a file would have gaps, or two keys would have one name.
-        UnsupportedValue: a dtype can't be stored.
+        IntegrityError: A file would have gaps, or two keys would have one name.
+        UnsupportedValue: A dtype can't be stored.
     """
     numbers = np.unique(writes.key if rank is None else writes.key[writes.rank == rank])
-    # All rows of these tensors, tensor by tensor: a rank's share of the work doesn't grow with the others' tensors.
+    # Only rows of these tensors are sorted, so that a rank's work doesn't grow with the tensors of others.
     rows = np.flatnonzero(np.isin(writes.key, numbers))
     order = rows[np.argsort(writes.key[rows], kind="stable")]
     begins = np.searchsorted(writes.key[order], numbers).tolist()
@@ -108,8 +108,8 @@ def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[Arr
         key = writes.keys[number]
         other = names.setdefault(array_name(key), key)
         if other != key:
-            what = f"save: tensors {other!r} and {key!r} would lie in the same folder"
-            raise IntegrityError(error_text(what, fix="Rename one."))
+            what = f"save: tensors {other!r} and {key!r} would have the same folder"
+            raise IntegrityError(error_text(what, fix="Rename one of them."))
         yield _array_layout(writes, number, order[begin:end])
 
 
@@ -123,7 +123,7 @@ def _array_layout(writes: ShardColumns, number: int, rows: Column) -> ArrayLayou
     columns = replace(columns, offset=columns.offset[:, -axes:], shape=columns.shape[:, -axes:])
     box = kind.global_shape or (1,)
     cell = _regular_cell(columns, box)
-    # No regular grid: one chunk that is the whole tensor, to which each rank writes its bytes.
+    # Without a regular grid, there is one chunk for the whole tensor, and each rank writes its bytes to it.
     step, inner = _file_shape(columns, box, cell) if cell else (tuple(max(1, size) for size in box), None)
     shapes = (step, inner) if kind.global_shape else ((), None)
     array = StoredArray(array_name(key), key, kind.dtype, kind.global_shape, shapes[0], inner=shapes[1])
@@ -141,7 +141,7 @@ def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, C
 
 
 def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
-    """Return the shape of the cells if all shards, or the boxes of flat ones, are a regular grid's; else None."""
+    """Return the shape of the cells if all shards, or the boxes of flat ones, are a regular grid; else None."""
     if not len(columns):
         return None
     cell = columns.shape.max(axis=0)
@@ -151,8 +151,8 @@ def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
 
 
 def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, Shape | None]:
-    """Return the shape of a file and of its inner chunks, None for a single one."""
-    # Neighbouring cells of one rank share a file: stacked layers would be a small file for each layer otherwise.
+    """Return the shape of a file and of its inner chunks; None for a single chunk."""
+    # Neighbouring cells of one rank share a file; otherwise stacked layers would have a small file for each layer.
     counts = tuple(-(-size // step) for size, step in zip(box, cell, strict=True))
     whole = (columns.start < 0) | (columns.stop - columns.start == volumes(columns.shape))
     if len(columns) < 2 or not whole.all() or prod(counts) != len(columns):
@@ -166,7 +166,7 @@ def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, 
 
 
 def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
-    """Return the shape of equal blocks of a grid in each of which all cells have one value; axis by axis the largest.
+    """Return the largest shape, axis by axis, of equal blocks of a grid whose cells all have one value.
 
     Examples:
         >>> _common_blocks(np.array([[0, 1], [0, 1], [2, 2], [2, 2]]))
@@ -185,15 +185,15 @@ def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
 
 
 def _check_filled(array: StoredArray, columns: ShardColumns, cells: Column, file: Column) -> None:
-    """Raise unless every file that is written is written whole."""
-    # To other readers a gap would be zeros, without an error.
+    """Raise unless every written file is complete."""
+    # Other readers would read zeros from a gap, without an error.
     step = np.array(array.step, dtype=np.int64)
     room = volumes(np.minimum(step, np.array(array.box, dtype=np.int64) - cells * step))
     elements = np.bincount(file, weights=columns.elements, minlength=len(cells)).astype(np.int64)
     if (elements != room).any():
         first = int(np.flatnonzero(elements != room)[0])
         what = f"save: the shards of {array.key!r} leave gaps in chunk {tuple(cells[first].tolist())}"
-        fix = "Save all of the tensor, or shards of a regular grid."
+        fix = "Save the whole tensor, or shards of a regular grid."
         raise IntegrityError(error_text(what, found=f"{elements[first]} elements", expected=int(room[first]), fix=fix))
 
 
@@ -209,17 +209,17 @@ _ZEROS = bytes(64 * 1024)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFile:
-    """One rank's part of one chunk file.
+    """A rank's part of a chunk file.
 
     Attributes:
         name: Name of the file.
         length: Length of the whole file in bytes.
-        is_shared: whether other ranks write other parts of it.
+        is_shared: True if other ranks write other parts of the file.
         shard: Number of each run's shard among the rank's, int64 (runs,).
-        byte: where each begins in the shard's row-major bytes, int64 (runs,).
-        target: where each begins in the file, ascending, int64 (runs,).
-        count: bytes in each, int64 (runs,).
-        index: the bytes at the end of the file.
+        byte: Offset of each run in the shard's row-major bytes, int64 (runs,).
+        target: Offset of each run in the file, ascending, int64 (runs,).
+        count: Length of each run in bytes, int64 (runs,).
+        index: Index of inner chunks, at the end of the file.
     """
 
     name: str
@@ -233,18 +233,18 @@ class ChunkFile:
 
 
 def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[ChunkFile]:
-    """Yield what a rank writes of a tensor's files.
+    """Yield a rank's parts of a tensor's files.
 
     Args:
-        part: where the tensor's shards go.
-        rank: who writes.
-        numbers: Number among the rank's shards of each of the tensor's shards; -1 for others', int64 (shards,).
+        part: Layout of the tensor's array.
+        rank: Rank that writes.
+        numbers: Number of each of the tensor's shards among the rank's, -1 for those of other ranks, int64 (shards,).
     """
-    array, own = part.array, np.flatnonzero(numbers >= 0)
-    files, file = np.unique(part.file[own], return_inverse=True)
+    array, shards = part.array, np.flatnonzero(numbers >= 0)
+    files, file = np.unique(part.file[shards], return_inverse=True)
     step = array.inner or array.step
-    columns = select_rows(part.columns, own)
-    # Shards that are whole chunks, the usual case, need no plan.
+    columns = select_rows(part.columns, shards)
+    # Shards are usually whole chunks, which need no plan.
     at_edge = (columns.shape != np.array(step, dtype=np.int64)).any()
     runs = _planned_runs(part, columns, files, step) if at_edge else _whole(array, columns, file.reshape(-1), step)
     order = np.lexsort((runs.target_byte, runs.target))
@@ -257,7 +257,7 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
             array.file_name(tuple(cell)),
             chunks * chunk_bytes + len(index),
             bool(part.writer[files[number]] != rank),
-            numbers[own][runs.file[rows]],
+            numbers[shards][runs.file[rows]],
             runs.byte[rows],
             runs.target_byte[rows],
             runs.length[rows],
@@ -266,7 +266,7 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
 
 
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
-    """Return the runs of shards whose boxes are whole chunks, one each; the target is the number of the file."""
+    """Return the runs of shards that are whole chunks, one for each; the target is the number of the file."""
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
     item_size = array.dtype.itemsize
@@ -276,10 +276,10 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
 
 
 def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
-    """Return the runs of shards of any boxes; the target is the number of the file."""
-    # Writing is planned as a load of chunks from shards: the same code finds which bytes meet.
+    """Return the runs of shards with any boxes; the target is the number of the file."""
+    # The write is planned as a load of chunks from shards, since the same code finds their intersections.
     slots = _slots(part.array, part.cells[files])
-    each = len(slots) // len(files)
+    slots_per_file = len(slots) // len(files)
     targets = replace(
         columns,
         key=np.zeros(len(slots), dtype=np.int64),
@@ -293,12 +293,12 @@ def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step:
     number, zeros = np.arange(len(columns)), np.zeros(len(columns), dtype=np.int64)
     sources = StoredChunks(zeros, columns.offset, columns.shape, columns.start, columns.stop, number, zeros)
     runs = plan_load(targets, sources, shortest_run=1).runs
-    before = runs.target % each * (prod(step) * part.array.dtype.itemsize)
-    return replace(runs, target=runs.target // each, target_byte=before + runs.target_byte)
+    before = runs.target % slots_per_file * (prod(step) * part.array.dtype.itemsize)
+    return replace(runs, target=runs.target // slots_per_file, target_byte=before + runs.target_byte)
 
 
 def _slots(array: StoredArray, cells: Column) -> Column:
-    """Return the places of the chunks in some files, in the files' order."""
+    """Return the cells of the chunks in some files, in the order of the files."""
     if array.inner is None:
         return cells
     numbers = np.arange(prod(inner_counts(array)))
@@ -319,15 +319,15 @@ def write_chunk_file(
     checksums: bool,
     progress: Callable[[int], None],
 ) -> NDArray[np.uint64] | None:
-    """Write a file, or a rank's part of it, and return its block hashes; None where other ranks write it too.
+    """Write a file, or a rank's part of it, and return its block hashes; None if other ranks write it too.
 
     Raises:
-        ShapeError: a tensor no longer has the dtype or shape of its shard.
+        ShapeError: A tensor no longer has the dtype or shape of its shard.
     """
     # An asynchronous save without a snapshot may see a tensor that was replaced since the call.
     for number in np.unique(file.shard).tolist():
         checked_data(shards[number])
-    # No rank sees all bytes of a file that several write, so that none could hash its blocks.
+    # No rank sees all bytes of a shared file, so that none could hash its blocks.
     if file.is_shared:
         write_parts(storage, file.name, file.length, _parts(file, shards), durable=durable, progress=progress)
         return None
@@ -339,13 +339,13 @@ def write_chunk_file(
 
 
 def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffer]:
-    """Yield a whole file: the runs in order, zeros where an edge chunk reaches beyond its tensor, the index."""
+    """Yield a whole file: the runs in order, zeros beyond the edge of the tensor, and the index."""
     memories: dict[int, Buffer] = {}
     end = 0
     rows = (column.tolist() for column in (file.shard, file.byte, file.target, file.count))
     for number, byte, target, count in zip(*rows, strict=True):
         yield from _zeros(target - end)
-        # A whole tensor is passed on in parts, so that a lazy one or a view is never whole in memory.
+        # A whole tensor is written in parts, so that a lazy tensor or a view is never whole in memory.
         if byte == 0 and count == shards[number].data.nbytes:
             yield from tensor_buffers(shards[number].data)
         else:
@@ -359,7 +359,7 @@ def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffe
 
 
 def _parts(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
-    """Yield a rank's parts of a shared file, one shard after the other, so that one is in memory at a time."""
+    """Yield a rank's parts of a shared file, shard by shard, so that only one shard is in memory at a time."""
     order = np.argsort(file.shard, kind="stable")
     last, memory = -1, memoryview(b"")
     rows = (column[order].tolist() for column in (file.shard, file.byte, file.target, file.count))

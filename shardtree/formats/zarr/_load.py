@@ -1,4 +1,4 @@
-"""Loading from zarr folders: our own by their index, those of other programs by their metadata and file names."""
+"""Loads from zarr folders: our own by their index, those of other programs by their metadata and file names."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ from ._codecs import check_headers
 from ._group import Group, find_arrays, needed_files, read_group
 from ._own import MEGATRON, decode_columns, is_own
 
-# Chunks that aren't plain bytes: the zarr package decodes them, one at a time
+# This section handles chunks that aren't plain bytes, which the zarr package decodes one at a time.
 
 _MOST_DECODED = 4 * 2**30
-"""The most bytes that one decoded chunk may take: guards against metadata of a few bytes that claims a huge chunk."""
+"""Upper bound of the bytes of a decoded chunk: crafted metadata of a few bytes may claim a huge chunk."""
 
 
 def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
-    """Return the elements of one chunk file that lie in the tensor, as row-major bytes, uint8 (bytes,).
+    """Return the elements of a chunk file that lie in the tensor, as row-major bytes, uint8 (bytes,).
 
     Raises:
-        StrategyError: the zarr package isn't installed.
-        CorruptCheckpoint: the chunk can't be decoded.
-        UnsupportedValue: it is too large to be decoded at once, or its compressor isn't the last codec.
+        StrategyError: The zarr package isn't installed.
+        CorruptCheckpoint: The chunk can't be decoded.
+        UnsupportedValue: The chunk is too large to be decoded at once, or its compressor isn't the last codec.
     """
     name = array.file_name(cell)
     _check_size(array, array.file_bytes)
     package = zarr_package(array.name)
     data = storage.read(name)
-    # Looked at before it is decoded: a small file could fill the memory, and a short one be read beyond its end.
+    # Headers are checked first: a small file could fill the memory, and a short one be read beyond its end.
     check_headers(array, data, repr(storage.where(name)))
     try:
         values = _values(package, array, name.removeprefix(f"{array.name}/"), data, cell)
     except CheckpointingException:
         raise
-    except Exception as error:  # codecs raise exceptions of any class
+    except Exception as error:  # Codecs raise exceptions of any class.
         cause = f"{type(error).__name__}: {error}"[:300]
         fix = "The file was damaged, or made by a program whose codecs aren't installed."
         raise CorruptCheckpoint(
@@ -78,11 +78,11 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
 
 
 def filled(array: StoredArray, length: int) -> torch.Tensor:
-    """Return a number of bytes of a chunk that isn't stored, uint8 (bytes,).
+    """Return bytes of the fill value, uint8 (bytes,).
 
     Raises:
-        UnsupportedValue: it is too large to be made at once.
-        CorruptCheckpoint: the fill value doesn't fit the dtype.
+        UnsupportedValue: There are too many bytes to be made at once.
+        CorruptCheckpoint: The fill value doesn't fit the dtype.
     """
     _check_size(array, length)
     item = torch.frombuffer(bytearray(fill_item(array.fill, array.dtype, repr(array.name))), dtype=torch.uint8)
@@ -90,7 +90,7 @@ def filled(array: StoredArray, length: int) -> torch.Tensor:
 
 
 def _check_size(array: StoredArray, length: int) -> None:
-    """Raise if a chunk of an array is too large to be in memory whole."""
+    """Raise if a chunk of an array is too large to be in memory at once."""
     if length > _MOST_DECODED:
         found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
         what = f"load: a chunk of array {array.name!r} is too large to be decoded"
@@ -98,10 +98,10 @@ def _check_size(array: StoredArray, length: int) -> None:
 
 
 def zarr_package(what: str) -> Any:
-    """Return the zarr package, imported only when a chunk needs it.
+    """Import the zarr package, which only packed chunks need, and return it.
 
     Raises:
-        StrategyError: it isn't installed.
+        StrategyError: The package isn't installed.
     """
     try:
         return import_module("zarr")
@@ -112,12 +112,12 @@ def zarr_package(what: str) -> Any:
 
 
 def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shape) -> np.ndarray[Any, Any]:
-    # The package gets an array in memory with this one chunk, so that the file can come from any storage of ours.
+    # The package gets an array in memory with only this chunk, so that the file can come from any storage.
     file = "zarr.json" if array.prefix or "codecs" in array.document else ".zarray"
     buffer = package.core.buffer.default_buffer_prototype().buffer
     document = json.dumps(_numpy_document(array)).encode()
     store = package.storage.MemoryStore({file: buffer.from_bytes(document), name: buffer.from_bytes(data)})
-    # By the package's own reader, over a store of this one chunk: so its codecs run as it means them to.
+    # The package's own reader decodes the chunk, so that codecs run in the way that it intends.
     region = tuple(
         slice(at * step, min(size, (at + 1) * step))
         for at, step, size in zip(cell, array.chunk, array.shape, strict=False)
@@ -131,7 +131,7 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
 
 
 def _numpy_document(array: StoredArray) -> dict[str, Any]:
-    """Return the metadata with unsigned integers in place of dtypes that NumPy, and so zarr-python, lacks."""
+    """Return the metadata with unsigned integers in place of dtypes that NumPy, and thus zarr-python, lacks."""
     document, name = dict(array.document), zarr_name(array.dtype)
     if name == dtype_name(array.dtype):
         return document
@@ -140,21 +140,21 @@ def _numpy_document(array: StoredArray) -> dict[str, Any]:
     is_v3 = "codecs" in document
     words = {"data_type": name} if is_v3 else {"dtype": f"<u{array.dtype.itemsize}"}
     if is_v3 and document.get("data_type") == name:
-        return document  # one of our own: its bits already count as integers
+        return document  # Our own arrays already have integers.
     return document | words | {"fill_value": bits}
 
 
-# Reading tensors: plain chunks straight from their files into the target, others one decoded chunk at a time
+# This section reads tensors: plain chunks straight from files into the destination, others decoded one at a time.
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return a report of the reads.
 
     Raises:
-        KeyMismatch: the checkpoint lacks a key.
-        ShapeError: a tensor is stored with another global shape or dtype, or not all of it is.
-        UnsupportedValue: torch has no such dtype.
-        CorruptCheckpoint: stored bytes aren't what was saved, or what the metadata says.
+        KeyMismatch: The checkpoint lacks a key.
+        ShapeError: A tensor is stored with another global shape or dtype, or not completely.
+        UnsupportedValue: torch lacks the dtype.
+        CorruptCheckpoint: Stored bytes aren't what was saved, or contradict the metadata.
     """
     group = read_arrays(checkpoint)
     check_taken(group.untaken, [shard.key for shard in shards])
@@ -169,7 +169,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
-    """Return the cost of a plan, where a chunk that must be decoded counts with its whole file."""
+    """Return the cost of a plan, in which a chunk that must be decoded counts with its whole file."""
     plain, virtual_plan = _split(group, plan)
     numbers = [number for number in virtual_plan.files if group.sources[number][1] is not None]
     lengths = [checkpoint.storage.length(group.index.file(number).name) or 0 for number in numbers]
@@ -179,7 +179,7 @@ def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor],
 
 
 def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
-    """Return the part of a plan that is read as it is stored, and the part from virtual files."""
+    """Return the part of a plan that reads plain files, and the part that reads virtual files."""
     virtual_files = np.array(sorted(group.sources), dtype=np.int64)
     runs, strided = np.isin(plan.runs.file, virtual_files), np.isin(plan.strided.file, virtual_files)
     return plan.select(~runs, ~strided), plan.select(runs, strided)
@@ -188,7 +188,7 @@ def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
 def _read_virtual(
     checkpoint: Checkpoint, group: Group, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Decode or make one chunk, and copy the plan's part of it; its memory is freed with this call."""
+    """Decode a chunk or make it from the fill value, and copy the plan's part of it, in memory that is then freed."""
     array, cell = group.sources[number]
     file = group.index.file(number)
     if cell is not None and checkpoint.storage.length(file.name) is None:
@@ -198,21 +198,23 @@ def _read_virtual(
 
 
 def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:
-    """Return a plan's rows file by file."""
+    """Return the plan's rows of each file, with the file's number."""
     numbers = np.array(plan.files, dtype=np.int64)
     runs, strided = (np.argsort(rows.file, kind="stable") for rows in (plan.runs, plan.strided))
     ends = np.append(numbers, numbers[-1:] + 1)
     of_runs = np.searchsorted(plan.runs.file[runs], ends).tolist()
     of_strided = np.searchsorted(plan.strided.file[strided], ends).tolist()
     return [
-        (number, plan.select(runs[slice(*one)], strided[slice(*other)]))
-        for number, one, other in zip(numbers.tolist(), pairwise(of_runs), pairwise(of_strided), strict=True)
+        (number, plan.select(runs[slice(*run_span)], strided[slice(*strided_span)]))
+        for number, run_span, strided_span in zip(
+            numbers.tolist(), pairwise(of_runs), pairwise(of_strided), strict=True
+        )
     ]
 
 
 def read_arrays(checkpoint: Checkpoint) -> Group:
     """Return the content of a checkpoint's folder."""
-    # Once for each opened checkpoint: listing the chunks of thousands of arrays takes long.
+    # It is memoised for an open checkpoint, since listing the chunks of thousands of arrays takes long.
     return checkpoint.once(_read_arrays)
 
 
@@ -220,14 +222,14 @@ def _read_arrays(checkpoint: Checkpoint) -> Group:
     if is_own(checkpoint.fields):
         return Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
     if checkpoint.fields["sharded_backend_version"] == MEGATRON:
-        # Without fill values for v2 arrays: a missing chunk is an error there.
+        # These v2 arrays get no fill value, so that a missing chunk is an error.
         return read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
     arrays, _, untaken = find_arrays(checkpoint.storage)
     return read_group(checkpoint.storage, [_with_fill(array) for array in arrays], untaken=untaken)
 
 
 def _with_fill(array: StoredArray) -> StoredArray:
-    """Return a v2 array without a fill value as one of zeros: zarr-python doesn't write its chunks of zeros."""
+    """Return an array with a fill value of 0 if it is a v2 array without one: zarr-python omits its chunks of zeros."""
     return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
 
 
@@ -242,28 +244,28 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
     """Return the data of each sharded object, in order.
 
     Raises:
-        KeyMismatch: the checkpoint lacks some.
-        CorruptCheckpoint: stored bytes aren't what was saved.
+        KeyMismatch: The checkpoint lacks an object.
+        CorruptCheckpoint: Stored bytes aren't what was saved.
     """
     return objects_from_index(checkpoint, read_arrays(checkpoint).index, objects) if objects else []
 
 
-# Objects of Megatron-Core's old format, in a file each
+# Megatron-Core's old format has a file for each object.
 
 
 def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each sharded object, in order.
 
     Raises:
-        KeyMismatch: the checkpoint lacks some.
-        UnsafeFile: an object needs a class that isn't known to be harmless, and pickles aren't allowed.
-        CorruptCheckpoint: a file isn't sound.
+        KeyMismatch: The checkpoint lacks an object.
+        UnsafeFile: An object needs a class that isn't known to be harmless, and pickles aren't allowed.
+        CorruptCheckpoint: A file isn't sound.
     """
     index = read_arrays(checkpoint).index
     keys, old_keys = [item.unique_key for item in objects], [old_unique_key(item) for item in objects]
-    # By both names: old releases of Megatron-Core left out the last number.
+    # Objects are looked up by both names, since old releases of Megatron-Core omitted the last number.
     exact, old = (index.find_objects(names) for names in (keys, old_keys))
-    numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
+    numbers = [by_key if by_key >= 0 else by_old_key for by_key, by_old_key in zip(exact, old, strict=True)]
     check_objects_known(keys, [number >= 0 for number in numbers])
     names = [index.file(int(index.object_file[number])).name for number in numbers]
     return [decoded_object(checkpoint, name, object_bytes(checkpoint, name)) for name in names]
@@ -278,6 +280,6 @@ def object_bytes(checkpoint: Checkpoint, name: str) -> Buffer:
 
 
 def decoded_object(checkpoint: Checkpoint, name: str, data: Buffer) -> Any:
-    """Return the value of such a file."""
+    """Return the value in the file of an object of Megatron-Core's old format."""
     what, options = checkpoint.storage.where(name), checkpoint.options
     return decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)

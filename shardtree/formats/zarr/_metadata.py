@@ -1,4 +1,4 @@
-"""The metadata of arrays: .zarray (v2) and zarr.json (v3) of any writer, and the zarr.json of our own."""
+"""The metadata of arrays: .zarray (v2) and zarr.json (v3) of any writer, and our own zarr.json."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, unsou
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain
 from ._extensions import understood
 
-# .zarray, as Megatron-Core and zarr-python before version 3 write it
+# This section reads .zarray, which Megatron-Core and zarr-python before version 3 write.
 
 ARRAY_FILE = ".zarray"
 
 
 def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
-    """Return the array that a .zarray describes, None if torch has no such dtype.
+    """Return the array that a .zarray describes; None if torch lacks its dtype.
 
     Args:
-        data: the file's bytes.
-        name: the array's folder, and the tensor's key.
-        where: the file's name, for messages.
+        data: Bytes of the file.
+        name: Folder of the array, which is also the tensor's key.
+        where: Place of the file, for errors.
 
     Raises:
-        CorruptCheckpoint: the file isn't sound.
-        UnsafeFile: a codec could run code.
+        CorruptCheckpoint: The file isn't sound.
+        UnsafeFile: A codec could run code.
     """
     what = repr(where)
     fields = parse_json(data, where)
@@ -42,7 +42,7 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
         return None
     filters = codec_list(fields.get("filters") or [], what)
     compressor = fields.get("compressor")
-    # Checked when the array is opened, not when it is decoded, so that listing names such an array too.
+    # Codecs are checked when the array is opened rather than decoded, so that a listing reports the array too.
     check_harmless([*filters, *([] if compressor is None else [compressor])], what)
     shape, chunk = checked_shapes((fields.get("shape"), fields.get("chunks")), dtype.itemsize, what)
     plain = not filters and compressor is None and (is_little or dtype.itemsize == 1)
@@ -68,25 +68,25 @@ def _choice(fields: dict[str, Any], field: str, choices: tuple[str, ...], what: 
     return str(choice)
 
 
-# zarr.json, of any writer
+# This section reads zarr.json of any writer, and writes our own.
 
 NODE_FILE = "zarr.json"
 OURS = "shardtree"
-"""The attribute of groups and arrays that holds what zarr's own metadata has no field for."""
+"""Attribute of groups and arrays with our own fields, which zarr's metadata lacks."""
 
 
 def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray | None:
-    """Return the array that a zarr.json describes, None if torch has no such dtype.
+    """Return the array that a zarr.json describes; None if torch lacks its dtype.
 
     Args:
-        fields: the file's content.
-        name: the array's folder, and the tensor's key unless the attributes have another.
-        where: the file's name, for messages.
+        fields: Content of the file.
+        name: Folder of the array, which is also the tensor's key unless the attributes have another one.
+        where: Place of the file, for errors.
 
     Raises:
-        CorruptCheckpoint: the file isn't sound.
-        UnsafeFile: a codec could run code.
-        UnsupportedValue: an extension isn't known here.
+        CorruptCheckpoint: The file isn't sound.
+        UnsafeFile: A codec could run code.
+        UnsupportedValue: An extension is unknown.
     """
     what = repr(where)
     stored_dtype = dtype_of_v3(fields.get("data_type"), what)
@@ -121,9 +121,9 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
 
 
 def encode_v3(array: StoredArray) -> dict[str, Any]:
-    """Return the content of the zarr.json of one of our own arrays.
+    """Return the content of the zarr.json of an array of our own.
 
-    Axes are named after their lengths, since xarray wants axes of equal names to have equal lengths.
+    Axes are named after their lengths, since xarray requires axes with equal names to have equal lengths.
 
     Examples:
         >>> from dataclasses import replace
@@ -140,7 +140,7 @@ def encode_v3(array: StoredArray) -> dict[str, Any]:
         names.append(f"size_{size}" + (f"_{counts[size]}" if counts[size] else ""))
         counts[size] += 1
     name = zarr_name(array.dtype)
-    # The spec demands a fill value of the data type: false, 0.0 or a pair, not 0 for all.
+    # By the spec, the fill value depends on the data type: false, 0, 0.0 or a pair.
     zeros: dict[str, Any] = {"bool": False, "float": 0.0, "complex": [0.0, 0.0]}
     return {
         "zarr_format": 3,
@@ -173,17 +173,17 @@ def _sharding_codec(array: StoredArray) -> dict[str, Any]:
 
 
 def _own_attributes(fields: Mapping[str, Any], name: str, stored_dtype: torch.dtype) -> tuple[str, torch.dtype]:
-    """Return the key and the dtype in the attributes, if a save of ours wrote some; else the given ones."""
+    """Return the key and the dtype in our own attributes; the given ones if there are none."""
     attributes = fields.get("attributes")
-    own = attributes.get(OURS) if isinstance(attributes, dict) else None
-    if not isinstance(own, dict):
+    attribute = attributes.get(OURS) if isinstance(attributes, dict) else None
+    if not isinstance(attribute, dict):
         return name, stored_dtype
-    key, other = own.get("key"), own.get("dtype")
+    key, dtype_text = attribute.get("key"), attribute.get("dtype")
     try:
-        dtype = dtype_from_name(other) if isinstance(other, str) else stored_dtype
+        dtype = dtype_from_name(dtype_text) if isinstance(dtype_text, str) else stored_dtype
     except UnsupportedValue:
         dtype = stored_dtype
-    # Another program may have changed the array's type since, and kept the attributes.
+    # Another program may have changed the array's type, and kept the attributes.
     return key if _is_key(key) else name, dtype if zarr_name(dtype) == zarr_name(stored_dtype) else stored_dtype
 
 
@@ -198,7 +198,7 @@ def _is_key(key: Any) -> TypeGuard[str]:
 
 
 def _sharding(codecs: list[Any], item_size: int, what: str) -> tuple[Any, dict[str, bool] | None]:
-    """Return the shape of inner chunks, None if there are none, and how to read them if they are plain bytes."""
+    """Return the shape of inner chunks or None, and the form of their index; None unless they are plain bytes."""
     name, configuration = codec_parts(codecs[0], what) if codecs else ("", {})
     if name != "sharding_indexed" or len(codecs) != 1:
         return None, None
@@ -229,12 +229,12 @@ def _configuration(fields: Mapping[str, Any], field: str, expected: str, what: s
 
 
 def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
-    """Return the full unique key of each: old releases left out the grid's last size.
+    """Return the full unique key by each given one, from which old releases omitted the last size of the grid.
 
-    It follows from the cells, if all of them are there.
+    The size follows from the cells if all of them exist.
 
     Args:
-        unique_keys: Unique keys of all cells of one object.
+        unique_keys: Unique keys of all cells of an object.
 
     Examples:
         >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])

@@ -1,6 +1,6 @@
-"""A folder of our own, in which other readers see valid zarr: objects, common state and index are arrays of bytes.
+"""Folders of our own, which are valid zarr for other readers: objects, common state and index are arrays of bytes.
 
-Removal writes a new index first.
+A removal writes a new index first.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from ._metadata import NODE_FILE, OURS, encode_v3
 FOLDER = "_shardtree"
 
 MEGATRON = 1
-"""The version of what Megatron-Core's old releases wrote."""
+"""Version of the format of Megatron-Core's old releases."""
 
 Document = dict[str, Any]
 
 
 def is_own(fields: Fields) -> bool:
-    """Return whether a save of ours wrote the arrays, as metadata.json says."""
+    """Return whether metadata.json says that a save of our own wrote the arrays."""
     return "index" in fields and fields["sharded_backend_version"] != MEGATRON
 
 
 def group_document(members: dict[str, Document] | None = None) -> Document:
-    """Return the zarr.json of a group; the outermost one consolidates that of all members.
+    """Return the zarr.json of a group; that of the outermost group has the metadata of all members.
 
     Examples:
         >>> group_document()
@@ -73,7 +73,7 @@ def group_document(members: dict[str, Document] | None = None) -> Document:
 
 
 def blob(name: str, length: int, attributes: dict[str, Any] | None = None) -> tuple[str, Document]:
-    """Return the name of the file that holds an array of bytes, and the array's zarr.json.
+    """Return the name of the file of an array of bytes, and the array's zarr.json.
 
     Examples:
         >>> blob("common", 7)[0]
@@ -100,7 +100,7 @@ def write_blob(
     durable: bool,
     progress: Callable[[int], None] = lambda _: None,
 ) -> StoredFile:
-    """Write an array of bytes, its file and then its zarr.json, and return the file."""
+    """Write the file of an array of bytes, then its zarr.json, and return the file."""
     folder = name.rpartition("/")[0]
     make_folder(storage, folder, durable=durable)
     file = write_hashed(storage, name, buffers, durable=durable, progress=progress)
@@ -111,27 +111,27 @@ def write_blob(
 
 
 def encode_columns(index: Index) -> bytes:
-    """Return an index as bytes: its columns in the common codec."""
+    """Return the bytes of an index: its columns in the common codec."""
     return encode_tree(index.columns())
 
 
 def decode_columns(data: Buffer, where: str) -> Index:
-    """Return the index that bytes hold.
+    """Return the index in some bytes.
 
     Raises:
-        CorruptCheckpoint: they don't hold one that is sound.
+        CorruptCheckpoint: The bytes aren't a sound index.
     """
     columns = decode_tree(data)
     return sound_index(columns if isinstance(columns, dict) else {}, where)
 
 
-# The common state, encoded by the common codec
+# The common state is encoded by the common codec.
 
 BACKEND, VERSION = "zarr", 3
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree as one array of bytes, and return its fields of metadata.json."""
+    """Write the common tree as an array of bytes, and return its fields of metadata.json."""
     data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name, document = blob("common", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
@@ -139,11 +139,11 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
 
 
 def load_own_common(checkpoint: Checkpoint) -> Any:
-    """Return the stored common tree, with holes where shards were; an empty one if another program wrote the arrays."""
+    """Return the stored common tree, with holes for shards; an empty tree if another program wrote the arrays."""
     return load_common(checkpoint) if "common" in checkpoint.fields else {}
 
 
-# Removing tensors and objects from a folder of ours: a new index first, then the arrays that became unused
+# To remove tensors and objects, a new index is written first, then arrays that became unused are removed.
 
 _CHUNK_FILE = re.compile(r"(?P<folder>.+)/c(\.\d+)*")
 _INDEX_FOLDER = re.compile(rf"{FOLDER}/index(-(?P<number>\d{{1,9}}))?")
@@ -154,12 +154,12 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     """Remove every stored tensor and object whose key begins with a prefix, and the arrays that become unused.
 
     Raises:
-        StrategyError: another program wrote the arrays.
+        StrategyError: Another program wrote the arrays.
     """
     storage = checkpoint.storage
     if not is_own(checkpoint.fields):
         fix = "Remove the arrays' folders."
-        raise StrategyError(error_text(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
+        raise StrategyError(error_text(f"remove: {storage.where()!r} was written by another program", fix=fix))
     before, fields = read_metadata(storage)
     current = replace(checkpoint, fields=fields)
     old = decode_columns(*read_checked(current, "index"))
@@ -175,13 +175,13 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     data = encode_columns(new)
     name, document = blob(_next_index(old_index, storage), len(data))
     write_blob(storage, name, [memoryview(data)], document, durable=True)
-    documents = {folder: each for folder, each in members.items() if folder not in removed_folders}
+    documents = {folder: member for folder, member in members.items() if folder not in removed_folders}
     documents[name.rpartition("/")[0]] = document
     group = canonical_json(group_document({folder: documents[folder] for folder in sorted(documents)}))
     fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
-    # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
-    # interrupted, every array that is listed anywhere is there. Under the lock, since a checkpoint that takes the place
-    # of this one has files of the same names.
+    # metadata.json, which this package reads, comes first, then the group, which other programs read, then the files:
+    # after an interruption, every array that is still listed exists. The lock is needed since a checkpoint that
+    # replaces this one has files with the same names.
     with locked(storage):
         replace_metadata(storage, before, fields, durable=True)
         storage.replace(NODE_FILE, group, durable=True)
@@ -192,7 +192,7 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
     """Return the metadata of all arrays and groups, by folder, from the group's zarr.json.
 
     Raises:
-        CorruptCheckpoint: the file isn't what was saved.
+        CorruptCheckpoint: The file isn't what was saved.
     """
     data, where = read_checked(checkpoint, "group")
     node: Any = parse_json(data, where)
@@ -204,7 +204,7 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
 
 
 def folders_of(files: Iterable[str]) -> set[str]:
-    """Return the folders of the files that are named like chunks.
+    """Return the folders of the files with names of chunks.
 
     Examples:
         >>> sorted(folders_of(["w/c.0.1", "w/c.0.0", "s/c", "notes/cat.0"]))
@@ -217,13 +217,13 @@ def _next_index(folder: str, storage: Storage) -> str:
     """Return the name of the index that follows the one in a folder."""
     match = _INDEX_FOLDER.fullmatch(folder)
     number = int(match["number"] or 0) + 1 if match else 1
-    # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
+    # A late request of an earlier removal may still arrive under the next number, and mustn't replace the new index.
     more = secrets.randbelow(_NUMBERS - 1) if can(storage).late_requests else 0
     return f"index-{(number + more) % _NUMBERS}"
 
 
 def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> None:
-    # Guards against a crafted index that names other files: only names that a save gives are removed.
+    # A crafted index may name other files, so that only names that a save gives are removed.
     remove_files(storage, sorted(name for name in files if _CHUNK_FILE.fullmatch(name)))
     nodes = [f"{folder}/{NODE_FILE}" for folder in sorted(folders)]
     remove_files(storage, [*nodes, *(f"{folder}/c.0" for folder in folders if _INDEX_FOLDER.fullmatch(folder))])

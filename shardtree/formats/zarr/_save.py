@@ -1,4 +1,4 @@
-"""Saving as zarr v3 arrays: each rank writes its chunk files, rank 0 the index and last the group."""
+"""Saves as zarr v3 arrays: each rank writes its chunk files, then rank 0 writes the index and the group."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from ._layout import ArrayLayout, ChunkFile, array_layouts, chunk_files, write_c
 from ._metadata import NODE_FILE, OURS, encode_v3
 from ._own import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document
 
-# On rank 0: the index of all chunk files, then the group, then metadata.json
+# Rank 0 writes the index of all chunk files, then the group, then metadata.json.
 
 
 @dataclass(slots=True, eq=False)
 class ZarrSaving:
-    """Findings of one save, which its later rows use.
+    """State of a save, which its later rows use.
 
     Attributes:
-        columns: the shards that all ranks write.
-        members: the zarr.json of each array by its folder, once rank 0 has written the index.
+        columns: Shards that all ranks write.
+        members: zarr.json of each array by its folder; empty until rank 0 has written the index.
     """
 
     columns: ShardColumns
@@ -61,12 +61,12 @@ class ZarrSaving:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFiles:
-    """Files of one rank.
+    """Files of a rank.
 
     Attributes:
-        files: name, length in bytes and block hashes of each file, no hashes if others wrote it too; the file of the
+        files: Name, length in bytes and block hashes of each file, None for hashes of shared files; the file of the
             rank's objects comes last, if there is one.
-        objects: unique key of each object, where it begins in that file, and its length in bytes.
+        objects: Unique key of each object, its offset in that file, and its length in bytes.
     """
 
     files: tuple[tuple[str, int, NDArray[np.uint64] | None], ...]
@@ -74,16 +74,16 @@ class RankFiles:
 
 
 def write_index(pending: PendingSave, saving: ZarrSaving, rank_files: Sequence[RankFiles]) -> Fields:
-    """Write the index, and return its fields of metadata.json; on rank 0.
+    """Write the index on rank 0, and return its fields of metadata.json.
 
     Args:
-        pending: what is being saved.
-        saving: has the shards that all ranks wrote, and gets the members of the group.
-        written: what each rank wrote.
+        pending: Save in progress.
+        saving: State of the save, which has the shards of all ranks, and gets the members of the group.
+        rank_files: Files of each rank.
 
     Raises:
-        StorageError: rank 0 doesn't see a file as it was written.
-        IntegrityError: two ranks wrote the same object, or a tensor has the name of one.
+        StorageError: Rank 0 doesn't see a file as it was written.
+        IntegrityError: Two ranks wrote the same object, or a tensor has the name of an object.
     """
     columns = saving.columns
     files = {name: StoredFile(name, length, hashes) for part in rank_files for name, length, hashes in part.files}
@@ -114,11 +114,11 @@ def _rows(part: ArrayLayout, number: dict[str, int]) -> Rows:
     file = np.array([number[array.file_name(tuple(cell))] for cell in cells.tolist()], dtype=np.int64)
     if array.inner is None:
         return chunk_rows(array, cells, array.step, file)
-    each = prod(inner_counts(array))
-    numbers = np.arange(each, dtype=np.int64)
+    chunks = prod(inner_counts(array))
+    numbers = np.arange(chunks, dtype=np.int64)
     places = np.concatenate([inner_cells(array, cell, numbers) for cell in cells])
     begin = np.tile(numbers * (prod(array.inner) * array.dtype.itemsize), len(cells))
-    return chunk_rows(array, places, array.inner, np.repeat(file, each), begin)
+    return chunk_rows(array, places, array.inner, np.repeat(file, chunks), begin)
 
 
 def _members(parts: Sequence[ArrayLayout], rank_files: Sequence[RankFiles]) -> dict[str, Document]:
@@ -130,13 +130,13 @@ def _members(parts: Sequence[ArrayLayout], rank_files: Sequence[RankFiles]) -> d
 
 
 def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) -> tuple[str, Document]:
-    """Return the name of the file of a rank's objects, and the zarr.json of its array, which says where each lies."""
+    """Return the name of the file of a rank's objects, and the zarr.json of its array, which has their places."""
     return blob(f"objects/{rank}", length, {OURS: {"objects": [list(place) for place in places]}})
 
 
 def publish(pending: PendingSave, fields: Fields) -> None:
-    """Write the group's zarr.json, with the metadata of all arrays in it, and last metadata.json; on rank 0."""
-    # Consolidated metadata: other programs open all arrays by this one file.
+    """Write the group's zarr.json, with the metadata of all arrays in it, then metadata.json, on rank 0."""
+    # The metadata is consolidated, so that other programs open all arrays by this file.
     members = dict(pending.state.members) if isinstance(pending.state, ZarrSaving) else {}
     common = fields.get("common")
     if isinstance(common, dict) and str(common.get("name")).startswith(f"{FOLDER}/common/"):
@@ -147,7 +147,7 @@ def publish(pending: PendingSave, fields: Fields) -> None:
         write_document(pending.storage, folder, group_document(), durable=pending.options.durable)
         members[folder] = group_document()
     data = canonical_json(group_document({name: members[name] for name in sorted(members)}))
-    # Replaced atomically: a torn file would be recognised as a damaged checkpoint, and no save could go there.
+    # The file is replaced atomically: a torn one would be taken for a damaged checkpoint, where no save could go.
     pending.storage.replace(NODE_FILE, data, durable=pending.options.durable)
     if pending.options.durable:
         for folder in (*groups, ""):
@@ -158,12 +158,12 @@ def publish(pending: PendingSave, fields: Fields) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One rank's share of a save.
+    """A rank's share of a save.
 
     Attributes:
-        files: chunk files, or its parts of them.
-        documents: Folder and content of each array whose metadata it writes.
-        objects: unique key and bytes of each of its objects.
+        files: Chunk files, or the rank's parts of them.
+        documents: Folder and zarr.json of each array whose metadata the rank writes.
+        objects: Unique key and bytes of each of its objects.
     """
 
     files: tuple[ChunkFile, ...]
@@ -175,14 +175,14 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     """Prepare the chunk files of a rank's shards, and return the request that writes them.
 
     Raises:
-        StrategyError: the ranks didn't exchange what they hold, so that none knows the chunks.
-        IntegrityError: shards can't lie in one checkpoint, or leave gaps in a chunk.
-        UnsupportedValue: a dtype or an object can't be stored.
+        StrategyError: The ranks didn't exchange their layouts, so that none knows the chunks.
+        IntegrityError: Shards contradict each other, or leave gaps in a chunk.
+        UnsupportedValue: A dtype or an object can't be stored.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    writes, own = _all_writes(pending, tensors)
+    writes, own_numbers = _all_writes(pending, tensors)
     objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
-    work, saving = _work(pending, writes, own, objects), ZarrSaving(writes)
+    work, saving = _work(pending, writes, own_numbers, objects), ZarrSaving(writes)
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, work, tensors),
@@ -193,36 +193,36 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple[ShardColumns, Column]:
-    """Return the shares of all ranks, and for each row the number of this rank's tensor, -1 for other ranks'."""
+    """Return the writes of all ranks, and the number of this rank's tensor for each row, -1 for rows of other ranks."""
     if pending.world.size == 1:
         columns = shard_columns(tensors)
         check_stored_shards(columns)
         return columns, np.arange(len(tensors))
     if pending.layout is None:
-        fix = "Save with validate_access_integrity=True, so that ranks exchange what they hold."
-        raise StrategyError(error_text("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
-    if isinstance(pending.state, ZarrSaving):  # of another rank that this process plays
+        fix = "Save with validate_access_integrity=True, so that ranks exchange their layouts."
+        raise StrategyError(error_text("save: zarr chunks depend on the shards of all ranks", fix=fix))
+    if isinstance(pending.state, ZarrSaving):  # This process also plays another rank, which has computed them.
         columns = pending.state.columns
     else:
-        # The same sharing out as in `save`, computed again: every rank has to know who writes which file.
+        # The work is shared as in `save`, and computed again, since every rank must know the writer of each file.
         columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
     mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
-        found = f"{len(tensors)} shards to write where {mine.size} are expected"
-        raise IntegrityError(error_text("save: the shards aren't those that the ranks agreed on", found=found))
-    own = np.full(len(columns), -1, dtype=np.int64)
-    own[mine] = np.arange(mine.size)
-    return columns, own
+        what, count = "save: the shards aren't those that the ranks agreed on", f"{len(tensors)} shards to write"
+        raise IntegrityError(error_text(what, found=count, expected=f"{mine.size} shards"))
+    own_numbers = np.full(len(columns), -1, dtype=np.int64)
+    own_numbers[mine] = np.arange(mine.size)
+    return columns, own_numbers
 
 
-def _work(pending: PendingSave, writes: ShardColumns, own: Column, objects: Sequence[ShardedObject]) -> Work:
+def _work(pending: PendingSave, writes: ShardColumns, own_numbers: Column, objects: Sequence[ShardedObject]) -> Work:
     files: list[ChunkFile] = []
     documents = []
     rank = pending.world.rank
     for part in array_layouts(writes, rank):
         if part.metadata_writer == rank:
             documents.append((part.array.name, encode_v3(part.array)))
-        numbers = own[part.rows]
+        numbers = own_numbers[part.rows]
         if (numbers >= 0).any():
             files += chunk_files(part, rank, numbers)
     object_data = tuple((item.unique_key, b"".join(item_buffers(pending, item))) for item in objects)
@@ -256,7 +256,7 @@ def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -
 def _write_objects(
     pending: PendingSave, work: Work
 ) -> tuple[tuple[str, int, NDArray[np.uint64] | None], tuple[tuple[str, int, int], ...]]:
-    """Write a rank's objects as one array of bytes, and return its file, and where in it each object lies."""
+    """Write a rank's objects as an array of bytes, and return its file and the places of the objects in it."""
     places, begin = [], 0
     for unique_key, data in work.objects:
         places.append((unique_key, begin, len(data)))
@@ -277,9 +277,9 @@ def _abandon(pending: PendingSave, work: Work) -> None:
     storage = pending.storage
     with abandoning(storage.where()):
         if storage.length(METADATA_FILE) is not None:
-            return  # committed: what failed came after, and the files are the checkpoint's
-        own = object_blob(pending.world.rank, 0, [])[0]
-        blobs = [own, blob("common", 0)[0], blob("index", 0)[0]] if pending.world.rank == 0 else [own]
+            return  # The failure came after the commit, and the files belong to the checkpoint.
+        objects = object_blob(pending.world.rank, 0, [])[0]
+        blobs = [objects, blob("common", 0)[0], blob("index", 0)[0]] if pending.world.rank == 0 else [objects]
         names = [*_names(work), *blobs, *(f"{name.rpartition('/')[0]}/{NODE_FILE}" for name in blobs)]
         for name in names:
             storage.remove(name)

@@ -1,4 +1,4 @@
-"""Checking the files of a zarr folder against hashes and codecs."""
+"""The check of a zarr folder's files against hashes and codecs."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from ._load import decoded, decoded_object, object_bytes, read_arrays
 from ._metadata import NODE_FILE
 from ._own import BACKEND, group_members, is_own
 
-# Checking arrays of other programs: the lengths of chunk files, and checksums of codecs
+# This section checks arrays of other programs: the lengths of chunk files, and checksums of codecs.
 
 _MOST_SHOWN = 1000
-"""How many missing chunk files of one array are listed."""
+"""Upper bound of the missing chunk files of an array that are listed."""
 
 _CHECKSUMS = frozenset({"crc32c", "crc32", "adler32", "fletcher32", "jenkins_lookup3"})
 
 _PLAIN = "chunks without a checksum codec: their lengths are compared, and packed ones unpacked"
-_METADATA = "metadata of arrays, which has no checksum: it has to be sound, and fit the chunks"
+_METADATA = "metadata of arrays, which has no checksum: it must be sound, and fit the chunks"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """A chunk file, and its place in the grid of its array."""
+    """A chunk file, and its cell in the grid of its array."""
 
     array: StoredArray
     cell: Shape
@@ -60,7 +60,7 @@ class _Chunk:
         return self.array.file_name(self.cell)
 
     def damage(self, what: str, end: int = 0) -> Damage:
-        """Return the damage of the file, with the box of the tensor that it holds."""
+        """Return the damage of the file, with its box of the tensor."""
         low = tuple(at * step for at, step in zip(self.cell, self.array.step, strict=True))
         high = tuple(min(at + step, size) for at, step, size in zip(low, self.array.step, self.array.box, strict=True))
         region = Region(self.array.key, low, high) if self.array.shape else Region(self.array.key, (), ())
@@ -68,7 +68,7 @@ class _Chunk:
 
 
 def _group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
-    """Return which chunk files are missing, have another length, can't be decoded, or have no checksum."""
+    """Return the findings about chunk files: missing, of another length, not decodable, or without a checksum."""
     findings: list[Finding] = []
     chunks: list[_Chunk] = []
     for array in group.arrays:
@@ -78,18 +78,18 @@ def _group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]
     threads = threads_of(checkpoint.storage, checkpoint.options.threads)
     results = in_threads(partial(_check_chunk, checkpoint), chunks, threads)
     findings += untaken_findings(group.untaken)
-    return (*findings, *(finding for one in results for finding in one), *_metadata(checkpoint.storage))
+    return (*findings, *(finding for result in results for finding in result), *_metadata(checkpoint.storage))
 
 
 def _absent(array: StoredArray, cells: Column) -> Iterator[Damage]:
-    # By zarr's spec a missing chunk has the fill value. Megatron-Core writes null for that, so there it is damage.
+    # By zarr's spec, a missing chunk has the fill value. Megatron-Core writes null for it, so that it is damage there.
     if array.fill is not None:
         return
     absent = missing_cells(array, cells)
     for cell in absent[:_MOST_SHOWN].tolist():
         yield _Chunk(array, tuple(cell)).damage("no such file")
     if len(absent) > _MOST_SHOWN:
-        yield Damage(array.name, f"{len(absent) - _MOST_SHOWN} more files aren't there", keys=(array.key,))
+        yield Damage(array.name, f"{len(absent) - _MOST_SHOWN} more files are missing", keys=(array.key,))
 
 
 def _check_chunk(checkpoint: Checkpoint, chunk: _Chunk) -> list[Finding]:
@@ -107,7 +107,7 @@ def _check_chunk(checkpoint: Checkpoint, chunk: _Chunk) -> list[Finding]:
     except CheckpointingException as error:
         return [chunk.damage(str(error))]
     if length != array.file_bytes:
-        return [chunk.damage(f"{length} bytes where a chunk has {array.file_bytes}", array.file_bytes)]
+        return [chunk.damage(f"{length} bytes, but a chunk has {array.file_bytes}", array.file_bytes)]
     return list(span_findings(name, _PLAIN, length, ()))
 
 
@@ -120,11 +120,11 @@ def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
 def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Finding]:
     """Return the damage of a file that must be decoded; decoding checks the checksums of its codecs."""
     storage, array = checkpoint.storage, chunk.array
-    unread = [Unchecked(chunk.name, "chunks that can't be decoded here", length)]
+    unread = [Unchecked(chunk.name, "chunks that can't be decoded on this machine", length)]
     try:
         decoded(storage, array, chunk.cell)
     except (StrategyError, UnsupportedValue):
-        return list(unread)  # no zarr package, or a chunk that is too large: the bytes may be what was saved
+        return list(unread)  # The zarr package is missing or the chunk too large: the bytes may be what was saved.
     checkpoint.options.progress(length)
     return list(span_findings(chunk.name, _PLAIN, length, ((0, length),) if has_checksum(array) else ()))
 
@@ -155,29 +155,28 @@ def _metadata(storage: Storage) -> Iterator[Unchecked]:
 
 
 def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
-    """Yield what the files of Megatron-Core's old objects show: a record with another CRC, or without one."""
+    """Yield the findings about Megatron-Core's old objects: records with another CRC, or without one."""
     for number in group.index.object_file.tolist():
         name = group.index.file(number).name
         try:
             data = object_bytes(checkpoint, name)
             try:
                 decoded_object(checkpoint, name, data)
-            except (UnsafeFile, UnsupportedValue) as error:  # the bytes may still be what was saved
+            except (UnsafeFile, UnsupportedValue) as error:  # The bytes may still be what was saved.
                 yield from refused_findings({name: str(error)})
             yield from archive_findings(name, data)
         except CheckpointingException as error:
             yield Damage(name, str(error))
 
 
-# Checking a folder of ours: every chunk file against its hashes, every zarr.json against the group's
+# This section checks our own folders: every chunk file against its hashes, every zarr.json against the group's.
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage: of small files as wholes, of chunk files block by block.
+    """Return the damage of small files as wholes, and of chunk files by block.
 
-    A file that several ranks wrote has no hashes, and neither have arrays of other programs, Megatron-Core's among
-    them: of these, files that are
-    missing or cut, that can't be decoded, or that a codec's own checksum finds wrong are reported.
+    Files that several ranks wrote have no hashes, nor do arrays of other programs, such as Megatron-Core's. These are
+    reported if they are missing or cut, can't be decoded, or fail a codec's own checksum.
     """
     findings: list[Finding] = list(whole_file_findings(checkpoint, "common")) if "common" in checkpoint.fields else []
     if checkpoint.fields["sharded_backend"] != BACKEND:
@@ -192,7 +191,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     try:
         index = read_arrays(checkpoint).index
     except CheckpointingException as error:
-        # The chunk files' hashes are in the index.
+        # The index has the hashes of chunk files, so that these can't be checked.
         return (*findings, Damage(checked_name(checkpoint, "index"), str(error)))
     length = int(checkpoint.fields["index"]["length"])
     checkpoint.options.progress(length)
@@ -200,7 +199,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
-    """Yield the array's zarr.json of a common state whose shards are in another format: no group has its content."""
+    """Yield as unchecked the zarr.json of a common state with shards in another format, since no group lists it."""
     name = f"{checked_name(checkpoint, 'common').rpartition('/')[0]}/{NODE_FILE}"
     length = checkpoint.storage.length(name) if "common" in checkpoint.fields else None
     if length:
@@ -208,16 +207,16 @@ def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
 
 
 def _documents(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield which zarr.json files differ from what the group's says of them."""
+    """Yield the zarr.json files that differ from their content in the group's."""
     findings = list(whole_file_findings(checkpoint, "group"))
     yield from findings
     if is_damaged(findings):
         return
     storage = checkpoint.storage
-    expected = {f"{folder}/{NODE_FILE}": canonical_json(each) for folder, each in group_members(checkpoint).items()}
+    expected = {f"{folder}/{NODE_FILE}": canonical_json(node) for folder, node in group_members(checkpoint).items()}
     contents = in_threads(partial(read_if_there, storage), expected, threads_of(storage, checkpoint.options.threads))
     for (name, document), data in zip(expected.items(), contents, strict=True):
         if data != document:
-            yield Damage(name, "the metadata of an array isn't what the group's zarr.json says of it")
+            yield Damage(name, "the metadata of an array differs from its copy in the group's zarr.json")
         checkpoint.options.progress(len(data or b""))
         yield Checked(name, len(data or b""))

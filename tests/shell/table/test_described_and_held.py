@@ -146,7 +146,7 @@ METADATA: dict[str, tuple[Change, str]] = {
     "one place for two": (twice, r"'w' and 'w2' share bytes of '__0_0\.distcp'"),
     "another's place": (anothers_place, r"'h' and 'w' share bytes of '__0_0\.distcp'"),
     "a byte of the next": (into_the_next, "share bytes of"),
-    "a file by two names": (by_two_names, "a file is there by two names"),
+    "a file by two names": (by_two_names, "a file has two names"),
 }
 
 
@@ -207,7 +207,7 @@ def test_a_folder_that_two_parameters_name_is_damage() -> None:
     name = next(one for one in files if one.endswith("mp_rank_00_model_states.pt"))
     states = torch.load(io.BytesIO(files[name]), weights_only=False)
     states["param_shapes"][0]["./emb.weight"] = states["param_shapes"][0]["emb.weight"]
-    refused(files | {name: archive(states)}, r"files are named twice\n  'zero/emb\.weight/")
+    refused(files | {name: archive(states)}, r"names files twice\n  'zero/emb\.weight/")
 
 
 # Ranks that are missing, as many as a name claims, are counted.

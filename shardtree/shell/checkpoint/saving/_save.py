@@ -64,6 +64,8 @@ def save(
     6. Commit: rank 0 gathers lengths and hashes, writes the index and the common state, publishes the checkpoint by
        metadata.json, and removes the replaced one. Two collectives.
 
+    It mustn't be called by a signal handler that may interrupt another save.
+
     Args:
         sharded_state_dict: Dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
         checkpoint_dir: Path or URL that all ranks see, created if missing, or a `Storage`.
