@@ -243,7 +243,7 @@ def kept_by_a_process(source: str) -> set[str]:
 
 def test_what_a_process_keeps_is_on_the_page() -> None:
     rows = (ROOT / "docs" / "design.md").read_text().partition("## What a process keeps")[2].partition("\n## ")[0]
-    places = [row.split("|")[1].split("`")[1::2] for row in rows.splitlines() if row.startswith("| `")]
+    places = [row.split(": ")[0].split("`")[1::2] for row in rows.splitlines() if row.startswith("- `")]
     listed = {(module, name) for module, *names in places for name in names}
     found = {(module, name) for module, text in TEXTS.items() for name in kept_by_a_process(text)}
     assert found - listed == set()

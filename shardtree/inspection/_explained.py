@@ -38,7 +38,7 @@ class RankReads:
 
 @dataclass(frozen=True, slots=True)
 class FailedCheck:
-    """A check of a load that fails on some ranks, with the error that `load` would raise there.
+    """A check that fails on some ranks, with the error that `load` would raise there.
 
     Attributes:
         ranks: Ranks on which the check fails.

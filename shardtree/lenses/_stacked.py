@@ -19,7 +19,7 @@ from ._traced import stored_by
 
 
 def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
-    """Return the lens that stacks tensors with a key for each layer into one stored tensor, along a new first axis.
+    """Return the lens that stacks the tensors of all layers into one stored tensor, along a new first axis.
 
     The layer's number follows `part` in the key and is removed: ``layers.3.norm.weight`` is entry 3 of
     ``layers.norm.weight``, which is how Megatron-Core stores layers of equal shapes. The data are the same tensor
@@ -84,7 +84,7 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
 
 
 def unstacked_layers(part: str) -> Lens:
-    """Return the lens that splits a tensor along its first axis, layers, into one stored tensor with a key for each.
+    """Return the lens that splits a tensor of stacked layers into one stored tensor with a key for each.
 
     Stored boxes are always views. A rank's box may hold several layers; if the axis is a prepended one, it holds one.
 

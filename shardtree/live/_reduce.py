@@ -95,7 +95,7 @@ def _portable(value: Any) -> Any:
 
 
 def tree_sum(tree: Any, *, world: World | None = None) -> complex:
-    """Return the sum of all elements of a global tree, each counted once as in `reduce_elements`.
+    """Return the sum of all elements of a global tree, each counted once.
 
     Args:
         tree: Any tree of this rank. Floating-point elements are added in 64 bits, integers exactly.
@@ -137,7 +137,7 @@ def _exact_sum(elements: torch.Tensor) -> complex:
 
 
 def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float:
-    """Return the norm of all elements of a global tree as one vector, each counted once as in `reduce_elements`.
+    """Return the norm of all elements of a global tree as one vector, each counted once.
 
     Args:
         tree: Any tree of this rank. Powers are added in 64 bits.

@@ -20,7 +20,7 @@ from ._mesh import Mesh, check_mesh
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """One cut of a tensor's axis along one axis of a mesh, applied to the parts that earlier cuts left.
+    """One cut of a tensor's axis along a mesh axis, within the parts that earlier cuts left.
 
     Attributes:
         axis: Name of the mesh axis.

@@ -128,7 +128,7 @@ class OptimizerState:
 
 
 OptimizerRule: TypeAlias = Callable[[ShardedParam, str, OptimizerState], Any]
-"""Rule: (parameter, state key, state) -> a shard, factory or object, or a tree of them, with `state.data` as data."""
+"""Function from (parameter, state key, state) to the leaf, or tree of leaves, that stores `state.data`."""
 
 OptimizerRules: TypeAlias = Mapping[str, OptimizerRule]
 

@@ -30,7 +30,7 @@ def value_of(param: ShardedParam, state: OptimizerState) -> Any:
 
 
 def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
-    """Return a leaf for a tensor of any shape, or a value, that is the same on all shards of a parameter.
+    """Return a leaf for a state of any shape that is the same on all shards of a parameter.
 
     It is stored once; the main replica is on the rank that has the parameter's first element.
 

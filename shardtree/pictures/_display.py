@@ -36,7 +36,7 @@ _SHOWN = 6  # of an open checkpoint's tensors
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Drawing:
-    """A picture for people: it prints as text, as wide as the terminal, and notebooks show it as SVG.
+    """A picture that prints as text as wide as the terminal, and that notebooks show as SVG.
 
     Attributes:
         picture: The picture itself, an immutable value.
@@ -96,7 +96,9 @@ def _terminal_width() -> int:
 
 
 def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> Drawing:
-    """Return the picture of a value: it prints as text, notebooks show it, and ``.save("x.svg")`` writes it.
+    """Return the picture of a layout, mesh, lens, trace, plan, series or open checkpoint.
+
+    It prints as text, notebooks show it, and ``.save("x.svg")`` writes it.
 
     - Ranks' trees, or columns such as `layout_of` returns: which rank holds which part, with holes and overlaps in red.
       `of` is a tensor's key.

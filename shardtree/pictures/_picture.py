@@ -145,7 +145,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A mapping from rows of the blocks on the left to rows of the blocks on the right.
+    """A mapping from rows of the left blocks to rows of the right blocks.
 
     Attributes:
         heading: Text above the left side.

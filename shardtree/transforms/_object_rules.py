@@ -75,7 +75,7 @@ def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
 
 
 def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return holes, so that targets keep their own values: a rule.
+    """Return a hole for every cell, so that the target keeps its own objects.
 
     Args:
         array: Ignored.
@@ -89,7 +89,7 @@ def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 
 
 def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
-    """Return a rule by which every cell gets all values folded into one, such as their sum or the largest.
+    """Return a rule by which every cell gets one value folded from all, such as their sum.
 
     Args:
         function: Function of two values that returns one and changes neither. Values come in row-major order.

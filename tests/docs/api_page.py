@@ -30,6 +30,10 @@ GROUPS = {
 }
 """Headings of the root's names, by the rooms that these are of."""
 
+TWINS = """
+Each error class has a remote twin, `Remote…`, such as `RemoteKeyMismatch`. Every rank raises it where a call failed on
+some ranks, all by that error. `WorldError` and `CheckpointingException` have none."""
+
 
 def package_modules(room: str) -> Iterator[str]:
     """Yield the names of a room's modules; those of a face are in the rooms that it takes names from."""
@@ -86,6 +90,11 @@ def room_of(name: str) -> str:
     return next(room.removeprefix("core.") for room, names in NAMES.items() if name in names.split())
 
 
+def is_twin(room: str, name: str) -> bool:
+    """Return whether a name is of the class that ranks raise for an error of some rank."""
+    return room == "errors" and name.removeprefix("Remote") in {*names_of(room)} - {name}
+
+
 def lines() -> Iterator[str]:
     """Yield the page's lines after its introduction."""
     root = [name for name in shardtree.__all__ if not isinstance(getattr(shardtree, name), ModuleType)]
@@ -95,12 +104,14 @@ def lines() -> Iterator[str]:
         yield from (f"- `{name}`: {text_of(room_of(name), name)}." for name in root if room_of(name) in rooms)
     for room in ROOMS:
         module = importlib.import_module(f"shardtree.{room}")
-        rest = [name for name in names_of(room) if name not in root]
+        rest = [name for name in names_of(room) if name not in root and not is_twin(room, name)]
         if rest:
             yield f"\n## `st.{room}`\n"
             first = " ".join((module.__doc__ or "").split("\n\n")[0].split())
-            yield f"{first}\n"
+            yield f"{re.split(r'(?<=[.]) (?=[A-Z])', first)[0]}\n"
             yield from (f"- `{name}`: {text_of(room, name)}." for name in rest)
+        if room == "errors":
+            yield TWINS
 
 
 def page() -> str:

@@ -18,8 +18,17 @@ from shardtree import kit
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 HEADING = "## The kit\n"
 INTRODUCTION = """
-Every name of `shardtree.kit`; `help` says more. They may change with a note in the changelog.
+Every name of `shardtree.kit`, as in `from shardtree import kit; help(kit.write_file)`. They may change with a note
+in the changelog.
 """
+NAMES_ONLY = {
+    "Boxes and columns",
+    "Dtypes, values and JSON",
+    "What loads and saves refuse",
+    "Findings of verify",
+    "Storages",
+}
+"""Headings of groups whose names `help` explains: few formats need many of them."""
 
 
 def groups() -> dict[str, list[str]]:
@@ -71,7 +80,10 @@ def lines() -> Iterator[str]:
     for sentence, names in groups().items():
         heading, _, rest = sentence.rstrip(".").partition(":")
         yield f"\n**{heading}**{rest and ':'}{rest}\n"
-        yield from (f"- `{name}`: {summary(name)}" for name in names)
+        if heading in NAMES_ONLY:
+            yield ", ".join(f"`{name}`" for name in names) + "."
+        else:
+            yield from (f"- `{name}`: {summary(name)}" for name in names)
 
 
 def page() -> str:

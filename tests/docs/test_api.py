@@ -1,4 +1,4 @@
-"""The public names: docs/api.md has one line for each, and what their signatures mention is public too."""
+"""Public names: docs/api.md has a line for each but remote errors, and what signatures mention is public too."""
 
 from __future__ import annotations
 

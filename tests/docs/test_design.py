@@ -109,7 +109,7 @@ def test_a_walk_that_goes_elsewhere_is_found(walks: dict[str, dict[Place, int]])
 
 
 def rooms() -> Iterator[str]:
-    """Yield what the page's table has to name: all that is directly inside of the package, of core and of shell."""
+    """Yield what the page's list has to name: all that is directly inside of the package, of core and of shell."""
     split = [PACKAGE / "core", PACKAGE / "shell"]
     inside = [path for folder in split for path in folder.iterdir() if path.name != "__init__.py"]
     for path in [*PACKAGE.iterdir(), *inside]:
@@ -121,12 +121,12 @@ def rooms() -> Iterator[str]:
 
 
 def listed_rooms() -> list[list[str]]:
-    """Return the rooms that each row of the page's table names."""
-    rows = re.findall(r"^\| (`[^|]+`) \| ", section("The rooms"), re.MULTILINE)
+    """Return the rooms that each row of the page's list names."""
+    rows = re.findall(r"^- (`[^`]+`(?:, `[^`]+`)*): ", section("The rooms"), re.MULTILINE)
     return [re.findall(r"`([^`]+)`", row) for row in rows]
 
 
-def test_the_table_has_every_room() -> None:
+def test_the_list_has_every_room() -> None:
     assert sorted(name for row in listed_rooms() for name in row) == sorted(rooms())
 
 

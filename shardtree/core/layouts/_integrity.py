@@ -33,6 +33,9 @@ _MOST_ROWS = 2**18
 def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
     """Return several ranks' columns as one, rows in the same order.
 
+    Ranks that can't compute each other's shards gather a `layout=` for their saves and loads once, by
+    ``join_columns(world.all_gather(shard_columns(own_shards, world.rank)))``.
+
     Raises:
         IntegrityError: Ranks differ about a key's global shape, dtype or prepended axes.
 

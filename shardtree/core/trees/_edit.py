@@ -304,7 +304,7 @@ def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
 
 
 def without_data(tree: SameTree, *, meta: bool = False) -> SameTree:
-    """Return the tree with None as the data of each shard, factory and sharded object, or with meta tensors.
+    """Return the tree with None, or meta tensors, as the data of each shard, factory and sharded object.
 
     With meta tensors, functions that don't read elements have the same result as for the tree itself: the same
     metadata, shapes and dtypes, as with `jax.eval_shape`; factories still build. With None, a factory may not know the

@@ -13,7 +13,7 @@ from ...core.layouts import ROWS, ShardColumns, select_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Boxes that go from one rank's shard to another's, or to another shard of the same rank, one a row.
+    """Boxes that go from one shard to another, on the same rank or another, one a row.
 
     A shard's data is counted in elements of its row-major memory, a flat shard's in the order of its range.
 

@@ -232,7 +232,7 @@ class PendingSave:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """Result of a save on this rank, shared by a request and all requests that are derived from it.
+    """Result of a save on this rank, shared by a request and those derived from it.
 
     Attributes:
         fields: Fields of metadata.json, once the save is committed and finalized.

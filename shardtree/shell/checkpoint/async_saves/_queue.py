@@ -80,7 +80,7 @@ EXIT_TIMEOUT = 600.0
 
 
 class AsyncCallsQueue:
-    """A queue of saves, which a thread writes one after the other, and which are committed in the order of their calls.
+    """A queue of saves, written one after the other by a thread, and committed in the order of their calls.
 
     Every rank schedules and finalizes the same saves in the same order. Each process, or simulated rank, has its own
     queue, and uses it from one thread. As a context manager, the queue is closed at the end of the block; if an
@@ -284,4 +284,4 @@ def _check_seconds(timeout: object) -> None:
 
 
 async_calls = AsyncCallsQueue()
-"""The process's queue."""
+"""The queue of asynchronous saves for the whole process, for callers that make none."""

@@ -97,7 +97,7 @@ def _from_narrow(
 
 
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
-    """Return the request of a SAVE_SHARDED row for a format that stores shards as bytes in files, with our own index.
+    """Return the request of a SAVE_SHARDED row that stores shards as bytes in files, with our own index.
 
     Rank 0 writes the index after all ranks have written. Formats with another index call `save_in_folder`.
 
