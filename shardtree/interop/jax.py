@@ -1,10 +1,11 @@
 """JAX's arrays as shards, and back: the parts that this process's devices hold, without a copy on CPUs.
 
-This module imports JAX, and the room imports this module only once it is asked for.
+This module imports JAX; the package imports this module only when it is first asked for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,16 +24,18 @@ except ImportError as missing:
 __all__ = ["from_jax", "to_jax"]
 
 Leaves = dict[str, Any]
-"""Values by key, of arrays lists of shards."""
+"""Values by key; an array is a list of shards."""
 
 
 def from_jax(tree: Any) -> Leaves:
-    """Return the leaves of a JAX tree by key: of each array a list of shards, one for each device of this process.
+    """Return the leaves of a JAX tree by key; each array becomes a list of shards, one for each device of this process.
 
     A key is the path's entries joined by dots, such as ``layers.0.weight``; `save` stores one tensor under it, whatever
-    the sharding. Shards have the replica ids that JAX gives them, so that of copies on several devices one is written.
+    the sharding. Shards have the replica ids that JAX gives them, so that one of several devices' copies is written.
     On CPUs, shards are JAX's own memory: never write to it, and don't donate the arrays to a jitted function before
     the save has returned. GPU memory is shared where torch has CUDA; from other devices it is copied to the host.
+
+    Abstract arrays (`jax.ShapeDtypeStruct` with a sharding) become shards without data, for the target of a load.
 
     Args:
         tree: A pytree as JAX flattens it, such as a module of Equinox, a state of Flax or of Optax. Typed random keys
@@ -40,7 +43,8 @@ def from_jax(tree: Any) -> Leaves:
 
     Raises:
         TreeError: Two leaves have one key.
-        UnsupportedValue: Torch can't take an array, as of 4-bit integers.
+        UnsupportedValue: Torch can't import an array, such as one of 4-bit integers; or an abstract array has no
+            sharding, or is a random key.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -53,19 +57,24 @@ def from_jax(tree: Any) -> Leaves:
         if key in leaves:
             fix = "Rename one: a key is a path's entries joined by dots."
             raise TreeError(error_text(f"from_jax: two leaves have the key {key!r}", fix=fix))
-        leaves[key] = _shards(key, _data(leaf)) if isinstance(leaf, jax.Array) else leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaves[key] = _abstract_shards(key, leaf)
+        else:
+            leaves[key] = _shards(key, _data(leaf)) if isinstance(leaf, jax.Array) else leaf
     return leaves
 
 
 def to_jax(leaves: Mapping[str, Any], like: Any) -> Any:
-    """Return a JAX tree of loaded tensors: what `load` returned for the leaves that `from_jax` made of a tree.
+    """Return a JAX tree of the tensors that `load` returned for the result of `from_jax`.
 
     Args:
-        leaves: Values by key, of each array a list with one tensor for each device, in the order of `from_jax`.
-        like: The tree that `from_jax` was given, or one with the same shardings. Its values aren't used.
+        leaves: Values by key; for each array a list with one tensor for each device, in the order of `from_jax`.
+        like: The tree that was passed to `from_jax`, or one with the same shardings. Its values aren't used, so that
+            its arrays may be abstract.
 
     Raises:
         KeyMismatch: A leaf is missing.
+        UnsupportedValue: An abstract array has no sharding, or is a random key.
 
     Examples:
         >>> import jax.numpy as jnp, shardtree as st
@@ -76,9 +85,10 @@ def to_jax(leaves: Mapping[str, Any], like: Any) -> Any:
     """
     pairs = _by_key(like)
     if missing := [repr(key) for key, _ in pairs if key not in leaves]:
-        what, fix = "to_jax: leaves that aren't there", "Pass what load returned for from_jax(like)."
+        what, fix = "to_jax: missing leaves", "Pass what load returned for from_jax(like)."
         raise KeyMismatch(error_text(what, offenders=missing, fix=fix))
-    values = [_array(leaves[key], leaf) if isinstance(leaf, jax.Array) else leaves[key] for key, leaf in pairs]
+    arrays = jax.Array, jax.ShapeDtypeStruct
+    values = [_array(key, leaves[key], leaf) if isinstance(leaf, arrays) else leaves[key] for key, leaf in pairs]
     return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
@@ -102,6 +112,38 @@ def _shards(key: str, array: jax.Array) -> list[ShardedTensor]:
     return shards
 
 
+def _abstract_shards(key: str, array: jax.ShapeDtypeStruct) -> list[ShardedTensor]:
+    parts, shards = _abstract_parts(key, array), []
+    dtype = _tensor(key, jax.numpy.zeros((), array.dtype)).dtype
+    for _, index, replica_id in parts:
+        places = [place.indices(size) for place, size in zip(index, array.shape, strict=True)]
+        offset, shape = tuple(start for start, *_ in places), tuple(stop - start for start, stop, _ in places)
+        shards.append(ShardedTensor(key, None, dtype, shape, tuple(array.shape), offset, None, replica_id=replica_id))
+    return shards
+
+
+def _abstract_parts(key: str, array: jax.ShapeDtypeStruct) -> list[tuple[jax.Device, tuple[slice, ...], int]]:
+    """Return (device, index, replica id) of each part on this process's devices, as `addressable_shards` has them.
+
+    Raises:
+        UnsupportedValue: The array has no sharding, or is a random key, whose data have another shape.
+    """
+    if array.sharding is None or jax.numpy.issubdtype(array.dtype, prng_key):
+        what, fix = (
+            f"from_jax: abstract array without a sharding: {key!r}",
+            "Make it by jax.ShapeDtypeStruct(sharding=...).",
+        )
+        if array.sharding is not None:
+            what, fix = f"from_jax: abstract random key: {key!r}", "Pass the key itself, or its data's abstract array."
+        raise UnsupportedValue(error_text(what, found=str(array), fix=fix))
+    copies, parts = Counter[str](), []
+    for device, index in array.sharding.devices_indices_map(tuple(array.shape)).items():
+        if device.process_index == jax.process_index():
+            parts.append((device, index, copies[str(index)]))
+        copies[str(index)] += 1
+    return parts
+
+
 def _tensor(key: str, part: jax.Array) -> torch.Tensor:
     (device,) = part.devices()
     platform = device.platform
@@ -109,17 +151,23 @@ def _tensor(key: str, part: jax.Array) -> torch.Tensor:
         part = jax.device_put(part, jax.local_devices(backend="cpu")[0])
     try:
         return torch.from_dlpack(part)
-    except Exception as error:  # of any class: JAX and torch each refuse dtypes in their own way
+    except Exception as error:  # any class: JAX and torch refuse dtypes with different errors
         fix = "Convert it to a wider dtype that torch has before: small floats to float32, 4-bit integers to int8."
-        what = f"from_jax: torch can't take {key!r}"
+        what = f"from_jax: torch can't import {key!r}"
         raise UnsupportedValue(error_text(what, found=f"{part.dtype}: {error}", fix=fix)) from error
 
 
-def _array(tensors: Any, like: jax.Array) -> jax.Array:
+def _array(key: str, tensors: Any, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    if isinstance(like, jax.ShapeDtypeStruct):
+        return _on_devices(tensors, like, [device for device, *_ in _abstract_parts(key, like)])
     data = _data(like)
-    parts = [
-        jax.device_put(jax.dlpack.from_dlpack(tensor.contiguous()), part.device)
-        for tensor, part in zip(tensors, data.addressable_shards, strict=True)
-    ]
-    array = jax.make_array_from_single_device_arrays(data.shape, data.sharding, parts)
+    array = _on_devices(tensors, data, [part.device for part in data.addressable_shards])
     return array if data is like else jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
+
+
+def _on_devices(tensors: Any, like: Any, devices: list[jax.Device]) -> jax.Array:
+    parts = [
+        jax.device_put(jax.dlpack.from_dlpack(tensor.contiguous()), device)
+        for tensor, device in zip(tensors, devices, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays(tuple(like.shape), like.sharding, parts)

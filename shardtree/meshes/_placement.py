@@ -49,7 +49,7 @@ def keyed_tensors(
 
     Raises:
         MetadataError: `key` isn't a function, or returned something that isn't a key.
-        TreeError: A tensor isn't dense, or an array is JAX's.
+        TreeError: A tensor isn't dense.
 
     Examples:
         >>> keyed_tensors("shard", [(("a", "w"), torch.zeros(2))], None)["a", "w"].key
@@ -63,9 +63,6 @@ def keyed_tensors(
         dense = "Shard dense tensors, as .to_dense() and .dequantize() give them."
         fix = SHAPE_FIX if any(without_shape(leaf) for _, leaf in pairs) else dense
         raise TreeError(error_text(f"{doing}: tensors that aren't dense", offenders=problems, fix=fix))
-    if foreign := [render_path(path) for path, leaf in pairs if hasattr(type(leaf), "addressable_shards")]:
-        fix = "shardtree.interop.jax.from_jax makes shards of them as they lie; torch.from_dlpack a tensor of one."
-        raise TreeError(error_text(f"{doing}: arrays of JAX, which aren't torch tensors", offenders=foreign, fix=fix))
     tensors = [(path, leaf) for path, leaf in pairs if isinstance(leaf, (torch.Tensor, LazyTensor))]
     return {path: _whole_shard(call_at(path, key or path_key, path), leaf) for path, leaf in tensors}
 

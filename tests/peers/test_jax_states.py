@@ -82,14 +82,34 @@ def test_a_bfloat16_state_stays_one(folder: Path) -> None:
 )
 def test_an_array_among_tensors_is_refused_by_its_path(cut: Callable[[Any], Any]) -> None:
     tree = {"a": [jax.numpy.zeros(4)], "b": torch.zeros(4)}
-    with pytest.raises(TreeError, match=r"(?s)arrays of JAX.*tree\['a'\]\[0\].*from_jax"):
+    with pytest.raises(TreeError, match=r"(?s)tree\['a'\]\[0\].*from_jax"):
         cut(tree)
+
+
+@pytest.mark.parametrize("leaf", [jax.numpy.zeros(4), jax.ShapeDtypeStruct((4,), jax.numpy.float32)])
+def test_an_array_is_refused_by_saves_and_loads(leaf: Any, tmp_path: Path) -> None:
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4)), "step": 1}, tmp_path / "saved")
+    for call in (lambda: st.save({"w": leaf}, tmp_path / "new"), lambda: st.load({"w": leaf}, tmp_path / "saved")):
+        with pytest.raises(TreeError, match=r"(?s)tree\['w'\].*from_jax"):
+            call()
+
+
+def test_an_abstract_array_needs_a_sharding() -> None:
+    from shardtree.interop.jax import from_jax, to_jax
+
+    bare = {"a": {"w": jax.ShapeDtypeStruct((4,), jax.numpy.float32)}}
+    for call in (lambda: from_jax(bare), lambda: to_jax({"a.w": [torch.zeros(4)]}, bare)):
+        with pytest.raises(UnsupportedValue, match=r"without a sharding: 'a\.w'"):
+            call()
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=jax.numpy.zeros(()).sharding)
+    with pytest.raises(UnsupportedValue, match=r"random key: 'k'"):
+        from_jax({"k": key})
 
 
 def test_what_torch_or_the_tree_lacks_is_refused_by_name() -> None:
     from shardtree.interop.jax import from_jax, to_jax
 
-    with pytest.raises(UnsupportedValue, match=r"torch can't take 'a\.w'"):
+    with pytest.raises(UnsupportedValue, match=r"torch can't import 'a\.w'"):
         from_jax({"a": {"w": jax.numpy.zeros(2, jax.numpy.int4)}})
     with pytest.raises(TreeError, match=r"two leaves have the key 'a\.b'"):
         from_jax({"a": {"b": 1}, "a.b": 2})

@@ -91,8 +91,8 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     """Raise if a leaf hides shards or tensors from tree maps, so that they would become a plain value or be lost.
 
     Raises:
-        TreeError: Leaves are another library's parts of tensors (DTensors, Megatron-Core's leaves) or have a
-            state_dict; names all of them, and what to pass instead.
+        TreeError: Leaves are another library's parts of tensors (DTensors, Megatron-Core's leaves, JAX's arrays) or
+            have a state_dict; names all of them, and what to pass instead.
         UnsupportedValue: Shards, such parts or local objects lie in values, or instances of dataclasses and attrs
             classes hold tensors, or the data of shards are wrapper subclasses; names all of one kind.
 
@@ -151,6 +151,8 @@ def _other_form(leaf: Any) -> str:
         return "Use `from_dtensors` of shardtree.interop.dtensor on each rank's tree: DTensors know their own layout."
     if megatron_kind(leaf) is not None:
         return "Use `from_megatron` of shardtree.interop.megatron on each rank's tree: it makes our leaves of theirs."
+    if hasattr(kind, "sharding") and hasattr(kind, "dtype"):
+        return "Use `from_jax` of shardtree.interop.jax: it makes shards of JAX's arrays, and of abstract ones."
     if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
         return "Put its state_dict() in its place, and give what is loaded there to its load_state_dict."
     return ""

@@ -195,7 +195,7 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     check_function("map_data", "f", f)
     leaves, spec = flatten_visible(tree)
 
-    if not any(map(_is_sharded, leaves)):
+    if not any(isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) for leaf in leaves):
         _refuse_plain(spec, leaves)
 
     def on_leaf(leaf: Any, *others: Any) -> Any:
@@ -206,10 +206,6 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
 
     columns = (_column("map_data", spec, other, number) for number, other in enumerate(rest, 2))
     return cast("SameTree", spec.unflatten(call_on_leaves(on_leaf, spec, leaves, *columns)))
-
-
-def _is_sharded(leaf: Any) -> bool:
-    return isinstance(leaf, (ShardedBase, LocalNonpersistentObject))
 
 
 def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:

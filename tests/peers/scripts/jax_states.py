@@ -76,6 +76,26 @@ def puts_values_back(folder: Path) -> None:
     assert jnp.array_equal(third.up.kernel[...], words.up.kernel[...])
 
 
+def abstract(leaf: Any) -> Any:
+    """Return an array as its shape, dtype and sharding; random keys and other leaves stay."""
+    if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def loads_into_abstract(folder: Path) -> None:
+    """Load each state into one without arrays, whose shards are those of the arrays."""
+    for name, state in states().items():
+        like = jax.tree.map(abstract, state)
+        targets, leaves = (st.without_data(from_jax(tree)) for tree in (like, state))
+        assert not st.diff(targets, leaves), name
+        again = to_jax(st.load(targets, folder / name), like)
+        for mine, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+            if isinstance(theirs, jax.Array):
+                assert mine.sharding == theirs.sharding, name
+                assert np.array_equal(bits(mine), bits(theirs)), name
+
+
 def main(folder: Path) -> None:
     assert jax.device_count() == 4
     for name, state in states().items():
@@ -100,6 +120,7 @@ def main(folder: Path) -> None:
         }
         np.savez(folder / f"{name}.npz", **arrays)
     puts_values_back(folder)
+    loads_into_abstract(folder)
     both = states()["plain"]["w"]
     parts = from_jax({"w": both})["w"]
     pointers = [part.data.unsafe_buffer_pointer() for part in both.addressable_shards]
