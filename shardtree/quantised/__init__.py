@@ -1,4 +1,4 @@
-"""Quantised weights: values and scales as one tensor, cut together, in the forms in which they are stored."""
+"""Quantised weights: values and scales, cut and converted together, in the forms in which checkpoints store them."""
 
 from ._form import Form
 from ._forms import FORMS

@@ -1,4 +1,4 @@
-"""Values of stored bytes, and the byte nearest to a number: FP8, FP4, powers of two, packed integers."""
+"""Codes of quantised elements: decoding of FP8, FP4, powers of two and packed integers, encoding of FP8 and FP4."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 MOST = {FP8: 448.0, "fp4": 6.0}
-"""The largest number of a format."""
+"""Largest number of each format."""
 
 
 def floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return FP8 values as float32."""
     if tensor.dtype is not FP8 or not is_plain(tensor):
         return tensor.to(torch.float32)
-    # Looked up, two at a time where they are pairs: torch converts FP8 one by one, eight times slower.
+    # A table, of pairs for rows of even length, is eight times as fast as torch, which converts one by one.
     if tensor.ndim and tensor.stride(-1) == 1 and tensor.shape[-1] % 2 == 0:
         pairs = tensor.view(torch.uint8).numpy().view(np.uint16)
         return torch.from_numpy(_float_pairs().take(pairs)).view(torch.float32)
@@ -44,7 +44,7 @@ def fours(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fours(tensor: torch.Tensor) -> torch.Tensor:
-    # Arithmetic alone, which can be traced: 0, 0.5, 1, 1.5, 2, then 3 and 4, then 6.
+    # Arithmetic alone can be traced: the magnitudes are 0, 0.5, 1, 1.5, 2, then 3 and 4, then 6.
     codes = torch.stack([tensor & 15, tensor >> 4], -1).flatten(-2)
     size = (codes & 7).to(torch.float32)
     return (size.clamp(max=4) / 2 + (size - 4).clamp(0, 2) + (size - 6).clamp(min=0) * 2) * (
@@ -53,21 +53,21 @@ def _fours(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scales(tensor: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32; bytes are exponents of two (E8M0), of which 255 is NaN."""
+    """Return scales as float32; bytes are exponents of two (E8M0), and 255 is NaN."""
     if tensor.dtype is not torch.uint8:
         return tensor.to(torch.float32)
-    # As float32 has its exponents, but for the smallest and NaN; torch 2.6 has no dtype of these bytes.
+    # Except for 0 and NaN, the bytes are float32's exponent bits; torch 2.6 has no E8M0 dtype.
     bits = torch.where(tensor == 0, 1 << 22, tensor.to(torch.int32) << 23)
     return torch.where(tensor == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def nibbles(*places: int, axis: int = -1, above: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from int32, each of eight integers of 4 bits along an axis, to these as float32.
+    """Return a function that unpacks each int32 into eight integers of 4 bits along an axis, as float32.
 
     Args:
-        places: Group of 4 bits of each of the eight elements, in their order; 0 is the lowest.
-        axis: -1, or -2.
-        above: what is stored is less than what is meant by this, modulo 16.
+        places: Position of each of the eight elements' 4 bits, in the elements' order; 0 is the lowest.
+        axis: Axis of the packed elements, -1 or -2.
+        above: Number to add to each stored integer, modulo 16.
     """
 
     def unpacked(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def nibbles(*places: int, axis: int = -1, above: int = 0) -> Callable[[torch.Ten
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether NumPy may read a tensor's memory: a tensor that is traced has none."""
+    """Return whether NumPy may read a tensor's memory; a traced tensor has none."""
     return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 
@@ -87,27 +87,27 @@ def _fours_table() -> np.ndarray[Any, Any]:
     return _fours(torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]).view(torch.float64)[:, 0].numpy()
 
 
-# The way there: round to nearest, ties to even, and nothing cleverer.
+# Encoding: numbers are rounded to nearest, ties to even, without further optimisation.
 
 
 def nearest_fp8(numbers: torch.Tensor) -> torch.Tensor:
-    """Return FP8 values."""
+    """Return the nearest FP8 values."""
     return numbers.clamp(-MOST[FP8], MOST[FP8]).to(FP8)
 
 
 def nearest_fp4(numbers: torch.Tensor) -> torch.Tensor:
-    """Return codes of FP4 values, two in each byte."""
+    """Return the codes of the nearest FP4 values, two in each byte."""
     size = numbers.abs().clamp(max=MOST["fp4"])
-    # Half a unit apart up to 2, then 1, then 2: an even number of units is an even mantissa.
+    # Values are 0.5 apart up to 2, then 1, then 2; a code is even where its mantissa is.
     above = torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
     codes = torch.where(size < 2, (size * 2).round(), above).to(torch.uint8) | (numbers.signbit().to(torch.uint8) << 3)
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def power_above(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the smallest powers of two that aren't below positive numbers, exactly; 2**-127 at least.
+    """Return the smallest power of two at or above each positive number, exactly, and at least 2**-127.
 
-    What was rounded by them once is within reach of the same or a smaller one: that makes a recoding idempotent.
+    Numbers that were rounded with such a scale get the same scale or a smaller one again, so recoding is idempotent.
     """
     mantissa, exponent = torch.frexp(numbers)
     return torch.ldexp(torch.ones_like(numbers), (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-127, 127))

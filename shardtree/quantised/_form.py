@@ -1,4 +1,4 @@
-"""Form: in which tensors a quantised weight is stored, as one value that cuts, reads and makes them together."""
+"""Form: the stored tensors of a quantised weight, as one value that cuts, reads and writes them together."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ._part import Join, Part, decoded, in_pieces, inside, is_of_blocks, joined,
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """In which tensors a quantised weight is stored, and what they mean; `FORMS` has those of the field by name.
+    """The stored tensors of a quantised weight, and their meaning; `FORMS` has the established forms by name.
 
-    A form is a value: `dataclasses.replace` gives one of other names or blocks.
+    A form is immutable: `dataclasses.replace` returns one with other names or blocks.
 
     Attributes:
         name: Name of the form, for messages.
         parts: The stored tensors; the one with the values comes first.
         base: Suffix of the weight's key that the parts' names replace; usually empty.
-        is_turned: Whether what is stored are the weight's matrices, transposed.
-        block: Shape of a block that is quantised together, along the last two axes of what is stored; 0 means the whole
-            axis.
+        is_turned: Whether the weight's matrices are stored transposed.
+        block: Shape of a block that is quantised together, along the last two axes of the stored matrices; 0 means the
+            whole axis.
         encode: Function from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None
             for a form that is only read.
-        join: Function from the parts' elements, as they are read, to the weight's, as float32.
-        without: Suffixes of tensors that mark another form: a weight with one of them beside it isn't of this one.
+        join: Function from the parts' decoded elements to the weight's, as float32.
+        without: Suffixes of tensors that mark another form: a weight with such a tensor doesn't have this one.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Form:
     join: Join = scaled
     without: tuple[str, ...] = ()
 
-    # What is stored, by names and shapes.
+    # Names and shapes of the stored tensors.
 
     def keys(self, key: str) -> tuple[str, ...]:
-        """Return the keys of the tensors in which a weight is stored.
+        """Return the keys of a weight's stored tensors.
 
         Raises:
-            TreeError: the weight's key doesn't end as those of the form's weights do.
+            TreeError: the weight's key doesn't end with `base`.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -60,45 +60,45 @@ class Form:
             ('mlp.up.weight', 'mlp.up.weight_scale_inv')
         """
         if not key.endswith(self.base):
-            fix = f"{self.name} is a form of weights whose keys end with {self.base!r}."
-            raise TreeError(error_text("quantised: a weight of another name", found=repr(key), fix=fix))
+            heading = f"quantised: {key!r} is no key of a weight in the form {self.name}"
+            raise TreeError(error_text(heading, expected=f"a key that ends with {self.base!r}"))
         return tuple([key.removesuffix(self.base) + part.name for part in self.parts])
 
     def found(self, tensors: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-        """Return by weight's key the keys of its tensors, where all that the form has are there; dtypes don't count."""
+        """Return the stored tensors' keys by weight, for weights with all tensors of the form, of any dtypes."""
         first = self.parts[0].name
         stems = [key.removesuffix(first) for key in tensors if key.endswith(first)]
-        own = [stem + self.base for stem in stems if not any(stem + name in tensors for name in self.without)]
-        return {key: parts for key in own if set(parts := self.keys(key)) <= tensors.keys()}
+        weights = [stem + self.base for stem in stems if not any(stem + name in tensors for name in self.without)]
+        return {key: parts for key in weights if set(parts := self.keys(key)) <= tensors.keys()}
 
     def shape_of(self, key: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return a weight's shape, from the tensors in which it is stored, or shards of them.
+        """Return a weight's shape, from its stored tensors, or from shards of them.
 
         Raises:
-            ShapeError: a dtype isn't one of the form's, or a shape doesn't fit that of the values; names each.
+            ShapeError: a dtype isn't one of the form's, or a shape doesn't fit that of the values; names all of them.
         """
         names = self.keys(key)
         values = [tensors[name] for name in names]
-        shapes = [tuple(each.global_shape if hasattr(each, "global_shape") else each.shape) for each in values]
+        shapes = [tuple(value.global_shape if hasattr(value, "global_shape") else value.shape) for value in values]
         front = len(shapes[0]) - len(self.parts[0].tail) - 2
         if front < 0:
             found = f"{names[0]!r}: {shapes[0]}"
-            raise ShapeError(error_text(f"quantised: {self.name} is a form of matrices", found=found))
+            raise ShapeError(error_text(f"quantised: {self.name} stores matrices", found=found))
         sizes = zip(shapes[0][front : front + 2], self.parts[0].pack, strict=True)
         whole = (*shapes[0][:front], *(size * pack for size, pack in sizes))
         wrong = []
         for name, part, shape in zip(names, self._parts(whole), shapes, strict=True):
             dtype, expected = tensors[name].dtype, part.box((0,) * len(whole), whole).shape
             if dtype not in part.dtypes or shape != expected:
-                kinds = " or ".join(str(each).removeprefix("torch.") for each in part.dtypes)
+                kinds = " or ".join(str(kind).removeprefix("torch.") for kind in part.dtypes)
                 wrong.append(f"{name!r}: {str(dtype).removeprefix('torch.')} {shape}, not {kinds} {expected}")
         if wrong:
-            fix = "Take the form that config.json names; blocks of another size are another `per` of the form's parts."
+            fix = "Choose the form that config.json names; for blocks of another size, replace `per` of its parts."
             raise ShapeError(error_text(f"quantised: {key!r} isn't stored as {self.name}", offenders=wrong, fix=fix))
         return self._turn(whole)
 
     def means(self, shape: Sequence[int]) -> tuple[object, ...]:
-        """Return an identity of the form for a weight of a shape: blocks larger than the weight count as all of it.
+        """Return a key that is equal for forms of one meaning; larger blocks are clipped to this shape of a weight.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -120,20 +120,20 @@ class Form:
     def dequantise(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
     ) -> dict[str, torch.Tensor]:
-        """Return the weights that tensors are the parts of, by key: a pure function, which `shardtree.trace` takes.
+        """Return the weights that quantised tensors stand for, by key; `shardtree.trace` can trace this pure function.
 
         Args:
             tensors: Tensors by key; those that belong to no weight are left out.
             dtype: Dtype of the weights, which are computed in float32 and rounded once.
 
         Raises:
-            ShapeError: tensors of one weight have other shapes or dtypes than the form says; names each.
+            ShapeError: tensors of one weight have other shapes or dtypes than the form says; names all of them.
 
         Examples:
             >>> from shardtree.quantised import FORMS
             >>> values = torch.full((256, 128), 3.0).to(torch.float8_e4m3fn)
-            >>> found = FORMS["fp8_blocks"].dequantise({"w": values, "w_scale_inv": torch.tensor([[1.0], [0.5]])})
-            >>> found["w"][[0, 255], 0].tolist()
+            >>> weights = FORMS["fp8_blocks"].dequantise({"w": values, "w_scale_inv": torch.tensor([[1.0], [0.5]])})
+            >>> weights["w"][[0, 255], 0].tolist()
             [3.0, 1.5]
         """
         weights = {}
@@ -147,76 +147,74 @@ class Form:
         return weights
 
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors in which weights are stored, by key: each number is rounded to the nearest, ties to even.
+        """Return the stored tensors of weights, by key; each number is rounded to the nearest, ties to even.
 
-        Numbers that could be rounded to infinity become the largest of float32 with as many significant bits as the
-        form's values have.
-
-        Of weights on torch's meta device, they are on it too.
+        Numbers that could be rounded to infinity become the largest float32 number with as many significant bits as the
+        form's values have. For weights on torch's meta device, the tensors are on the meta device, too.
 
         Raises:
-            ShapeError: the form is only read, or a weight has no matrices.
+            ShapeError: the form can only be read, or a weight isn't made of matrices.
             UnsupportedValue: an element isn't finite, or is complex.
 
         Examples:
             >>> from shardtree.quantised import FORMS
-            >>> found = FORMS["fp8_rows"].quantise({"w": torch.tensor([[1.0, -3.5], [0.25, 0.0]])})
-            >>> found["w"].float()[0].tolist(), found["w_scale"].shape
+            >>> stored = FORMS["fp8_rows"].quantise({"w": torch.tensor([[1.0, -3.5], [0.25, 0.0]])})
+            >>> stored["w"].float()[0].tolist(), stored["w_scale"].shape
             ([128.0, -448.0], torch.Size([2, 1]))
         """
         self.check_made("quantise")
-        shards = [self.lens(ShardedTensor.from_rank_offsets(key, each)).shards for key, each in tensors.items()]
-        return {part.key: part.data for some in shards for part in some}
+        weights = [self.lens(ShardedTensor.from_rank_offsets(key, tensor)).shards for key, tensor in tensors.items()]
+        return {part.key: part.data for parts in weights for part in parts}
 
     def check_made(self, doing: str) -> None:
-        """Raise unless weights of this form can be made.
+        """Raise unless weights can be written in this form.
 
         Raises:
-            ShapeError: they are only read.
+            ShapeError: the form can only be read.
         """
         if self.encode is None:
-            fix = "Quantise with the tool that chooses its scales from data, and save what that gives."
-            raise ShapeError(error_text(f"{doing}: {self.name} is only read", fix=fix))
+            fix = "Quantise with the tool that chooses its scales from data, and save the result."
+            raise ShapeError(error_text(f"{doing}: {self.name} can only be read", fix=fix))
 
-    # Boxes of weights, whatever the layout.
+    # Boxes of weights, in any layout.
 
     def lens(self, shard: ShardedTensor) -> StoredForm:
         """Return the stored form of a box of a weight that the model holds unquantised: a lens.
 
-        A box needs no other scales than its own. One of which an edge goes through a block is loaded like any other; to
-        be stored, a box has to consist of blocks: else its parts have no data, which a save refuses. A load reads no
-        element of the box: its parts are memory beside it.
+        A box needs only its own scales. A box whose edge cuts a block can be loaded like any other. To be saved, a box
+        must consist of whole blocks: otherwise its parts have no data, which a save refuses. A load doesn't read the
+        box's elements: its parts have memory of their own.
 
         Raises:
-            ShapeError: it isn't a box of matrices of a known shape.
+            ShapeError: the shard isn't a box of matrices of a known shape.
             UnsupportedValue: an element isn't finite, or the weight's numbers are complex.
 
         Examples:
             >>> from shardtree.quantised import FORMS
-            >>> held = ShardedTensor.from_rank_offsets("w", torch.ones(128, 256), (0, 1, 2))
-            >>> for part in FORMS["fp8_blocks"].lens(held).shards:
+            >>> weight = ShardedTensor.from_rank_offsets("w", torch.ones(128, 256), (0, 1, 2))
+            >>> for part in FORMS["fp8_blocks"].lens(weight).shards:
             ...     print(part.key, part.dtype, part.global_offset, part.local_shape)
             w torch.float8_e4m3fn (128, 0) (128, 256)
             w_scale_inv torch.float32 (1, 0) (1, 2)
         """
         if shard.dtype.is_complex:
-            fix = "Store real and imaginary parts as weights of their own."
+            fix = "Store real and imaginary parts as separate weights."
             raise UnsupportedValue(error_text(f"quantised: {shard.key!r} is complex", found=shard.dtype, fix=fix))
         box, whole = self._box_of(shard)
         parts = self._parts(whole)
         data, pieces = self._quantise(shard, box, whole), [part.pieces(*box) for part in parts]
         rows = zip(self.keys(shard.key), parts, pieces, data, strict=True)
         shards = [
-            owned(shard_of(shard, key, part, inner, whole, _data_for(shard, part, inner, each)), is_own)
-            for key, part, some, each in rows
-            for inner, is_own in some
+            owned(shard_of(shard, key, part, inner, whole, _data_for(shard, part, inner, elements)), is_own)
+            for key, part, boxes, elements in rows
+            for inner, is_own in boxes
         ]
 
         def merge(values: Sequence[Any]) -> Any:
-            left = iter(values)
+            remaining = iter(values)
             tensors = [
-                joined(some, list(islice(left, len(some)))).reshape(part.box(*box).shape)
-                for part, some in zip(parts, pieces, strict=True)
+                joined(boxes, list(islice(remaining, len(boxes)))).reshape(part.box(*box).shape)
+                for part, boxes in zip(parts, pieces, strict=True)
             ]
             return self._turn_tensor(self._decode(shard, parts, tensors, box)).reshape(shard.local_shape)
 
@@ -226,28 +224,28 @@ class Form:
         """Return the leaves of a weight that the model holds quantised, by key, all cut as the weight is.
 
         Args:
-            shard: describes the box of the weight; its data and dtype don't count.
-            tensors: what the model holds of it, by key. None for a target without memory.
+            shard: Box of the weight; its data and dtype don't count.
+            tensors: Parts of this box that the model holds, by key; None for a target without memory.
 
         Returns:
-            A shard for each part, or a factory where an edge goes through a block: its scale is stored by the rank
-            that has the block's first element, and loaded by each.
+            A shard for each part, or a factory where an edge cuts a block: its scale is stored by the rank that has the
+            block's first element, and loaded by every rank that needs it.
 
         Raises:
-            ShapeError: a tensor is cut otherwise than the weight, or an edge goes through packed values.
+            ShapeError: a tensor is cut differently from the weight, or an edge cuts through packed values.
 
         Examples:
             >>> from shardtree.quantised import FORMS
-            >>> held = ShardedTensor.from_rank_offsets("w", torch.empty(64, 256), (0, 1, 4))  # of 256 rows
-            >>> scale = FORMS["fp8_blocks"].shards(held)["w_scale_inv"]
-            >>> [(each.global_offset, each.replica_id) for name, each in scale.build().items() if name != "merge"]
+            >>> weight = ShardedTensor.from_rank_offsets("w", torch.empty(64, 256), (0, 1, 4))  # of 256 rows
+            >>> scale = FORMS["fp8_blocks"].shards(weight)["w_scale_inv"]
+            >>> [(part.global_offset, part.replica_id) for name, part in scale.build().items() if name != "merge"]
             [((0, 0), 1)]
         """
         box, whole = self._box_of(shard)
         if not is_of_blocks(box, whole, self.parts[0].steps):
-            what = f"quantised: {shard.key!r} is cut through values that are packed in one"
-            expected, fix = f"multiples of {self.parts[0].steps} along the last axes", "Cut between these."
-            raise ShapeError(error_text(what, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
+            heading = f"quantised: {shard.key!r} is cut through packed values"
+            expected, fix = f"multiples of {self.parts[0].steps} along the last axes", "Cut it at such multiples."
+            raise ShapeError(error_text(heading, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
         leaves, wrong = dict[str, Any](), []
         for key, part in zip(self.keys(shard.key), self._parts(whole), strict=True):
             pieces, data = part.pieces(*box), None if tensors is None else tensors[key]
@@ -260,33 +258,33 @@ class Form:
             is_alone = len(pieces) == 1 and pieces[0][1]
             leaves[key] = outer if is_alone else as_factory(outer, partial(in_pieces, pieces=pieces))
         if wrong:
-            fix = "Cut all tensors of a weight along the same elements of it."
+            fix = "Cut all tensors of a weight at the same elements of the weight."
             raise ShapeError(
-                error_text("quantised: tensors that aren't cut as the weight is", offenders=wrong, fix=fix)
+                error_text("quantised: tensors that are cut differently from their weight", offenders=wrong, fix=fix)
             )
         return leaves
 
     def _box_of(self, shard: ShardedTensor) -> tuple[Box, tuple[int, ...]]:
-        """Return a shard as a box of what is stored as matrices, and the shape of these."""
+        """Return the box of a shard in the stored matrices, and the shape of these."""
         local = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
-        axes = len(shard.local_shape) if self.is_turned else len(local)  # of which the last two are turned
+        axes = len(shard.local_shape) if self.is_turned else len(local)  # the last two are turned
         if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
             found = f"{shard.key!r}: {shard.local_shape} of {shard.global_shape}"
-            fix = "Leave out allow_shape_mismatch, and vectors; `as_factory` takes flat ranges apart."
-            raise ShapeError(error_text(f"quantised: {self.name} is a form of boxes of matrices", found=found, fix=fix))
+            fix = "Leave out allow_shape_mismatch, and vectors; `as_factory` splits flat ranges into boxes."
+            raise ShapeError(error_text(f"quantised: {self.name} stores boxes of matrices", found=found, fix=fix))
         whole, pack = self._turn(shard.global_shape), self.parts[0].pack
-        if any(size % each for size, each in zip(whole[-2:], pack, strict=True)):
-            what = f"quantised: {shard.key!r} can't be stored as {self.name}"
-            raise ShapeError(error_text(what, found=whole, expected=f"multiples of {pack} along the last axes"))
+        if any(size % step for size, step in zip(whole[-2:], pack, strict=True)):
+            heading = f"quantised: {shard.key!r} can't be stored as {self.name}"
+            raise ShapeError(error_text(heading, found=whole, expected=f"multiples of {pack} along the last axes"))
         return Box(self._turn(shard.global_offset), self._turn(local)), whole
 
     def _parts(self, whole: Sequence[int]) -> list[Part]:
         return [part.of(whole) for part in self.parts]
 
     def _decode(self, shard: ShardedTensor, parts: Sequence[Part], tensors: Sequence[Any], box: Box) -> Any:
-        """Return a box of matrices, of what it needs of the parts: lazy if these are."""
+        """Return a box of matrices, decoded from the boxes of its parts; lazy if these are."""
         key, dtype = shard.key, shard.dtype
-        if not any(isinstance(each, LazyTensor) for each in tensors):
+        if not any(isinstance(tensor, LazyTensor) for tensor in tensors):
             return decoded(key, parts, self.join, tensors, box, dtype)
         bases = [part.box(*box).offset for part in parts]
 
@@ -303,7 +301,7 @@ class Form:
         return of_source(Boxwise(f"{self.name} of {tensors[0].name}", box.shape, dtype, recipe, identify))
 
     def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
-        """Return the parts of a box's data, lazy if these are; None for each where a block isn't there whole."""
+        """Return the parts of a box's data, lazy if these are; a list of None without elements of whole blocks."""
         is_memory = isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data)
         if shard.data is None or self.encode is None or is_memory or not is_of_blocks(box, whole, self.block):
             return [None] * len(self.parts)
@@ -313,7 +311,7 @@ class Form:
     def _quantise_part(self, key: str, number: int, matrix: Any) -> Any:
         part, shape = self.parts[number], tuple(matrix.shape)
         zeros = (0,) * len(shape)
-        outer = part.box(zeros, shape)  # counted from where the box begins, as a block does
+        outer = part.box(zeros, shape)  # counted from the beginning of the box, where a block begins, too
 
         def recipe(inner: Box) -> Recipe:
             blocks = blocks_of(part, self.block, shape, inner)
@@ -330,30 +328,30 @@ class Form:
         return of_source(Boxwise(f"{matrix.name} as {self.name}", outer.shape, part.dtypes[0], recipe, identify))
 
     def _turn(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape or an offset of the weight as that of what is stored as matrices; or the other way round."""
+        """Return a shape or an offset of the weight as one of the stored matrices, or the other way round."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else tuple(shape)
 
     def _turn_tensor(self, tensor: Any) -> Any:
         return tensor.transpose(-1, -2) if self.is_turned else tensor
 
     def _made_of(self, doing: str, *lazies: LazyTensor) -> tuple[Any, ...] | None:
-        """Return the identity of what is made of lazy tensors; None where functions are a caller's.
+        """Return the identity of a tensor that is made of lazy ones; None if a caller's functions take part.
 
-        It tells this form from others, and is the same in each process.
+        It distinguishes this form from others, and is equal in all processes.
         """
         functions = [self.join, self.encode, *(part.read for part in self.parts)]
-        rooms = [str(getattr(each, "__module__", None)) for each in functions if each is not None]
-        if not all(room.startswith("shardtree.") for room in rooms):
+        modules = [str(getattr(function, "__module__", None)) for function in functions if function is not None]
+        if not all(module.startswith("shardtree.") for module in modules):
             return None
         parts = [
             (part.name, part.dtypes, part.per, part.pack, part.tail, part.group, part.shape) for part in self.parts
         ]
-        names = [each and each.__qualname__ for each in functions]
+        names = [function and function.__qualname__ for function in functions]
         return str((doing, self.name, self.base, self.is_turned, self.block, names, parts)), *lazies
 
 
 def _data_for(shard: ShardedTensor, part: Part, box: Box, data: Any) -> Any:
-    """Return the data of a box of a part: what was quantised, or memory to read into where the shard has such."""
+    """Return the data of a part's box: quantised elements, or memory to read into if the shard's has no elements."""
     shape = box.shape if part.per is None else box.shape[shard.prepend_axis_num :]
     if isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data):
         return memory_beside(shard.data, shape, part.dtypes[0])

@@ -1,4 +1,4 @@
-"""The forms of the field: FP8, MXFP8, MXFP4, NVFP4, and integers of 4 bits (AWQ's, GPTQ's, compressed-tensors')."""
+"""The established forms: FP8, MXFP8, MXFP4, NVFP4, and 4-bit integers of AWQ, GPTQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _POWERS = [torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []  # 
 
 
 def _blocks(matrix: torch.Tensor, block: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return matrices as (..., blocks, rows, blocks, columns), and the largest size of each block; 0 is all of them.
+    """Return matrices as (..., blocks, rows, blocks, columns), and the largest magnitude in each block.
 
-    Numbers that could be rounded to infinity become the largest of float32 that has so many significant bits.
+    A block size of 0 means the whole axis. Numbers that could be rounded to infinity become the largest float32 number
+    with `bits` significant bits.
     """
-    rows, columns = (each or size for each, size in zip(block, matrix.shape[-2:], strict=True))
+    rows, columns = (side or size for side, size in zip(block, matrix.shape[-2:], strict=True))
     limit = 2.0**128 - 2.0 ** (128 - bits)
     matrix = matrix.clamp(-limit, limit)
     cut = torch.unflatten(torch.unflatten(matrix, -1, (-1, columns)), -3, (-1, rows))
@@ -34,22 +35,22 @@ def _whole(cut: torch.Tensor) -> torch.Tensor:
 
 
 def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FP8 values, and scales by which the largest of a block is the largest of FP8."""
+    """Return FP8 values, and scales that map each block's largest magnitude to the largest FP8 number."""
     cut, largest = _blocks(matrix, block, 4)
-    # As transformers computes it, bit for bit: what values are multiplied by, and the reciprocal of that.
+    # Bit for bit as in transformers: numbers are multiplied by `by`, and its reciprocal is stored.
     by = torch.where(largest > 0, MOST[FP8] / torch.where(largest > 0, largest, 1.0), 1.0)
-    by = by.clamp(max=torch.finfo(torch.float32).max)  # of the smallest numbers it would be infinite
+    by = by.clamp(max=torch.finfo(torch.float32).max)  # for the smallest numbers it would be infinite
     return nearest_fp8(_whole(cut * by[..., :, None, :, None])), 1.0 / by
 
 
 def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: float) -> tuple[torch.Tensor, ...]:
-    """Return numbers by the smallest power of two that brings each block within reach, and these powers.
+    """Return numbers divided by powers of two, the smallest that bring each block into range, and these powers.
 
     Args:
-        matrix: matrices of whole blocks.
-        block: their size.
+        matrix: Matrices of whole blocks.
+        block: Block size.
         bits: Number of significant bits of the format.
-        most: the largest number that is still rounded to the format's largest.
+        most: Largest number that is still rounded to the format's largest.
     """
     cut, largest = _blocks(matrix, block, bits)
     scale = power_above(torch.where(largest > 0, largest, most) / most)
@@ -57,7 +58,7 @@ def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: fl
 
 
 def _to_fp8_by_powers(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FP8 values, and scales that are powers of two, as transformers chooses them.
+    """Return FP8 values, and scales that are powers of two, chosen as in transformers.
 
     Quantised again, a block whose largest number was rounded down to 224 has other codes for the same numbers.
     """
@@ -66,8 +67,8 @@ def _to_fp8_by_powers(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[tor
 
 
 def _to_mxfp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    # Up to halfway to the next number that there would be: so the largest is more than half of FP8's, before and after
-    # it is rounded, and has the same scale again.
+    # 464 is halfway from 448, FP8's largest number, to the next one that there would be. So a block's largest number is
+    # more than half of 448, before and after it is rounded, and gets the same scale again.
     numbers, scale = _by_powers(matrix, block, 4, 464.0)
     return nearest_fp8(numbers), _exponents(scale)
 
@@ -78,7 +79,7 @@ def _to_mxfp4(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
 
 
 def _exponents(powers: torch.Tensor) -> torch.Tensor:
-    """Return powers of two as bytes."""
+    """Return powers of two as E8M0 bytes."""
     return (torch.frexp(powers).exponent + 126).to(torch.uint8)
 
 
@@ -95,23 +96,23 @@ def _above_zeros(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor)
 
 
 def _of_groups(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return weights of rows of any groups, whose scales and zeros are all there."""
+    """Return weights whose rows may belong to any group, from the scales and zeros of all groups."""
     return _above_zeros(values, _picked(scales, groups), _picked(zeros, groups))
 
 
 def _picked(table: torch.Tensor, groups: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return by row the row of a table that begins with a group."""
+    """Return the row of a table for each row's group; the table begins with the group `first`."""
     half = table.shape[-2] // 2
     if type(groups) is torch.Tensor or not half:
         return table if not half else torch.take_along_dim(table, groups, -2)
-    # Traced: which one it is isn't known, so each element chooses.
+    # Traced groups aren't known, so each element selects its own.
     before, after = table[..., :half, :], table[..., half:, :]
     middle = first + half
     return torch.where(groups < middle, _picked(before, groups, first), _picked(after, groups, middle))
 
 
 def _in_groups(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights of rows that are of the groups of their places; NaN for others, which a trace can't refuse."""
+    """Return weights of rows that belong to the expected groups; NaN for others, which a trace can't refuse."""
     return torch.where(away == 0, _above_zeros(values, scale, zeros), float("nan"))
 
 
@@ -124,7 +125,7 @@ def _packed_zeros(values: torch.Tensor, scale: torch.Tensor, away: torch.Tensor,
 
 
 def _of_shape(weight: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights whose shape is the one that is stored; NaN for others, which a trace can't refuse."""
+    """Return weights with the stored shape; NaN for others, which a trace can't refuse."""
     return torch.where((away[:1] == 0) & (away[1:] == 0), weight, float("nan"))
 
 
@@ -161,18 +162,18 @@ _PACKED_MXFP4 = (
 
 
 def _fp8_tensor(name: str, tail: tuple[int, ...]) -> Form:
-    """Return a form of FP8 with one scale for all, which has no axes or a tail."""
+    """Return a form of FP8 with one scale of shape `tail` for all elements."""
     parts = (Part("", (FP8,), as_stored), Part("_scale", _NUMBERS, scales, per=None, tail=tail))
     return Form(name, parts, block=(0, 0), join=fp8_products)
 
 
 def _int4(name: str, columns: int, *, zeros: bool) -> Form:
-    """Return a form of compressed-tensors' integers, which are stored with 8 added, as their zeros are.
+    """Return a form of compressed-tensors' 4-bit integers; they and their zero points are stored with 8 added.
 
     Args:
         name: Name of the form.
         columns: Number of columns with one scale; 0 means the whole row.
-        zeros: whether there are zeros, which are packed along columns.
+        zeros: Whether there are zero points; each of their stored elements packs those of eight rows.
     """
     per = (1, columns)
     parts = (
@@ -188,7 +189,7 @@ def _int4(name: str, columns: int, *, zeros: bool) -> Form:
 
 
 def _gptq(name: str, above: int, *, in_order: bool) -> Form:
-    """Return a form of GPTQ; with the order of activations, the scale of a row is any."""
+    """Return a form of GPTQ; unless it is `in_order`, rows may belong to any group (the order of activations)."""
     per = (128 if in_order else -128, 1)
     parts = (
         Part("qweight", (torch.int32,), _STACKED, pack=(8, 1)),
@@ -200,7 +201,7 @@ def _gptq(name: str, above: int, *, in_order: bool) -> Form:
     return Form(name, parts, base="weight", is_turned=True, block=(128, 1), join=join)
 
 
-# Of names that several have, the commonest last: its blocks are named where none fits.
+# Among forms with equal names, the most common is last: its blocks are named in the error if none fits.
 _ALL = (
     _fp8("fp8_blocks", "_scale_inv", _NUMBERS, (128, 128), _to_fp8),
     *(_fp8("fp8_blocks_ue8m0", "_scale_inv", (dtype,), (128, 128), _to_fp8_by_powers) for dtype in _POWERS),
@@ -224,14 +225,14 @@ _ALL = (
     _gptq("gptq_v2_in_order", 0, in_order=True),
 )
 FORMS: Mapping[str, Form] = MappingProxyType({form.name: form for form in _ALL})
-"""The forms that checkpoints of the field have, by name.
+"""The established forms of quantised weights, by name.
 
-``fp8_blocks`` and ``fp8_blocks_ue8m0`` (whose scales are powers of two) have blocks of 128 x 128, ``fp8_rows`` a scale
-a row; ``mxfp8``, ``mxfp4`` (gpt-oss's) and ``nvfp4`` (ModelOpt's) have 32, 32 and 16 elements of a row to a scale;
-``awq`` has groups of 128 rows of packed integers, ``gptq`` too, of rows in any order. ``gptq_v2`` stores zeros, not one
-less; ``gptq_in_order`` and ``gptq_v2_in_order`` are for files without the order of activations, each box of which has
-its own scales. ``nvfp4_packed``, ``mxfp4_packed`` and ``int4_packed`` are compressed-tensors', the last with groups of
-128 of a row; with one scale a row it is ``int4_packed_rows``, and both have forms with zeros. ``fp8_blocks_scale`` is
-FP8 by blocks as compressed-tensors names it; ``fp8_tensor`` and ``fp8_tensor_1`` have one scale for all, of no axis or
-of one.
+``fp8_blocks`` and ``fp8_blocks_ue8m0`` (whose scales are powers of two) have blocks of 128 x 128; ``fp8_rows`` has one
+scale per row. ``mxfp8``, ``mxfp4`` (gpt-oss's) and ``nvfp4`` (ModelOpt's) have one scale per 32, 32 and 16 elements of
+a row. ``awq`` and ``gptq`` have groups of 128 rows of packed integers, ``gptq`` with rows in any order; ``gptq_v2``
+stores zero points as they are, and ``gptq`` stores them minus 1. ``gptq_in_order`` and ``gptq_v2_in_order`` are for
+files without the order of activations, where each box needs only its own scales. ``nvfp4_packed``, ``mxfp4_packed`` and
+``int4_packed`` are compressed-tensors', the last with groups of 128 elements of a row; ``int4_packed_rows`` has one
+scale per row, and both have forms with zero points. ``fp8_blocks_scale`` is FP8 by blocks, with compressed-tensors'
+names; ``fp8_tensor`` and ``fp8_tensor_1`` have one scale for the whole tensor, with no axis or one.
 """

@@ -1,4 +1,4 @@
-"""Half weights: tensors that are parts of a quantised weight, the other parts of which aren't there."""
+"""Half weights: parts of quantised weights whose other parts are missing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ._part import Part
 def half_weights(
     tensors: Mapping[str, ShardedTensor], forms: Sequence[Form], used: Collection[str], *, are_named: bool
 ) -> dict[str, str]:
-    """Return the faults of weights of which only some parts are there, by the key of one part.
+    """Return the missing parts of incomplete weights, as text by the key of a part that is present.
 
-    Names that other tensors have too, such as `scale`, and dtypes of ordinary numbers don't show alone that a tensor
-    belongs to a quantised weight: two parts together do, or one by a name or a dtype that nothing else has.
+    A common name, such as `scale`, or a dtype of ordinary numbers doesn't show that a tensor belongs to a quantised
+    weight. Two parts together do, or one part with a name or a dtype that no other tensors have.
 
     Args:
-        tensors: shards by key.
-        forms: those that weights may have.
-        used: keys of parts of whole weights.
-        are_named: whether the caller chose the forms: then a matrix of their values called `weight` is one.
+        tensors: Shards by key.
+        forms: Forms that weights may have.
+        used: Keys of the parts of complete weights.
+        are_named: Whether the caller chose the forms: then a matrix of their values called `weight` is a part.
 
     Examples:
         >>> import torch
@@ -31,25 +31,25 @@ def half_weights(
         >>> half_weights({"up_blocks": blocks}, [FORMS["mxfp4"]], (), are_named=False)
         {'up_blocks': "mxfp4 without 'up_scales'"}
     """
-    rest = {key: tensor for key, tensor in tensors.items() if key not in used}
-    found = dict[str, tuple[int, int, str]]()
-    # Weights that lack nothing, if maybe of other shapes, and what would make them ones of another form.
+    unused = {key: tensor for key, tensor in tensors.items() if key not in used}
+    faults = dict[str, tuple[int, int, str]]()
+    # Complete weights, whatever their shapes, and names that would make them weights of another form.
     wholes = [(form, key) for form in forms for key in form.found(tensors)]
     not_meant = {key for _, key in wholes}
     not_meant |= {key.removesuffix(form.base) + name for form, key in wholes for name in form.without}
     for form in forms:
-        for stem in dict.fromkeys(_stems(rest, form.parts)):
+        for stem in dict.fromkeys(_stems(unused, form.parts)):
             names = [stem + part.name for part in form.parts]
             lacking = [name for name in names if name not in tensors]
             pairs = zip(names, form.parts, strict=True)
-            held = [(name, part) for name, part in pairs if name in rest and _may_be(part, rest[name])]
-            there = names[0] in tensors, stem + form.base in tensors
-            if not not_meant.issuperset(lacking) and _is_certain(form.parts[0], held, *there, are_named):
-                # AWQ's names are among GPTQ's: what lacks least is meant, and of these what has most.
+            present = [(name, part) for name, part in pairs if name in unused and _may_be(part, unused[name])]
+            has_keys = names[0] in tensors, stem + form.base in tensors
+            if not not_meant.issuperset(lacking) and _is_certain(form.parts[0], present, *has_keys, are_named):
+                # AWQ's names are among GPTQ's: the form with fewest missing parts counts, then with most present ones.
                 text = f"{form.name} without {', '.join(shorten(map(repr, lacking)))}"
-                rank = (len(lacking), -len(held), text)
-                found[held[0][0]] = min(rank, found.get(held[0][0], rank))
-    return {key: text for key, (*_, text) in found.items()}
+                rank = (len(lacking), -len(present), text)
+                faults[present[0][0]] = min(rank, faults.get(present[0][0], rank))
+    return {key: text for key, (*_, text) in faults.items()}
 
 
 def _stems(tensors: Mapping[str, ShardedTensor], parts: Iterable[Part]) -> Iterator[str]:
@@ -67,13 +67,13 @@ def _may_be(part: Part, tensor: ShardedTensor) -> bool:
 def _is_certain(
     values: Part, held: Sequence[tuple[str, Part]], has_values: bool, has_weight: bool, are_named: bool
 ) -> bool:
-    """Return whether parts that are there can only be those of a quantised weight.
+    """Return whether the present parts can only be those of a quantised weight.
 
     Args:
-        values: the form's first part.
-        held: keys that are there, with the parts that they fit.
-        has_values: whether a tensor has the first part's key, of whatever dtype.
-        has_weight: whether a tensor has the weight's: then what is called a scale of it may be no part.
+        values: First part of the form.
+        held: Present keys, with the parts that they fit.
+        has_values: Whether a tensor has the first part's key, whatever its dtype.
+        has_weight: Whether a tensor has the weight's key: then a tensor with the name of its scale may be no part.
         are_named: Argument of `half_weights`.
     """
     if held and held[0][1] is values:
@@ -83,6 +83,6 @@ def _is_certain(
 
 
 def _tells(key: str, part: Part, has_weight: bool) -> bool:
-    """Return whether nothing but a scale (or a zero, or the number of a group) has such a name or dtype."""
+    """Return whether only a scale, a zero point or a group's index has such a name or dtype."""
     is_number = any(dtype.is_floating_point and dtype.itemsize > 1 for dtype in part.dtypes)
     return not is_number or (not has_weight and "weight" in key.split(".")[-1]) or key.endswith("_scale_inv")

@@ -1,7 +1,7 @@
-"""Part: one of the tensors in which a weight is stored, what of it a box needs, and what ranks have of it.
+"""Part: one of a weight's stored tensors, the box of it that a box of the weight needs, and the ranks' pieces of it.
 
-A form is the list of a weight's parts. One with values and a scale for each block of two by three, of which the box of
-rows 1 to 2 and columns 3 to 5 is asked for::
+A form lists a weight's parts. Here, they are values and a scale for each block of two by three, and the box of rows 1
+to 2 and columns 3 to 5 of the weight is needed::
 
     weight (4, 6)             values: per=(1, 1)        scales: per=(2, 3), so (2, 2)
      .  .  .   .  .  .         .  .  .   .  .  .
@@ -12,8 +12,8 @@ rows 1 to 2 and columns 3 to 5 is asked for::
 
     box (1:3, 3:6)             needs (1:3, 3:6)          needs (0:2, 1:2): rows // 2, columns // 3
 
-With `pack=(1, 2)`, the values are stored as (4, 3), two in each element, and the box needs the columns 1 to 2 of them:
-what one holds beside the box is read with it and left out. Nobody changes a part: `of` returns another.
+With `pack=(1, 2)`, the values are stored as (4, 3), two in each element, and the box needs columns 1 to 2 of them:
+values outside the box are read with it and left out. Parts are immutable: `of` returns another one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WINDOW = 2**19
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors in which a weight is stored.
+    """One of a weight's stored tensors.
 
     Attributes:
         name: Suffix of the part's key, after the weight's.
@@ -49,7 +49,7 @@ class Part:
             whole axis; -n means groups of n elements that may lie anywhere along the axis (GPTQ). One number for a part
             without the last axis, None for a part without any axis of the weight.
         pack: Number of the part's elements in one stored element, along the same axes.
-        tail: Sizes of further axes of what is stored.
+        tail: Sizes of further axes of the stored tensor.
         group: Size of the groups whose indices the elements are (`g_idx`): groups of that many consecutive rows, read
             as the difference to the expected index, 0. -n for groups of n rows that may lie anywhere; 0 for a part that
             holds no indices.
@@ -69,7 +69,7 @@ class Part:
     shape: tuple[int, ...] = ()
 
     def of(self, whole: Sequence[int]) -> Part:
-        """Return the part of a weight whose matrices have a shape."""
+        """Return the part for a weight whose matrices have this shape."""
         if self.shape:
             return replace(self, shape=tuple(whole[-2:]))
         by = min(self.group, *(self.per or (0,)))
@@ -81,7 +81,7 @@ class Part:
         return tuple(max(0, per) * pack for per, pack in zip(self.per or (), self.pack, strict=False))
 
     def box(self, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """Return the smallest box of what is stored that has all that a box of the weight needs."""
+        """Return the smallest box of the stored tensor with all elements that a box of the weight needs."""
         if self.per is None:
             return Box((0,) * len(self.tail), self.tail)
         starts, sizes = [*offset[:-2]], [*shape[:-2]]
@@ -91,9 +91,9 @@ class Part:
         return Box((*starts, *(0,) * len(self.tail)), (*sizes, *self.tail))
 
     def pieces(self, offset: Sequence[int], shape: Sequence[int]) -> list[tuple[Box, bool]]:
-        """Return `box` in pieces, each with whether it is this box's own.
+        """Return `box` in pieces, each with whether this box of the weight owns it.
 
-        What several boxes of the weight need, since a cut goes through it, is the first one's.
+        Elements that several boxes need, because an edge cuts a block, are owned by the first of these boxes.
         """
         box = self.box(offset, shape)
         if 0 in shape:
@@ -101,7 +101,7 @@ class Part:
         if self.per is None:
             return [(box, not any(offset))]
         front = len(offset) - 2
-        is_first = not any(offset[front + len(self.steps) :])  # along the axis that it hasn't
+        is_first = not any(offset[front + len(self.steps) :])  # along the axis that the part lacks
         axes = [[(low, size, is_first)] for low, size in zip(*box, strict=True)]
         for axis, step in enumerate(self.steps, front):
             low, size, _ = axes[axis][0]
@@ -109,12 +109,12 @@ class Part:
                 shared = 1 if step else size
                 axes[axis] = [(low, shared, False), *([(low + 1, size - 1, is_first)] if size > shared else [])]
         return [
-            (Box(tuple(low for low, _, _ in each), tuple(size for _, size, _ in each)), all(own for *_, own in each))
-            for each in product(*axes)
+            (Box(tuple(low for low, _, _ in spans), tuple(size for _, size, _ in spans)), all(own for *_, own in spans))
+            for spans in product(*axes)
         ]
 
     def spread(self, elements: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return elements for a box of the weight, from `box` of what is stored; those that all share have one."""
+        """Return decoded elements for a box of the weight, from the stored ones of `box`; axes of size 1 broadcast."""
         values = self.read(elements)
         if self.group > 0:
             places = torch.arange(offset[-2], offset[-2] + shape[-2], device=values.device)
@@ -135,19 +135,19 @@ class Part:
 
 
 def inside(box: Box, base: Sequence[int]) -> Box:
-    """Return a box counted from a place."""
+    """Return a box relative to a base offset."""
     return Box(tuple(low - first for low, first in zip(box.offset, base, strict=True)), box.shape)
 
 
 Join = Callable[..., torch.Tensor]
-"""From the parts' elements, as they are read, to the weight's, as float32."""
+"""Function from the parts' decoded elements to the weight's, as float32."""
 
 
 def scaled(values: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """Return values by the product of their scales."""
+    """Return values multiplied by the product of their scales."""
     scale = scales[0]
-    for each in scales[1:]:
-        scale = scale * each
+    for other in scales[1:]:
+        scale = scale * other
     return values * scale
 
 
@@ -159,18 +159,18 @@ def decoded(
     box: Box,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a box of a weight, as its matrices are stored, from the boxes of its parts that it needs.
+    """Return a box of a weight's stored matrices, decoded from the boxes of its parts that it needs.
 
     Raises:
-        UnsupportedValue: rows belong to other groups than the form says, or the stored shape is another one.
+        UnsupportedValue: rows belong to other groups than the form says, or the stored shape isn't the values'.
     """
     if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
-        return join(*(part.spread(each, *box) for part, each in zip(parts, tensors, strict=True))).to(dtype)
+        return join(*(part.spread(tensor, *box) for part, tensor in zip(parts, tensors, strict=True))).to(dtype)
     new = torch.empty(box.shape, dtype=dtype, device=tensors[0].device)
     outer = [part.box(*box).offset for part in parts]
     shared = max(part.per[0] for part in parts if part.per)  # rows of one scale are computed together
     high = shared if shared > 1 else max(1, WINDOW // max(1, box.shape[-1]))
-    for start, size in windows(box, high, max(2, WINDOW // high // 2 * 2)):  # even, for what is read in pairs
+    for start, size in windows(box, high, max(2, WINDOW // high // 2 * 2)):  # even, for values that are read in pairs
         place = [low + more for low, more in zip(box.offset, start, strict=True)]
         spread = []
         for part, tensor, base in zip(parts, tensors, outer, strict=True):
@@ -183,40 +183,41 @@ def decoded(
 
 def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> UnsupportedValue:
     if part.shape:
-        what = f"quantised: {key!r} has another shape than its values say"
+        heading = f"quantised: the stored shape of {key!r} differs from that of its values"
         found, expected = f"{part.name} {tensor.tolist()}", list(part.shape)
-        fix = "They have other bits, or are padded, which no form is for: recode them by the program that wrote them."
-        return UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
-    what = f"quantised: rows of {key!r} belong to other groups than the form says"
-    fix = "Take the form for rows in any order, or `per` and `group` of another size, as config.json says."
-    return UnsupportedValue(error_text(what, found=f"{part.name} of rows from {row}", fix=fix))
+        fix = """The values have another number of bits, or are padded, and no form supports that.
+  Recode them with the program that wrote them."""
+        return UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
+    heading = f"quantised: rows of {key!r} belong to other groups than the form says"
+    fix = "Choose the form for rows in any order, or set `per` and `group` to the size that config.json names."
+    return UnsupportedValue(error_text(heading, found=f"{part.name} of rows from {row}", fix=fix))
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield parts of a box, of one matrix each, as (offset, shape) in it; rows are cut at multiples in the whole.
+    """Yield windows of a box, each in one matrix, as (offset, shape) relative to the box.
 
     Args:
         box: Box of matrices.
-        high: Upper bound of the rows of a part.
-        wide: Upper bound of its columns.
+        high: Upper bound of a window's rows; windows are cut at its multiples in the whole matrix.
+        wide: Upper bound of a window's columns.
     """
     *front, rows, columns = box.shape
     edges = sorted({0, rows, *range(-box.offset[-2] % high, rows, high)})
     for place in product(*map(range, front)):
         for low, end in pairwise(edges):
-            for left in range(0, columns, wide):
-                yield (*place, low, left), (*(1,) * len(front), end - low, min(wide, columns - left))
+            for first in range(0, columns, wide):
+                yield (*place, low, first), (*(1,) * len(front), end - low, min(wide, columns - first))
 
 
-# Shards of parts: a box's own, those that several ranks have, and all of them as one tensor again.
+# Shards of parts: pieces that a box owns, pieces that several ranks have, and their union as one tensor.
 
 
 Pieces = Sequence[tuple[Box, bool]]
-"""Boxes, each with whether it is the own one of the rank that needs it."""
+"""Boxes, each with whether the rank that needs it owns it."""
 
 
 def is_of_blocks(box: Box, whole: Sequence[int], block: Sequence[int]) -> bool:
-    """Return whether a box begins and ends where blocks do along the last two axes; 0 is a block of all of an axis.
+    """Return whether a box begins and ends where blocks do along the last two axes; a block of 0 is the whole axis.
 
     Examples:
         >>> last, first = Box((128, 0), (72, 6)), Box((0, 0), (64, 6))
@@ -224,12 +225,12 @@ def is_of_blocks(box: Box, whole: Sequence[int], block: Sequence[int]) -> bool:
         (True, False)
     """
     rows = zip(box.offset[-2:], box.shape[-2:], whole[-2:], block, strict=True)
-    edges = [(low, low + size, length, each or max(1, length)) for low, size, length, each in rows]
-    return all(low % each == 0 and (high == length or high % each == 0) for low, high, length, each in edges)
+    edges = [(low, low + size, length, side or max(1, length)) for low, size, length, side in rows]
+    return all(low % side == 0 and (high == length or high % side == 0) for low, high, length, side in edges)
 
 
 def shard_of(weight: ShardedTensor, key: str, part: Part, box: Box, whole: Sequence[int], data: Any) -> ShardedTensor:
-    """Return the shard of a box of a part, given that of the weight."""
+    """Return the shard of a part's box, derived from the weight's shard."""
     front = 0 if part.per is None else weight.prepend_axis_num
     return replace(
         weight,
@@ -246,7 +247,7 @@ def shard_of(weight: ShardedTensor, key: str, part: Part, box: Box, whole: Seque
 
 
 def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
-    """Return a shard, as a replica where it is another rank's."""
+    """Return a shard, as a further replica if another rank owns it."""
     if is_own:
         return shard
     replica = shard.replica_id
@@ -254,7 +255,7 @@ def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
 
 
 def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
-    """Return the stored form of a part that a rank holds as one box, pieces of which other ranks hold too."""
+    """Return the stored form of a part that a rank holds as one box, although other ranks hold pieces of it, too."""
     front, shards = shard.prepend_axis_num, []
     for box, is_own in pieces:
         inside = [low - base for low, base in zip(box.offset, shard.global_offset, strict=True)][front:]
@@ -265,7 +266,7 @@ def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
 
 
 def joined(pieces: Pieces, tensors: Sequence[Any]) -> Any:
-    """Return tensors of a box's pieces as one; lazy if they are.
+    """Return the tensors of a box's pieces joined into one; lazy if they are.
 
     Examples:
         >>> joined([(Box((0, 0), (1, 1)), False), (Box((0, 1), (1, 2)), True)], [torch.zeros(1, 1), torch.ones(1, 2)])
@@ -277,9 +278,9 @@ def joined(pieces: Pieces, tensors: Sequence[Any]) -> Any:
         rows = defaultdict[tuple[int, ...], list[Any]](list)
         for offset, tensor in items:
             rows[offset[:axis]].append(tensor)
-        # Counted from behind: a rank's tensors have no prepended axes.
+        # Axes are counted from the end: a rank's tensors have no prepended axes.
         items = [
-            (place, some[0] if len(some) == 1 else join_data(torch.cat, some, axis - axes))
-            for place, some in rows.items()
+            (place, parts[0] if len(parts) == 1 else join_data(torch.cat, parts, axis - axes))
+            for place, parts in rows.items()
         ]
     return items[0][1]

@@ -1,4 +1,4 @@
-"""FP8 values by their scales, as one compiled loop where numba is installed."""
+"""Products of FP8 values and their scales, in one compiled loop if numba is installed."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch
 
 from ._codes import FP8, floats, is_plain
 
-_WORTH = 1 << 29  # elements, for which torch takes a second: compiling takes as long
+_WORTH = 1 << 29  # elements: torch takes a second for them, as long as compiling takes
 _seen = [0]
 
 Loop = Callable[..., None]
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:
-    """Return values that `fp8_products` reads."""
+    """Return stored values unchanged, for `fp8_products`, which decodes them."""
     return values
 
 
 def fp8_products(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return FP8 values, matrices, by a scale that is broadcast to their shape, as float32."""
+    """Return matrices of FP8 values, multiplied by a scale that is broadcast to their shape, as float32."""
     loop = _loop_for(values.numel()) if values.dtype is FP8 and is_plain(values) else None
     if loop is None:
         return floats(values) * scale
     products = torch.empty(values.shape, device="cpu", dtype=torch.float32)
-    # A window's scale is mostly one row for all. Several matrices with a row each have one for each of their rows.
-    scale = scale if scale.ndim > 1 else scale.reshape(1, -1)  # one number for all may have no axes, or one
+    # A window's scale is usually one row for all. For several matrices with a row each, it is repeated for all rows.
+    scale = scale if scale.ndim > 1 else scale.reshape(1, -1)  # a single number has no axes, or one
     above = scale.shape[:-1] if scale.shape[:-1].numel() == 1 else values.shape[:-1]
     wide = scale.expand(*above, values.shape[-1]).contiguous()
-    rows = [each.flatten(0, -2).numpy() for each in (values.view(torch.uint8), wide, products)]
+    rows = [tensor.flatten(0, -2).numpy() for tensor in (values.view(torch.uint8), wide, products)]
     loop(rows[0], _table(), *rows[1:])
     return products
 
 
 def _loop_for(elements: int) -> Loop | None:
-    """Return the compiled loop, None while this process has read too little for it to pay, or without numba."""
-    _seen[0] += elements  # not exact where threads meet, which matters to nobody
+    """Return the compiled loop; None without numba, or while this process has read too little for it to pay."""
+    _seen[0] += elements  # concurrent threads may lose a count, which doesn't matter
     return _loop() if _seen[0] >= _WORTH else None
 
 

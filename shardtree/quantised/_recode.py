@@ -31,27 +31,28 @@ def recode(
     lossless: bool = False,
     plain: Iterable[str] = (),
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function of a tree of whole lazy shards that recodes its quantised weights: a `transform=` of `convert`.
+    """Return a transform that recodes the quantised weights of a checkpoint, for `transform=` of `convert`.
 
-    Elements are read when they are written, box by box. Tensors that belong to no quantised weight stay as they are.
+    It takes a tree of whole lazy shards. Elements are read when they are written, box by box. Tensors that belong to no
+    quantised weight stay as they are.
 
     Args:
-        to: the dtype of plain weights, or the form that they get.
-        also: patterns of keys of plain weights that get the form too, for an export.
-        forms: those that are looked for, by the names, dtypes and shapes of their tensors; None for `FORMS`.
-        lossless: whether an element that is rounded is an error; else it is rounded to the nearest.
-        plain: patterns of keys of tensors that belong to no quantised weight, though they look like parts of one.
+        to: Dtype for plain weights, or form for quantised ones.
+        also: Patterns of keys of plain weights that get the form, too, for an export.
+        forms: Forms to look for, by the names, dtypes and shapes of their tensors; None for all of `FORMS`.
+        lossless: Whether it is an error to round an element; otherwise, elements are rounded to the nearest.
+        plain: Patterns of keys of tensors that belong to no quantised weight, although they look like parts of one.
 
     Raises:
-        ShapeError: the form is only read, or the dtype isn't a floating-point one. When it is applied: a part of a
-            weight isn't cut into whole blocks, or tensors with the names of a form fit none, or several forms, or FP8
-            or FP4 values have no scales, or only some parts of a weight are there, or scales lie beside integers or
-            bytes that no form explains; names each.
-        KeyMismatch: a pattern fits nothing, or nothing that gets the form; or a part would have the key of another
-            tensor; names each.
-        MetadataError: there are patterns in `also`, and no form that weights get.
-        UnsupportedValue: a float64 weight would be rounded although that is an error. When it is written: an element
-            isn't finite, or is rounded.
+        ShapeError: the form can only be read, or the dtype isn't a floating-point one. When the transform is applied: a
+            part of a weight isn't cut into whole blocks, tensors with the names of a form fit none or several forms,
+            FP8 or FP4 values have no scales, some parts of a weight are missing, or scales lie beside integers or bytes
+            that no form explains; names all of them.
+        KeyMismatch: a pattern fits no key, or none that gets the form; or a part would have the key of another tensor;
+            names all of them.
+        MetadataError: `also` has patterns, but `to` is a dtype.
+        UnsupportedValue: a float64 weight would be rounded although that is an error. When a weight is written: an
+            element isn't finite, or is rounded.
 
     Examples:
         >>> import shardtree as st
@@ -74,14 +75,14 @@ def recode(
         check_patterns_fit("recode: plain", as_plain, tensors)
         form_of = _forms_of(tensors, choices, key_matcher(as_plain), are_named=forms is not None)
         used = {name for key, form in form_of.items() for name in form.keys(key)}
-        rest = {key: leaf for key, leaf in tree.items() if key not in used}
-        plain = [key for key, leaf in tensors.items() if key in rest and leaf.dtype.is_floating_point and fits(key)]
+        others = {key: leaf for key, leaf in tree.items() if key not in used}
+        plain = [key for key, leaf in tensors.items() if key in others and leaf.dtype.is_floating_point and fits(key)]
         check_patterns_fit("recode: also", patterns, [*plain, *form_of])
         wide = [key for key in plain if lossless and isinstance(to, Form) and tensors[key].dtype == torch.float64]
         if wide:
             fix = "Forms are computed in float32: cast these first, or recode with lossless=False."
             raise UnsupportedValue(error_text("recode: float64 would be rounded", offenders=map(repr, wide), fix=fix))
-        weights = [rest.pop(key) for key in plain] if isinstance(to, Form) else []
+        weights = [others.pop(key) for key in plain] if isinstance(to, Form) else []
         for key, form in form_of.items():
             exact = torch.float32 if lossless or isinstance(to, Form) else to
             empty = torch.empty(form.shape_of(key, tensors), dtype=exact, device="meta")
@@ -89,7 +90,7 @@ def recode(
             data = form.lens(weight).merge([tensors[name].data for name in form.keys(key)])
             weights.append(replace(weight, data=data))
         parts = [part for weight in weights for part in _in_form(weight, to, lossless)]
-        return _unite(rest, parts)
+        return _unite(others, parts)
 
     return transform
 
@@ -99,21 +100,21 @@ def _check_to(to: Form | torch.dtype, also: Sequence[str]) -> None:
     if isinstance(to, Form):
         to.check_made("recode")
         return
-    check_type("recode", "to", to, torch.dtype, "Pass a form, as FORMS['fp8_blocks'], or a dtype of torch.")
+    check_type("recode", "to", to, torch.dtype, "Pass a form, such as FORMS['fp8_blocks'], or a torch dtype.")
     if not to.is_floating_point:
-        fix = "Weights are numbers with fractions: take torch.bfloat16, say."
+        fix = "Pass a floating-point dtype, such as torch.bfloat16."
         raise ShapeError(error_text("recode: not a floating-point dtype", found=to, fix=fix))
     if also:
-        fix = "Pass the form that these plain weights get; `shardtree.cast` changes the dtype of plain tensors."
-        refuse("recode", "also", also, "no patterns, since there is no form", fix, error=MetadataError)
+        fix = "Pass the form for these plain weights as `to`; `shardtree.cast` changes the dtype of plain tensors."
+        refuse("recode", "also", also, "no patterns, since `to` is a dtype", fix, error=MetadataError)
 
 
 def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str, Any]:
     counts = Counter([*rest, *(part.key for part in parts)])
     twice = [repr(key) for key, count in counts.items() if count > 1]
     if twice:
-        fix = "Rename what has these keys, or leave those weights as they are: none of both may be lost."
-        raise KeyMismatch(error_text("recode: keys that other tensors have", offenders=twice, fix=fix))
+        fix = "Rename the tensors with these keys, or leave the weights as they are, so that neither is lost."
+        raise KeyMismatch(error_text("recode: parts would have keys of other tensors", offenders=twice, fix=fix))
     return {**rest, **{part.key: part for part in parts}}
 
 
@@ -123,14 +124,14 @@ def _forms_of(
     """Return the form of each quantised weight.
 
     Args:
-        tensors: shards by key.
-        forms: those that weights may have.
-        is_plain: whether a key is that of a tensor which belongs to no quantised weight.
-        are_named: whether the caller chose the forms.
+        tensors: Shards by key.
+        forms: Forms that weights may have.
+        is_plain: Predicate of a key: whether its tensor belongs to no quantised weight.
+        are_named: Whether the caller chose the forms.
 
     Raises:
-        ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 or FP4 values
-            have no scales, or only some parts of a weight are there, or scales lie beside values that no form explains.
+        ShapeError: tensors fit none of the forms that have their names, or several, FP8 or FP4 values have no scales,
+            some parts of a weight are missing, or scales lie beside values that no form explains.
     """
     tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
     fitting, misfits, named = defaultdict[str, list[Form]](list), dict[str, str](), set[str]()
@@ -145,9 +146,9 @@ def _forms_of(
                 if tree[names[0]].dtype.itemsize == 1 or not tree[names[0]].dtype.is_floating_point:
                     misfits[key] = " ".join(str(error).split("\n")[1:3]).strip()
                     named.update(names)
-    several = [f"{key!r}: {', '.join(form.name for form in some)}" for key, some in fitting.items() if len(some) > 1]
+    several = [f"{key!r}: {', '.join(form.name for form in fits)}" for key, fits in fitting.items() if len(fits) > 1]
     if several:
-        fix = "Pass forms=[FORMS[...]] with the one that config.json names: names, dtypes and shapes don't tell."
+        fix = "Pass forms=[FORMS[...]] with the one that config.json names: names, dtypes and shapes are not enough."
         raise ShapeError(error_text("recode: tensors that fit several forms", offenders=several, fix=fix))
     form_of = {key: form for key, [form] in fitting.items()}
     used = {name for key, form in form_of.items() for name in form.keys(key)}
@@ -162,23 +163,23 @@ def _forms_of(
     if offenders:
         fix = (
             "Pass forms=[...] with blocks of the size that config.json names, and all tensors of a weight.\n"
-            "  Name what is no part of a quantised weight by plain=[patterns]."
+            "  Name tensors that belong to no quantised weight by plain=[patterns]."
         )
         raise ShapeError(error_text("recode: tensors of no known form", offenders=offenders, fix=fix))
     return form_of
 
 
 def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -> dict[str, str]:
-    """Return the notes on integers and bytes whose meaning depends on tensors beside them, by key.
+    """Return descriptions of integers and bytes whose meaning depends on tensors beside them, by key.
 
     Args:
-        tensors: shards by key.
-        known: keys of those of which a form says what they mean, or an error what is wrong.
+        tensors: Shards by key.
+        known: Keys of tensors that a form explains, or another error.
     """
     dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
     values = {key: dtype for key, dtype in dtypes.items() if key not in known}
     return {
-        key: f"{str(dtypes[key]).removeprefix('torch.')} beside {', '.join(map(repr, names))}, as no form has them"
+        key: f"{str(dtypes[key]).removeprefix('torch.')} beside {', '.join(map(repr, names))}, which no form explains"
         for key, names in scaled_values(values, those_of(dtypes)).items()
     }
 
@@ -189,10 +190,10 @@ def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
         shards = form.lens(weight).shards
         if weight.data is not None and any(part.data is None for part in shards):
-            what = f"recode: {weight.key!r} isn't cut into whole blocks, and a scale needs all of its block"
+            heading = f"recode: {weight.key!r} isn't cut into whole blocks, and a scale needs its whole block"
             found = f"a box of {weight.local_shape} at {weight.global_offset}"
-            fix = "Redistribute it to boxes of whole blocks before, as docs/trainer-to-engine.md does."
-            raise ShapeError(error_text(what, found=found, fix=fix))
+            fix = "Redistribute it to boxes of whole blocks first, as docs/trainer-to-engine.md shows."
+            raise ShapeError(error_text(heading, found=found, fix=fix))
         return shards
     if not lossless:
         return [weight]
@@ -225,6 +226,6 @@ def _without_loss(key: str, form: Form) -> Encode:
 def _check_same(key: str, new: torch.Tensor, old: torch.Tensor) -> None:
     count = int(((new != old) & ~old.isnan()).sum())
     if count:
-        fix = "Choose a form or a dtype that has them, or recode with lossless=False."
-        what = f"recode: {key!r} would be rounded"
-        raise UnsupportedValue(error_text(what, found=f"{count} elements of {old.numel()} in a box of it", fix=fix))
+        fix = "Choose a form or a dtype that has these values, or recode with lossless=False."
+        heading = f"recode: {key!r} would be rounded"
+        raise UnsupportedValue(error_text(heading, found=f"{count} elements of {old.numel()} in a box of it", fix=fix))

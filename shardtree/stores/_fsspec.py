@@ -24,7 +24,7 @@ def fsspec_storage(url: str) -> Storage:
     On ftp and the like, a crash during it can leave half of metadata.json, which then can't be loaded.
 
     Args:
-        url: ``protocol://path``, as fsspec reads it; ``file://`` is the local file system.
+        url: URL ``protocol://path``, as fsspec reads it; ``file://`` is the local file system.
 
     Raises:
         StorageError: fsspec or its package for the protocol isn't installed, or it can't use the URL.
@@ -75,7 +75,7 @@ class FsspecStorage:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The abilities of a file system behind a URL."""
+        """The capabilities of a file system behind a URL."""
         folders = ("make_folder", "is_folder", "remove_folder", "folder")
         return Capabilities.of(self, "move", *folders, late_requests=True)
 
@@ -268,6 +268,6 @@ class _RangeReader:
             ranges = [(at, min(at + _RANGE_BYTES, end)) for at in range(begin, end, _RANGE_BYTES)]
             data = bytearray().join(self.storage.read_ranges(self.name, ranges))
         if len(data) != end - begin:
-            what = f"{self.storage.where(self.name)!r} ends at byte {self.length}"
-            raise StorageError(error_text(what, found=f"{len(data)} bytes", expected=f"bytes {begin} to {end}"))
+            heading = f"{self.storage.where(self.name)!r} ends at byte {self.length}"
+            raise StorageError(error_text(heading, found=f"{len(data)} bytes", expected=f"bytes {begin} to {end}"))
         return data

@@ -1,4 +1,4 @@
-"""Files in this process's memory, for tests and for handing over a checkpoint without a disk."""
+"""Files in this process's memory, for tests, and to pass on a checkpoint without a disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MemoryStorage:
-    """A folder in memory, shared by the threads that hold the same object. Its clock counts changes.
+    """A folder in memory, shared by all threads with the same object. Its clock counts changes.
 
     Attributes:
         lock: Lock that is held during changes.
@@ -46,7 +46,7 @@ class MemoryStorage:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The abilities of a folder in memory."""
+        """The capabilities of a folder in memory."""
         folders = ("make_folder", "is_folder", "remove_folder")
         return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings", "locked", latency=0.0)
 
@@ -300,14 +300,14 @@ class MemorySibling:
         return max((self.storage.changed(name) or 0.0 for name in names), default=None)
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files."""
+        """Return the names of all files of the folder that is replaced."""
         return (self.storage if self._exchanged else self.target).all_names()
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Do nothing, since files in memory can always be shared."""
+        """Return without a check, since files in memory can always be shared."""
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Share old files with the new folder, and return names that other files have there."""
+        """Share old files with the new folder, and return the names that other files have there."""
         pair = (self.target, self.storage)
         new, old = pair if self._exchanged else pair[::-1]
         return tuple(name for name in names if not new.share(name, old))

@@ -12,7 +12,7 @@ from ..errors import StorageError, error_text
 
 _SECRET_NAME = re.compile(r"key|secret|token|password|credential|sas|signature|client_id", re.IGNORECASE)
 _STORES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|AZURITE|MSI|IDENTITY)_", re.IGNORECASE)
-# Answers of stores may be long: each of these patterns scans a text in linear time.
+# Answers of stores may be long, so each of these patterns scans a text in linear time.
 _URL = re.compile(r"(https?://[^\s?'\"<>]*)(\?[^\s'\"<>]*)?")
 _USER = re.compile(r"(\b\w+://)[^\s/@'\"]*:[^\s/@'\"]*@")
 _SIGNATURE = re.compile(
@@ -71,7 +71,7 @@ _ANSWER = re.compile(r"(<\?xml[^>]{0,200}\?>\s*)?<Error\b.*?(</Error>|\Z)", re.D
 
 
 def _in_words(answer: re.Match[str]) -> str:
-    """Return code and message from a store's XML, whose other elements only identify the request."""
+    """Return the code and the message in a store's XML, whose other elements only identify the request."""
     parts = (re.search(f"<{name}>([^<]*)</{name}>", answer[0]) for name in ("Code", "Message"))
     return ": ".join(part[1].strip() for part in parts if part is not None) or "an answer in XML"
 

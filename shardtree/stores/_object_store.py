@@ -41,7 +41,7 @@ class ObjectStorage:
     Attributes:
         url: URL of the folder, for people and error messages.
         root: Path of the folder in the store.
-        store: Obstore's store, which repeats failed requests.
+        store: Store of obstore, which retries failed requests.
         once: The same store without retries, for the request that commits.
         secrets: Settings whose values must not be shown.
         request_scale: Factor by which requests for long files are longer than usual.
@@ -56,7 +56,7 @@ class ObjectStorage:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The abilities of an object store."""
+        """The capabilities of an object store."""
         names = ("move", "folder", "replace_if", "mark", "remove_all", "abort_uploads", "entries", "content")
         facts = {"latency": _latencies.get(self._place), "request_scale": self.request_scale}
         return Capabilities.of(self, *names, "read_range", late_requests=True, **facts)
@@ -270,7 +270,7 @@ class ObjectStorage:
         store = self._place
         try:
             self._put(name, data, "create")
-        except OutcomeUnknown:  # an earlier call has left a file, which names another process, or no answer came
+        except OutcomeUnknown:  # an earlier call left a file that names another process, or no answer came
             self._put(name, data, "overwrite")
             return True
         if store not in _honours:
@@ -296,7 +296,7 @@ class ObjectStorage:
             raise (failure if REFUSALS.fullmatch(type(error).__name__) else OutcomeUnknown(str(failure))) from None
 
     def move(self, old: str, new: str) -> None:
-        """Rename a file: the store copies it, and the old file is removed."""
+        """Rename a file: the store copies it, then the old file is removed."""
         import obstore
 
         with self._storage_errors("move", old):
@@ -332,16 +332,16 @@ class ObjectStorage:
         return StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found="no such file"))
 
     def _again(self, doing: str, name: str, request: Callable[[], T]) -> T:
-        """Return a request's answer, after repeating the request if its body was truncated."""
+        """Return a request's answer; the request is repeated if the answer was truncated."""
         for attempt in range(1, _READ_TRIES + 1):
             try:
                 with self._storage_errors(doing, name):
                     return request()
             except _TooShort as short:
                 if attempt == _READ_TRIES:
-                    what = f"cannot {doing} {self.where(name)!r}: {attempt} answers in a row were truncated"
+                    heading = f"cannot {doing} {self.where(name)!r}: {attempt} answers in a row were truncated"
                     raise StorageError(
-                        error_text(what, found=f"{short.args[0]} bytes", expected=short.args[1])
+                        error_text(heading, found=f"{short.args[0]} bytes", expected=short.args[1])
                     ) from None
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError

@@ -51,7 +51,7 @@ def _free_memory(pool: list[bytearray], size: int) -> bytearray:
 
 
 def noting(parts: Iterable[Buffer], lengths: list[int], errors: list[BaseException]) -> Iterator[Buffer]:
-    """Yield parts unchanged, and record their lengths and an error of their iterator."""
+    """Yield parts unchanged, and record their lengths and an error that their iterator raises."""
     try:
         for part in parts:
             lengths.append(part.nbytes)
@@ -88,7 +88,8 @@ def abort_uploads(url: str, folder: str, config: Mapping[str, Any], is_left: Cal
         url: URL of the bucket, or of a folder or object in it.
         folder: Path of the folder in the bucket.
         config: Settings of the store, by obstore's names.
-        is_left: Predicate of an object's name in the folder and its upload's age in seconds: whether to abort it.
+        is_left: Function that takes an object's name in the folder and the age of its upload in seconds, and returns
+            whether to abort the upload.
     """
     scheme, _, path = url.partition("://")
     if scheme not in ("s3", "s3a"):
@@ -120,7 +121,7 @@ def abort_uploads(url: str, folder: str, config: Mapping[str, Any], is_left: Cal
         for upload in uploads:
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
     except Exception as error:
-        # This isn't an error of the running save: the next save tries again.
+        # The running save doesn't fail because of this: the next save tries again.
         reason = without_secrets(f"{type(error).__name__}: {error}", config)
         logger.warning("save: uploads of interrupted saves to %s stay open: %s", url, reason)
         return 0

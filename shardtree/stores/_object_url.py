@@ -34,7 +34,7 @@ def object_storage(
     these have no S3 credentials and boto3 is installed, its profiles are used.
 
     Args:
-        url: ``s3://bucket/path``, ``gs://…``, ``az://…``, ``abfss://…``, ``https://…``.
+        url: URL of a folder: ``s3://bucket/path``, ``gs://…``, ``az://…``, ``abfss://…``, ``https://…``.
         config: Settings of the store, by obstore's names: ``{"endpoint": …, "region": …}``.
         client_options: Options of the HTTP client: ``{"timeout": "60s", "allow_http": True}``.
         retry_config: Policy of retries: ``{"max_retries": 10, "retry_timeout": timedelta(minutes=3)}``.
@@ -50,8 +50,8 @@ def object_storage(
     parts = urlsplit(url)
     web = parts.scheme in ("http", "https")
     if parts.scheme not in SCHEMES or not parts.netloc or (web and parts.query):
-        what = f"{plain_url(url)!r} is not a URL that obstore supports"
-        raise StorageError(error_text(what, expected="s3://bucket/path, gs://, az://, or https:// without a query"))
+        heading = f"{plain_url(url)!r} is not a URL that obstore supports"
+        raise StorageError(error_text(heading, expected="s3://bucket/path, gs://, az://, or https:// without a query"))
     settings = {"config": config, "client_options": client_options, "retry_config": retry_config}
     if credential_provider is None and parts.scheme in ("s3", "s3a") and config is None:
         credential_provider = _profile_credentials()
@@ -78,8 +78,8 @@ _MOST_CACHED = 64
 def _shared_stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credential_provider: Any) -> Stores:
     """Return the stores of a bucket, memoised by their settings, since they keep connections open."""
     # A forked child lacks the threads that obstore's connections need, so it makes its own stores.
-    relevant = sorted((name, value) for name, value in environ.items() if name.startswith(_PREFIXES))
-    key = (os.getpid(), base, repr(settings), tuple(relevant))
+    variables = sorted((name, value) for name, value in environ.items() if name.startswith(_PREFIXES))
+    key = (os.getpid(), base, repr(settings), tuple(variables))
     if credential_provider is not None:
         return _stores(base, settings, credential_provider)
     if key not in _cache:

@@ -16,7 +16,7 @@ def storage_behind(url: str) -> Storage:
     """Return the storage behind a URL.
 
     Args:
-        url: ``scheme://path``; the scheme decides which library opens it.
+        url: URL ``scheme://path``; its scheme decides which library opens it.
 
     Raises:
         StorageError: the URL is invalid, or the library for its scheme isn't installed or can't use it.

@@ -1,4 +1,4 @@
-"""Traces: what code does to the elements of tensors, taken from running it once on tensors without data."""
+"""Traces of loading code: the map from sources' elements to outputs' elements, recorded in one run without data."""
 
 from ..core.lazy import Box
 from ._boxes import View, view_of

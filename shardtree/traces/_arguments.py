@@ -13,7 +13,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> list[torch.Tensor]:
-    """Return the tensors among arguments and in lists of lists of them; by hand: pytrees took half of the time."""
+    """Return the tensors among arguments and in nested lists; without pytrees, which took half of the time."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
@@ -28,25 +28,27 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operation changes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(
-        (number, each.name) for number, each in arguments if each.alias_info is not None and each.alias_info.is_write
+        (number, argument.name)
+        for number, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among an operation's arguments that it changes."""
     places = _places_written(func)
-    return tensors_in([args[each] if each < len(args) else kwargs.get(word) for each, word in places])
+    return tensors_in([args[place] if place < len(args) else kwargs.get(word) for place, word in places])
 
 
 @lru_cache(maxsize=1024)
 def is_composite(func: Any) -> bool:
-    """Return whether an operation is made of others."""
+    """Return whether an operation is implemented by other operations."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a value, or a list of values, with a function applied to each."""
-    return [function(each) for each in value] if isinstance(value, (list, tuple)) else function(value)
+    return [function(item) for item in value] if isinstance(value, (list, tuple)) else function(value)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
@@ -55,12 +57,12 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that has a tensor's elements: itself, or a sparse one's values."""
+    """Return the tensor that holds a tensor's elements: the tensor itself, or the values of a sparse one."""
     if tensor.layout not in _SPARSE or not is_plain(type(tensor)):
         return tensor
     return tensor._values() if tensor.is_sparse else tensor.values()
 
 
 def is_plain(kind: Any) -> bool:
-    """Return whether tensors of a class have torch do what is done to them, as a parameter's are."""
+    """Return whether a class leaves operations to torch, as `Parameter` does, without a dispatch of its own."""
     return bool(kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__)

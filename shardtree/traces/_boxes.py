@@ -1,4 +1,4 @@
-"""The boxes of a tensor that moves read: what plans, files and other ranks can be asked for."""
+"""Boxes of a tensor that moves read, for requests to plans, files and other ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ._moves import Move, normal, turned
 from ._steps import Kind
 
 MOST = 4096
-"""Into so many boxes a move is cut, so that nothing else is read; beyond that, what lies between is read too."""
+"""Upper bound of the boxes of one move; a move that needs more also reads elements in between."""
 
 
 def covering_box(move: Move, shape: tuple[int, ...]) -> tuple[Box, Strided]:
-    """Return the smallest box of a move's root that has its elements, and where they lie in it."""
+    """Return the smallest box of a move's root that contains its elements, and the view of them in the box."""
     return covering(Strided(move.at, move.size, tuple([step for _, _, step in move.loops])), shape)
 
 
 def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tuple[Box, Move]]:
-    """Yield a move in parts, each with its box, which holds nothing else.
+    """Yield parts of a move, each with the box of exactly the elements that it reads.
 
     Args:
         move: Move from a dense tensor.
@@ -39,30 +39,31 @@ def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tupl
 
 
 def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Move, int]]:
-    """Yield a move's parts, by rows' ends or by a loop, each with how many parts it may have again."""
+    """Yield parts of a move, cut at ends of rows or along a loop, each with the upper bound of its own parts."""
     for which, (count, to, at) in enumerate(move.loops):
-        rest = move.loops[:which], move.loops[which + 1 :]
+        others = move.loops[:which], move.loops[which + 1 :]
         row = min([step for step in dense(shape).stride if step > at > 0], default=0)
         if row and row % at == 0 and move.at % row + (count - 1) * at >= row:
-            # A run over the ends of rows: up to where one ends, then whole ones, then the beginning of another.
-            each, first = row // at, -(-(row - move.at % row) // at)
-            if first == each and count % each == 0:
-                yield move._replace(loops=(*rest[0], (count // each, to * each, row), (each, to, at), *rest[1])), most
+            # A run across ends of rows is cut into the end of a row, whole rows, and the beginning of another.
+            length, first = row // at, -(-(row - move.at % row) // at)
+            if first == length and count % length == 0:
+                pair = (count // length, to * length, row), (length, to, at)
+                yield move._replace(loops=(*others[0], *pair, *others[1])), most
                 return
-            first = first if first < each else count // each * each
+            first = first if first < length else count // length * length
             for start, length in ((0, first), (first, count - first)):
-                loops = (*rest[0], (length, to, at), *rest[1])
+                loops = (*others[0], (length, to, at), *others[1])
                 yield move._replace(to=move.to + start * to, at=move.at + start * at, loops=loops), most // 2
             return
 
     def without(which: int) -> Move:
         return move._replace(loops=(*move.loops[:which], *move.loops[which + 1 :]))
 
-    def filled(which: int) -> tuple[float, int]:
+    def density(which: int) -> tuple[float, int]:
         part = without(which)
         return part.numel / prod(covering_box(part, shape)[0].shape), -move.loops[which][0]
 
-    which = max([number for number, loop in enumerate(move.loops) if loop[2]], key=filled)
+    which = max([number for number, loop in enumerate(move.loops) if loop[2]], key=density)
     count, to, at = move.loops[which]
     if count > most:
         yield move, 1
@@ -80,16 +81,16 @@ class View(NamedTuple):
 
 
 def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
-    """Return the destination's view of a box of the root that holds nothing else, None if no strides reach all of it.
+    """Return the destination's view of a box that a move reads; None if no strides reach all of its elements.
 
-    Where elements go through something, they aren't there as they are.
+    The box holds no other elements of the root. A move with casts or functions has no such view.
     """
     if move.via:
         return None
     there = normal(turned(into_box(move, shape, box, None)))
     loops, steps = {to: (count, at) for count, to, at in there.loops}, list[int]()
     for size, stride in zip(box.shape, dense(box.shape).stride, strict=True):
-        # A loop that runs over several axes, with no step between, has the strides of all of them.
+        # A loop over several contiguous axes has the strides of all of them.
         over = next(((to, count, at) for to, (count, at) in loops.items() if to <= stride < to * count), None)
         if size == 1:
             steps.append(0)
@@ -101,14 +102,14 @@ def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
 
 
 def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
-    """Return a move from a source as one from a box of it, which has all of its elements."""
+    """Return a move from a source as one from a box of the source that contains all of the move's elements."""
     box, inner = covering_box(move, shape)
-    own, strides = dense(box.shape).stride, dense(outer.shape).stride
+    weights, strides = dense(box.shape).stride, dense(outer.shape).stride
 
     def there(flat: int) -> int:
         # A step leads along the same axes in both boxes, by other strides.
         total = 0
-        for weight, stride in zip(own, strides, strict=True):
+        for weight, stride in zip(weights, strides, strict=True):
             digit, flat = divmod(flat, weight)
             total += digit * stride
         return total
@@ -120,11 +121,11 @@ def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """Which boxes of sources are read, and in which of them each part of a move is found.
+    """Boxes of sources that moves read, and the box that contains each part of a move.
 
     Attributes:
         boxes: Boxes of each source; adjacent ones are joined.
-        numbers: Number of the joined box by a part's own box, for each source.
+        numbers: Index of the joined box by a part's own box, for each source.
         views: The destination's view of each box, for each source; None for a box that is copied.
     """
 
@@ -136,14 +137,14 @@ class Reads:
 def reads_of(
     sources: Mapping[str, Kind], moves: Iterable[Move], most: int = MOST, *, keep_views: bool | None = None
 ) -> Reads:
-    """Return the boxes of sources that moves read, each cut in at most some parts.
+    """Return the boxes of sources that moves read, with a bounded number for each move.
 
     Args:
         sources: Kinds of the sources, by name.
         moves: Moves from the sources.
-        most: into how many parts about each is cut.
-        keep_views: whether boxes that the destination has as views stay apart where they would be one that isn't; None
-            if it doesn't matter which are.
+        most: Approximate upper bound of the boxes of a move.
+        keep_views: Whether boxes that the destination has as views stay apart if their union is no view; None if no
+            views are needed.
     """
     views_of: dict[str, dict[Box, View | None]] = defaultdict(dict)
     for move in leaves(moves):
@@ -151,9 +152,9 @@ def reads_of(
         for box, part in tight(move, shape, most):
             views_of[move.root][box] = None if keep_views is None else view_of(part, box, shape)
     boxes, numbers, views = {}, {}, {}
-    for name, own in views_of.items():
-        boxes[name], places, views[name] = merged(list(own.items()), keep_views=bool(keep_views))
-        numbers[name] = dict(zip(own, places, strict=True))
+    for name, parts in views_of.items():
+        boxes[name], places, views[name] = merged(list(parts.items()), keep_views=bool(keep_views))
+        numbers[name] = dict(zip(parts, places, strict=True))
     return Reads(boxes, numbers, views)
 
 
@@ -163,9 +164,9 @@ Item = tuple[Box, View | None]
 def merged(
     items: Sequence[Item], *, keep_views: bool = False
 ) -> tuple[tuple[Box, ...], list[int], tuple[View | None, ...]]:
-    """Return boxes with those that touch or overlap along one axis as one, and for each given one its number.
+    """Return joined boxes, the index of each item's joined box, and the destination's views of the joined boxes.
 
-    What is copied anyway is merged; with `keep_views`, two views are only where they are one.
+    Boxes are joined if they touch or overlap along one axis; with `keep_views`, two views only if their union is one.
 
     Examples:
         >>> merged([(Box((2, 0), (2, 4)), None), (Box((0, 0), (2, 4)), None), (Box((6, 0), (1, 4)), None)])[:2]
@@ -200,7 +201,7 @@ def _merged_along(items: list[Item], axis: int, keep_views: bool) -> tuple[list[
 
 
 def _both(one: Item, other: Item, axis: int, keep_views: bool) -> Item | None:
-    """Return two boxes as one, the second of which begins later along an axis; None if they stay apart."""
+    """Return the union of two boxes along an axis, where the second begins later; None if they stay apart."""
     (box, view), ((offset, shape), more) = one, other
     long, gap = box.shape[axis], offset[axis] - box.offset[axis]
     if gap > long:
@@ -210,6 +211,6 @@ def _both(one: Item, other: Item, axis: int, keep_views: bool) -> Item | None:
         return both, None
     step = view.steps[axis] if long > 1 else more.at - view.at
     steps = (*view.steps[:axis], step, *view.steps[axis + 1 :])
-    own = steps if shape[axis] > 1 else (*steps[:axis], 0, *steps[axis + 1 :])
-    is_one = step > 0 and more == (view.at + gap * step, own)
+    steps_of_second = steps if shape[axis] > 1 else (*steps[:axis], 0, *steps[axis + 1 :])
+    is_one = step > 0 and more == (view.at + gap * step, steps_of_second)
     return (both, View(view.at, steps)) if is_one else None if keep_views else (both, None)

@@ -1,4 +1,4 @@
-"""Tensors without data, on which code runs, and the cells that have what storages hold meanwhile."""
+"""Tensors without data, on which code runs, and the cells that hold the elements of their storages meanwhile."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ._moves import Move, Moves, Written, read_of, through, whole
 from ._refusals import RunRefusals, caller
 from ._steps import Constant, Kind, operator_name, reread, seen_through
 
-_FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
-  copies, gathers by known indices, casts, and functions of each element."""
-_FIX_ENDED = "It has no elements: load them, or make the tensor anew."
+_FIX = """Do this after the load, or write it with operations that can be traced: views, cat, stack, copies,
+  gathers by known indices, casts, and functions of each element."""
+_FIX_ENDED = "The tensor has no elements: load them, or create a new tensor."
 
 
 class Tracer(torch.Tensor):
-    """A tensor without data: a view of a cell, of which a meta tensor has shape and strides."""
+    """A tensor without data: a view of a cell, with the shape and strides of a meta tensor."""
 
     record: Cells
     cell: MemoryCell
@@ -35,7 +35,7 @@ class Tracer(torch.Tensor):
     @staticmethod
     def __new__(cls, record: Cells, cell: MemoryCell, meta: torch.Tensor) -> Tracer:
         if torch.is_inference_mode_enabled():
-            # Sources are made outside of it, and torch takes no inference tensors for slices of others.
+            # Sources are made outside of this mode, and torch refuses inference tensors as slices of normal ones.
             with torch.inference_mode(mode=False):
                 return cls(record, cell, meta)
         self: Tracer = torch.Tensor._make_wrapper_subclass(
@@ -44,8 +44,8 @@ class Tracer(torch.Tensor):
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            # It says that it is on the CPU, and isn't: so torch refuses it as an ordinary tensor's `.data`, which it
-            # would leave without memory, and crash on, in threads where no mode is on that could prevent it.
+            # It claims to be on the CPU, but isn't, so that torch refuses it as an ordinary tensor's `.data`. Else that
+            # tensor would lose its memory, and torch would crash on it, in threads where no mode can prevent this.
             device=torch.device("meta"),
             dispatch_device=True,
         )
@@ -58,7 +58,7 @@ class Tracer(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return repr(self)  # torch would ask a tensor without axes for its number
 
-    # Of safetensors' slices, in whose place tracers are given to loaders.
+    # Methods of safetensors' slices, which loaders expect instead of tensors.
     def get_shape(self) -> list[int]:
         """Return the shape, as safetensors' slices do."""
         return list(self.shape)
@@ -74,13 +74,13 @@ class Tracer(torch.Tensor):
 
     @property  # torch's own would leave the cell and the meta tensor as they were
     def data(self) -> Tracer:
-        """The same tensor, apart from gradients; a parameter's can be set."""
+        """The same tensor without gradients; it can be set, as that of a parameter."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, Tracer):
-            self.record.refuse("setting the data, to an ordinary tensor, of what", [self])
+            self.record.refuse("setting .data to an ordinary tensor", [self])
         become(self, value)
 
     def as_subclass(self, cls: Any) -> NoReturn:
@@ -91,16 +91,16 @@ class Tracer(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         tensors = tensors_in(args, kwargs or {})
-        record = next(each.record for each in tensors if isinstance(each, Tracer))
+        record = next(tensor.record for tensor in tensors if isinstance(tensor, Tracer))
         if record.is_done:
             record.refuse(operator_name(func), tensors)
         return record.run(func, args, kwargs or {})
 
 
 class Number(Tracer):
-    """Result of `item` of a traced tensor of one element: it fills tensors, and refuses whatever else needs a number.
+    """Result of `item` of a traced tensor of one element: it can fill tensors, and refuses other uses of a number.
 
-    As a tensor without axes, it would decide dtypes otherwise than Python's numbers do.
+    There, it would decide dtypes as a tensor without axes does, and not as Python's numbers do.
     """
 
 
@@ -111,7 +111,7 @@ def number_of(tracer: Tracer) -> Number:
 
 
 def become(tensor: torch.Tensor, tracer: Tracer) -> None:
-    """Make a tensor, or a parameter with its attributes, a tracer: what setting its data to one means."""
+    """Turn a tensor into a tracer, since its data are set to one; a parameter keeps its attributes."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
     new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
@@ -120,10 +120,10 @@ def become(tensor: torch.Tensor, tracer: Tracer) -> None:
 
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap what two tensors are, as torch's `swap_tensors` does.
+    """Swap the classes, attributes and contents of two tensor objects, as torch's `swap_tensors` does.
 
-    That one refuses tensors that have views, or that somebody holds weakly. Here, views keep the memory that they have,
-    as after setting the data, and whoever holds a tensor has the same object as before.
+    That function refuses tensors with views or weak references. Here, views keep their memory, as after setting the
+    data, and references lead to the same object as before.
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
@@ -137,7 +137,7 @@ def _refuses(word: str, what: str) -> None:
     setattr(Tracer, word, refuse)
 
 
-# What reads a tensor's memory without passing torch's dispatcher.
+# Methods that read a tensor's memory without torch's dispatcher.
 for _word in (
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"),
     *("apply_", "map_", "map2_", "new", "resize_as"),
@@ -149,19 +149,19 @@ _refuses("__reduce_ex__", "pickling")
 def meta_of(value: Any) -> Any:
     """Return an argument with meta tensors instead of tracers."""
     if isinstance(value, (list, tuple)):
-        return [meta_of(each) for each in value]
+        return [meta_of(item) for item in value]
     if isinstance(value, Tracer):
         return value.meta
     return value.to("meta") if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 class Cells(TorchDispatchMode):
-    """Values of one run: what tensors hold, by their storages, and how that is read and written. `Record` fills them.
+    """The elements of one run's tensors, by storage, with reads and writes of them; `RecordingMode` adds operations.
 
     Attributes:
         cells: Cells of ordinary storages, by their addresses.
-        lent: Storages whose memory others have, who see no traced value there: by what they got it, and where.
-        refusals: What was refused.
+        lent: Storages whose memory was passed on, by address, each with the function and the line that did it.
+        refusals: Refusals of the run.
     """
 
     def __init__(self) -> None:
@@ -169,16 +169,16 @@ class Cells(TorchDispatchMode):
         self.cells: dict[int, MemoryCell] = {}
         self.lent: dict[int, tuple[StorageWeakRef, str]] = {}
         self.refusals = RunRefusals()
-        # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
+        # Storages that the code created, and may change; the weak references keep their addresses from reuse.
         self.own_storages: dict[int, StorageWeakRef] = {}
-        self.storages: dict[int, torch.TypedStorage] = {}  # what code was given for storages, by their addresses
-        self.modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}  # and what each held before
-        self.undo: list[Callable[[], object]] = []  # what gives tensors back what they were, from the last one on
+        self.storages: dict[int, torch.TypedStorage] = {}  # proxies that the code got, by address
+        self.modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}  # with their earlier state
+        self.undo: list[Callable[[], object]] = []  # restore tensors, in reverse order
         self.is_done = False
         self.lock = threading.RLock()  # loaders use threads
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation, and return its result: what a record does."""
+        """Record one operation, and return its result; a subclass does."""
         raise NotImplementedError
 
     def source(self, name: str, kind: Kind) -> Tracer:
@@ -188,11 +188,11 @@ class Cells(TorchDispatchMode):
         return Tracer(self, MemoryCell(kind.numel, kind.dtype, whole(name, kind.numel)), meta)
 
     def fresh(self, meta: torch.Tensor) -> Tracer:
-        """Return a new tensor like a meta one, of which nothing is written."""
+        """Return a new tensor like a meta tensor, with no elements written yet."""
         return Tracer(self, MemoryCell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
 
     def find_cell(self, tensor: torch.Tensor) -> MemoryCell | None:
-        """Return a tensor's cell, None for an ordinary one that nothing is recorded of."""
+        """Return a tensor's cell; None for an ordinary tensor without a record."""
         if isinstance(tensor, Tracer):
             return tensor.cell
         if not is_ordinary(tensor):
@@ -201,7 +201,7 @@ class Cells(TorchDispatchMode):
         if cell is not None and cell.dtype.itemsize != tensor.itemsize:
             if len(cell.writes):
                 self._read_as(cell, tensor.dtype)
-            # A buffer of bytes, say, that is cut into tensors: its unit is that of what is written first.
+            # A buffer of bytes may be cut into tensors, for example; its unit is then the dtype of the first write.
             cell.numel, cell.dtype = cell.numel * cell.dtype.itemsize // tensor.itemsize, tensor.dtype
         return cell
 
@@ -210,11 +210,11 @@ class Cells(TorchDispatchMode):
         cell = self.find_cell(tensor)
         if cell is None:
             if not is_ordinary(tensor):
-                self.refuse(f"what is made with a {type(tensor).__name__}", [])
+                self.refuse(f"an operation with a {type(tensor).__name__}", [])
             storage = tensor.untyped_storage()
             count = storage.nbytes() // tensor.itemsize
             cell = MemoryCell(count, tensor.dtype, keep=storage)
-            if storage._cdata not in self.lent:  # those may have other elements at any time
+            if storage._cdata not in self.lent:  # others may change these elements at any time
                 self.cells[storage._cdata] = cell
             if tensor.device.type != "meta" and count:
                 with torch._C._DisableTorchDispatch():
@@ -246,7 +246,7 @@ class Cells(TorchDispatchMode):
         return list(through(moves, self.seen(cell, view)))
 
     def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's elements on the CPU, None if they are a source's, never written or on meta, or too many."""
+        """Return a tensor's elements on the CPU; None if some are sources', unwritten or on meta, or if too many."""
         cell = self.find_cell(tensor)
         if cell is None or not (cell.is_ahead or isinstance(tensor, Tracer)):
             with torch._C._DisableTorchDispatch():
@@ -255,7 +255,7 @@ class Cells(TorchDispatchMode):
         return constant_of(moves, Kind(tuple(tensor.shape), tensor.dtype))
 
     def _read_as(self, cell: MemoryCell, dtype: torch.dtype) -> None:
-        """Give the cell of a constant on meta another unit, in which its bytes are other elements."""
+        """Reinterpret the bytes of a constant on meta as elements of another dtype."""
         value = None if cell.before is not None else constant_of(cell.writes, Kind((cell.numel,), cell.dtype))
         if value is None or cell.numel > MOST_KNOWN:
             self.refuse("a view as a dtype of another size", [])
@@ -265,13 +265,13 @@ class Cells(TorchDispatchMode):
     def exchange(
         self, into: torch.Tensor, holes: Sequence[Move], moves: Sequence[Move], *, keeps: bool = False
     ) -> None:
-        """Record that moves write places of a storage, instead of what was there.
+        """Record that moves replace the elements at places of a storage.
 
         Args:
-            into: a view of the storage.
-            holes: the places, nested.
-            moves: what is written, as the view has it.
-            keeps: whether it is made of what was there.
+            into: View of the storage.
+            holes: Nested reads of the places.
+            moves: Moves into the places, of elements as the view has them.
+            keeps: Whether the new elements are computed from the old ones, which then aren't lost.
         """
         view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
         if cell.keep is not None and cell.keep._cdata in self.lent:
@@ -286,10 +286,10 @@ class Cells(TorchDispatchMode):
             cell.writes.add(move)
         cell.is_ahead = True
 
-    # Whose memory it is.
+    # Ownership of memory.
 
     def held(self, tensor: torch.Tensor) -> MemoryCell | None:
-        """Return the cell of a tensor that holds traced values, which are in no memory; else None."""
+        """Return the cell of a tensor with traced values, which are in no memory; None for other tensors."""
         if isinstance(tensor, Tracer) or not is_ordinary(tensor):
             return tensor.cell if isinstance(tensor, Tracer) else None
         with torch._C.DisableTorchFunction():
@@ -297,26 +297,26 @@ class Cells(TorchDispatchMode):
         return cell if cell is not None and cell.is_ahead else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
+        """Drop the record of a tensor without traced values, so that it is read from memory again."""
         if is_ordinary(tensor) and self.held(tensor) is None:
             with self.lock, torch._C.DisableTorchFunction():
                 self.cells.pop(tensor.untyped_storage()._cdata, None)
 
     def own(self, tensor: torch.Tensor) -> None:
-        """Take a tensor for the code's own, which it may change while it is traced."""
+        """Note that the code created a tensor, which it may therefore change."""
         if is_ordinary(tensor):
             with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
                 self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Return whether the code made or got an ordinary tensor's memory itself, and may change it."""
+        """Return whether the code created or got an ordinary tensor's memory, and so may change it."""
         with self.lock, torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()._cdata
             return storage in self.own_storages or storage in self.lent
 
     def lend(self, tensor: torch.Tensor, name: str) -> None:
-        """Note that others have a tensor's memory from now on, by what they got it."""
+        """Note that a tensor's memory is passed on from now on, and the function that does it."""
         if is_ordinary(tensor) and tensor.device.type != "meta":
             if self.held(tensor) is not None:
                 self.refuse(name, [tensor])
@@ -328,11 +328,11 @@ class Cells(TorchDispatchMode):
     # Refusals.
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return which sources are in tensors, for a message."""
-        return self.names_in([cell for each in tensors if (cell := self.find_cell(each)) is not None])
+        """Return the names of the sources whose elements tensors hold, for a message."""
+        return self.names_in([cell for tensor in tensors if (cell := self.find_cell(tensor)) is not None])
 
     def names_in(self, cells: Sequence[MemoryCell]) -> str:
-        """Return which sources are in cells, for a message."""
+        """Return the names of the sources whose elements cells hold, for a message."""
         moves = (move for cell in cells for move in cell.writes if not isinstance(move.root, Constant))
         roots = dict.fromkeys(repr(str(move.root)) for move in moves)
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
@@ -353,38 +353,38 @@ class Cells(TorchDispatchMode):
 
         Args:
             name: Name of the operation.
-            tensors: Tensors that it was given.
-            why: Reason, if it isn't that elements are needed.
+            tensors: Tensors among its arguments.
+            why: Reason, unless it is that the operation needs elements.
             instead: Advice for this operation.
 
         Raises:
-            TraceError: names it, the sources and the caller's line.
+            TraceError: always; names the operation, the sources and the caller's line.
         """
         names = self.names(tensors)
         if self.is_done:
-            what = f"{name} of a tensor that a trace left, made of {names}: its recording has ended"
-            self.refusals.refuse(name, what, _FIX_ENDED)
-        what = f"{name} needs elements of {names}, which has none while it is traced"
-        what = what if why is None else f"{name} can't be recorded for {names}: {why}"
-        self.refusals.refuse(name, what, instead or _FIX)
+            ended = f"{name} of a tensor left over from a trace, made of {names}: its recording has ended"
+            self.refusals.refuse(name, ended, _FIX_ENDED)
+        message = f"{name} needs elements of {names}, which has none while it is traced"
+        message = message if why is None else f"{name} can't be recorded for {names}: {why}"
+        self.refusals.refuse(name, message, instead or _FIX)
 
     def refuse_meta(self, name: str) -> NoReturn:
-        """Raise the error for an operation that asks for elements of a tensor on meta that nothing was loaded to.
+        """Raise the error for an operation that needs elements of a tensor on meta to which nothing was loaded.
 
         Raises:
-            TraceError: names it and the caller's line.
+            TraceError: always; names the operation and the caller's line.
         """
         fix = "Build the engine on the CPU, where the trace sees what its tensors hold before the load."
         self.refusals.refuse(name, f"{name} needs elements of a tensor on the meta device, which has none", fix)
 
     def refuse_write(self, lent: str, moves: Sequence[Move]) -> NoReturn:
-        """Raise the error for traced values that go to memory that others have.
+        """Raise the error for a write of traced values to memory that was passed on.
 
         Raises:
-            TraceError: names the sources, who has the memory since when, and the caller's line.
+            TraceError: always; names the sources, the function and line that passed the memory on, and the caller's.
         """
         roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"
-        fix = "Write to a new tensor, or take what needs the memory before: a copy, or data_ptr() to compare."
+        fix = "Write to a new tensor; or pass on a copy before, or data_ptr() for comparisons, instead of the memory."
         self.refusals.refuse(
             "a write", f"a write of {roots} to memory that the code gave to {lent}, which can't see it", fix
         )

@@ -28,30 +28,30 @@ FILLED = {
     "full_like": (None, 1),
     "new_full": (None, 2),
 }
-"""Operations that fill a new tensor: with which number, or with the argument at which place."""
+"""Operations that fill a new tensor, as (number, 0), or as (None, position of the argument with the number)."""
 _OF_ELEMENTS = EXACT | {"clone", "_to_copy"}
 
 
 def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Note what tensors on meta hold that an operation made, unless that is random, or made of what isn't known."""
+    """Note the elements of new tensors on meta, unless they are random or depend on unknown elements."""
     name = operator_name(func)
     tensors = tensors_in([result])
-    if name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags or not any(each.is_meta for each in tensors):
+    if name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags or not any(new.is_meta for new in tensors):
         return
-    if any(not is_ordinary(each) or record.find_cell(each) is not None for each in tensors):
+    if any(not is_ordinary(new) or record.find_cell(new) is not None for new in tensors):
         return
     if name in FILLED:
         value, place = FILLED[name]
         copy_into(record, result, number(args[place] if value is None else value, result.dtype))
-    elif not tensors_in(args, kwargs) and sum(each.numel() for each in tensors) > MOST_KNOWN:
+    elif not tensors_in(args, kwargs) and sum(new.numel() for new in tensors) > MOST_KNOWN:
         return
     elif (values := _computed(record, func, args, kwargs)) is not None:
-        for tensor, own in zip(tensors, tensors_in([values]), strict=True):
-            write_constant(record, tensor, own.expand(tensor.shape))
+        for tensor, elements in zip(tensors, tensors_in([values]), strict=True):
+            write_constant(record, tensor, elements.expand(tensor.shape))
 
 
 def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> None:
-    """Record that a view holds a tensor's elements, which the code has by itself."""
+    """Record that a view holds a tensor's elements, as constants."""
     view = into.meta if isinstance(into, Tracer) else into
     if not view.numel():
         return
@@ -66,7 +66,7 @@ def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> No
 def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operation on constants, on their device; None if not all elements are known."""
     value = _computed(record, func, args, kwargs)
-    is_away = not any(isinstance(each, Tracer) or not each.is_meta for each in tensors_in(args, kwargs))
+    is_away = not any(isinstance(tensor, Tracer) or not tensor.is_meta for tensor in tensors_in(args, kwargs))
     if value is None or not is_away or "device" in kwargs:
         return mapped(partial(_given, record), value)
 
@@ -82,7 +82,7 @@ def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _given(record: Cells, value: Any) -> Any:
-    """Return a computed tensor as the code gets it: its own, in memory of its own."""
+    """Return a computed tensor in memory of its own, which the code may change."""
     if isinstance(value, torch.Tensor):
         with torch._C._DisableTorchDispatch():
             value = value.contiguous() if value.numel() > 1 and not any(value.stride()) else value
@@ -91,14 +91,14 @@ def _given(record: Cells, value: Any) -> Any:
 
 
 def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Record what an operation in place makes of constants; of other tensors, that they are never written.
+    """Record an in-place operation on constants; if elements are unknown, its destinations count as never written.
 
     Returns:
         The tensors that it changes.
     """
     targets = written(func, args, kwargs)
     for tensor in targets:
-        others = [each for each in tensors_in(args, kwargs) if each is not tensor]
+        others = [other for other in tensors_in(args, kwargs) if other is not tensor]
         check_apart(record, operator_name(func), tensor, others, may_be_same=False)
     values = _known(record, args, kwargs)
     if values is None or torch.Tag.nondeterministic_seeded in func.tags:
@@ -106,8 +106,8 @@ def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapp
             put(record, tensor, ())
         return targets
     with torch._C._DisableTorchDispatch():
-        own_args = [mapped(_cloned, each) for each in values[0]]
-        own_kwargs = {word: mapped(_cloned, each) for word, each in values[1].items()}
+        own_args = [mapped(_cloned, argument) for argument in values[0]]
+        own_kwargs = {word: mapped(_cloned, argument) for word, argument in values[1].items()}
         func(*own_args, **own_kwargs)
     for tensor, value in zip(targets, written(func, own_args, own_kwargs), strict=True):
         write_constant(record, tensor, value)
@@ -119,18 +119,18 @@ def _cloned(value: Any) -> Any:
 
 
 def _known(record: Cells, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return arguments with tensors' elements on the CPU, and what is made there; None if some aren't known."""
+    """Return arguments with tensors' elements, and new tensors, on the CPU; None if some elements aren't known."""
     is_known = True
 
     def known(value: Any) -> Any:
         nonlocal is_known
         if not isinstance(value, torch.Tensor):
             return value
-        own = record.known_value(value) if is_ordinary(value) or isinstance(value, Tracer) else None
-        is_known = is_known and own is not None
-        return own
+        elements = record.known_value(value) if is_ordinary(value) or isinstance(value, Tracer) else None
+        is_known = is_known and elements is not None
+        return elements
 
-    values = [mapped(known, each) for each in args], {word: mapped(known, each) for word, each in kwargs.items()}
+    values = [mapped(known, value) for value in args], {word: mapped(known, value) for word, value in kwargs.items()}
     if values[1].get("device") == torch.device("meta"):
         values[1]["device"] = torch.device("cpu")
     return values if is_known else None
@@ -139,18 +139,18 @@ def _known(record: Cells, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
 def _computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if (values := _known(record, args, kwargs)) is None:
         return None
-    own, options = values
-    tensors = tensors_in(own, options)
-    is_one = bool(tensors) and not any(any(each.stride()) or not each.numel() for each in tensors)
+    operands, options = values
+    tensors = tensors_in(operands, options)
+    is_one = bool(tensors) and not any(any(tensor.stride()) or not tensor.numel() for tensor in tensors)
     is_one = is_one and operator_name(func) in _OF_ELEMENTS
-    if not is_one and sum(each.numel() for each in tensors) > MOST_KNOWN:
+    if not is_one and sum(tensor.numel() for tensor in tensors) > MOST_KNOWN:
         return None
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         if not is_one:
-            return func(*own, **options)
-        # One number each, of any shape: one element of the result is all of it.
-        shape = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
-        return func(*map(_one_element, own), **options).expand(shape)
+            return func(*operands, **options)
+        # Each tensor repeats one number, so one element of the result stands for all.
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
+        return func(*map(_one_element, operands), **options).expand(shape)
 
 
 def _one_element(value: Any) -> Any:

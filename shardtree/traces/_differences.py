@@ -1,4 +1,4 @@
-"""Differences of two traces: each move of one is read through the other, which tells where its elements are from."""
+"""Differences between two traces: each move of one is read through the other, to find its elements' origins there."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Difference:
     Attributes:
         name: Name of the output.
         elements: Number of elements that differ.
-        here: what the first makes of it.
-        there: what the second does.
+        here: Description of the elements in the first trace.
+        there: Description of the elements in the second trace.
     """
 
     where: ClassVar[str] = ""
@@ -52,7 +52,7 @@ class Difference:
 
 
 def differences(one: Fields, other: Fields) -> dict[str, tuple[Difference, ...]]:
-    """Return by output what differs."""
+    """Return the differences between two traces, by output."""
     by_output: dict[str, tuple[Difference, ...]] = {}
     for name in dict.fromkeys([*one.outputs, *other.outputs]):
         kinds = one.outputs.get(name), other.outputs.get(name)
@@ -67,10 +67,10 @@ def differences(one: Fields, other: Fields) -> dict[str, tuple[Difference, ...]]
 def _differing(one: Fields, other: Fields, name: str) -> Iterator[Difference]:
     mine, theirs, shape = one.moves[name], other.moves[name], one.outputs[name].shape
     for move, count in _not_in(theirs, mine):
-        texts = [move_text(each, shape, other.root_shape(each)) for each in theirs.find([in_place(move)])[0]]
+        texts = [move_text(part, shape, other.root_shape(part)) for part in theirs.find([in_place(move)])[0]]
         there = "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
         yield Difference(name, count, move_text(move, shape, one.root_shape(move)), there or "unwritten")
-    # Places that only the other one writes: where both write as many, the loop above has said all.
+    # Places that only the other trace writes: if both write equally many, the loop above has found all.
     for move in theirs if mine.numel != theirs.numel else ():
         if left := mine.find([in_place(move)])[1]:
             there = move_text(move, shape, other.root_shape(move))
@@ -78,8 +78,8 @@ def _differing(one: Fields, other: Fields, name: str) -> Iterator[Difference]:
 
 
 def _not_in(theirs: Moves, mine: Moves) -> Iterator[tuple[Move, int]]:
-    """Yield which of my moves make other elements than theirs do at the same places, and how many."""
-    for move in mine if mine != theirs else ():  # most are written alike, which is quickly seen
+    """Yield the moves of `mine` with other elements than `theirs` at the same places, and the number of these."""
+    for move in mine if mine != theirs else ():  # most are equal, which is quick to compare
         pieces, left = theirs.find([turned(move)])
         count = sum([piece.numel for piece in pieces if not _same(piece, move)]) + sum([part.numel for part in left])
         if count:
@@ -92,7 +92,7 @@ def same(one: Moves, other: Moves) -> bool:
 
 
 def _same(piece: Move, move: Move) -> bool:
-    """Return whether a piece, which leads from another trace's root to a move's root, is of the same elements."""
+    """Return whether a piece, which leads from another trace's root to a move's root, connects equal elements."""
     mine, theirs = move.root, piece.root
     if isinstance(mine, str) or isinstance(theirs, str):
         # Read through the other trace, an element of a source must come out at its own place.

@@ -1,4 +1,4 @@
-"""Evaluating moves: sources' elements are copied to where they go."""
+"""Evaluation of moves: sources' elements are copied to their destinations."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def filled(
     sources: Mapping[str, torch.Tensor],
     unwritten: Callable[[int], float],
 ) -> torch.Tensor:
-    """Return a new dense tensor once the moves' elements are in it.
+    """Copy the moves' elements into a new dense tensor, and return it.
 
     Args:
-        into: the tensor.
-        moves: Moves to its flat places.
-        sources: dense, by name.
-        unwritten: is told how many places no move writes, if any, and returns what fills them, or raises.
+        into: Destination.
+        moves: Moves into its flat places.
+        sources: Dense sources by name.
+        unwritten: Function that takes the number of places that no move writes, if there are any, and returns the
+            number that fills them, or raises.
     """
     if missing := into.numel() - sum([move.numel for move in moves]):
         fill = unwritten(missing)
         is_zero = not fill and copysign(1.0, fill) > 0
         _ = as_integers(into).zero_() if is_zero else into.fill_(fill)  # torch can't fill some dtypes, even with zeros
     for move in moves:
-        # What only moves does so as integers: torch can't copy all dtypes that can be stored.
+        # Elements that are only copied are copied as integers: torch can't copy all dtypes that can be stored.
         whole = into if move.via or isinstance(move.root, Computed) else as_integers(into)
         place = strided(whole, move.size, [step for _, step, _ in move.loops], move.to)
         place.copy_(_value(move, sources, unwritten, into.device))
@@ -62,7 +63,7 @@ def _value(
 
 
 def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
-    """Return elements after what they go through, which is done once for an expanded one."""
+    """Return elements after their steps, each computed once even if an expanded view repeats it."""
     small = value
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         small = small.narrow(dim, 0, 1) if via and size > 1 and not stride else small
@@ -72,7 +73,7 @@ def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], tor
 
 
 def operand_moves(operand: Operand, move: Move) -> list[Move]:
-    """Return the part of an operand that a move of computed elements needs, as moves to a dense tensor of its size."""
+    """Return the moves of an operand that a move of computed elements needs, into a dense tensor of the move's size."""
     if operand.alone:
         return list(operand.moves)
     size, steps = move.size, [step for _, _, step in move.loops]
@@ -81,7 +82,7 @@ def operand_moves(operand: Operand, move: Move) -> list[Move]:
 
 
 def leaves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield moves from sources alone: those of what is computed are its operands'."""
+    """Yield the moves from sources, including those into operands of computed roots."""
     for move in moves:
         if isinstance(move.root, str):
             yield move
@@ -91,5 +92,5 @@ def leaves(moves: Iterable[Move]) -> Iterator[Move]:
 
 
 def dense_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor as a dense row-major one on a device, without a copy where it is one."""
+    """Return a tensor as a dense row-major one on a device; it is copied only if it isn't one."""
     return as_integers(tensor).to(device).contiguous().view(tensor.dtype)

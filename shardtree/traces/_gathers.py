@@ -18,20 +18,20 @@ from ._writes import copy_into, put
 
 Array = np.ndarray[Any, Any]
 Rule = Callable[..., torch.Tensor]
-"""The record of an operation: called with the run, the operator and its arguments."""
+"""Function that records an operation, called with the record, the operator and its arguments."""
 
 MOST_NUMBERS = 1 << 26
-"""The largest tensor whose elements are numbered, for what isn't a gather along one axis."""
+"""Upper bound of a tensor's elements for operations other than gathers along one axis, which number them all."""
 _INDICES = {"index", "indices", "mask", "repeats"}
-"""The arguments of torch's operations that are indices."""
+"""Names of the arguments of torch's operations that are indices."""
 _INSTEAD = {
-    **dict.fromkeys(("masked_fill", "masked_fill_"), "Write torch.where(mask, value, tensor) in its place."),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), "Write torch.where(mask, value, tensor) instead."),
     **dict.fromkeys(
         ("scatter", "scatter_", "gather", "index_copy_", "index_select", "index_put_", "index"),
-        "Write it with an index that isn't read from a checkpoint: of torch.arange, or a list of numbers.",
+        "Use an index that isn't read from the checkpoint, such as torch.arange or a list of numbers.",
     ),
 }
-"""What to write instead of operations whose index is made of sources."""
+"""Advice for operations whose index is made of sources."""
 
 
 # Indices must be known.
@@ -43,7 +43,7 @@ def known(
     """Return an operation's arguments with all indices as ordinary tensors on the CPU.
 
     Raises:
-        TraceError: an index is made of sources, or its elements are nowhere.
+        TraceError: an index is made of sources, or its elements are unknown.
     """
     places = zip(func._schema.arguments, args, strict=False)
     take = partial(_known, record, func)
@@ -56,14 +56,14 @@ def _known(record: Cells, func: Any, index: Any) -> Any:
         return index
     if (value := record.known_value(index)) is not None:
         return value
-    cell = record.find_cell(index)  # the index itself is a tracer by now if something was written to it on meta
+    cell = record.find_cell(index)  # an index on meta that was written to is a tracer by now
     is_from_meta = cell is not None and cell.keep is not None and cell.keep.device.type == "meta"
     if record.is_blank(index) or (is_from_meta and not record.has_sources(index)):
         record.refuse_meta("an index")
     return record.refuse("an index", [index], instead=_INSTEAD.get(operator_name(func)))
 
 
-# Along one axis: no element is looked at.
+# Gathers along one axis, which don't number the elements.
 
 
 def runs(index: Array) -> list[tuple[int, int, int]]:
@@ -73,7 +73,7 @@ def runs(index: Array) -> list[tuple[int, int, int]]:
 
 
 def _regular(index: Array) -> list[tuple[int, int]] | None:
-    """Return the loops (count, step), outermost first, that an index is, None if it is none: so it is one move."""
+    """Return a regular index as loops (count, step), outermost first, which make one move; None for other indices."""
     loops: list[tuple[int, int]] = []
     while len(index) > 1:
         step = int(index[1] - index[0])
@@ -104,13 +104,13 @@ def _positions(index: torch.Tensor, length: int) -> Array:
 
 
 def only_axis(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int | None:
-    """Return the axis that is indexed, None if several are, or one in a way that only torch checks."""
+    """Return the only indexed axis; None if there are several, or if only torch can check the index."""
     [(dim, index), *others] = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if _is_mask(index):
-        is_one = index.shape == tensor.shape[dim : dim + 1]
+        is_plain = index.shape == tensor.shape[dim : dim + 1]
     else:
-        is_one = index.dtype in (torch.int32, torch.int64)
-    return dim if is_one and not others else None
+        is_plain = index.dtype in (torch.int32, torch.int64)
+    return dim if is_plain and not others else None
 
 
 def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Tracer:
@@ -118,19 +118,23 @@ def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Trace
     view: torch.Tensor = tensor.meta if isinstance(tensor, Tracer) else tensor
     shape = (*view.shape[:dim], len(index), *view.shape[dim + 1 :])
     new = record.fresh(torch.empty(shape, dtype=view.dtype, device="meta"))
-    own, strides, start = new.meta.stride(), view.stride(), int(view.storage_offset())
+    outer, strides, start = new.meta.stride(), view.stride(), int(view.storage_offset())
     loops = _regular(index) if len(index) else []
     if loops is None:
         reads = [
             read_of(
-                start + first * strides[dim], (*shape[:dim], count, *shape[dim + 1 :]), own, strides, place * own[dim]
+                start + first * strides[dim],
+                (*shape[:dim], count, *shape[dim + 1 :]),
+                outer,
+                strides,
+                place * outer[dim],
             )
             for place, first, count in runs(index)
         ]
     else:
         counts = [count for count, _ in loops]
         sizes = (*shape[:dim], *counts, *shape[dim + 1 :])
-        into = (*own[:dim], *(each * own[dim] for each in dense(tuple(counts)).stride), *own[dim + 1 :])
+        into = (*outer[:dim], *(step * outer[dim] for step in dense(tuple(counts)).stride), *outer[dim + 1 :])
         steps = (*strides[:dim], *(step * strides[dim] for _, step in loops), *strides[dim + 1 :])
         reads = [read_of(start + int(index[0]) * strides[dim], sizes, into, steps)] if len(index) else []
     cell = record.cell(tensor)
@@ -143,14 +147,14 @@ def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Trace
 def positions_along(
     tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], dim: int
 ) -> tuple[Array, tuple[int, ...]]:
-    """Return the positions along an axis that is indexed, and the axes that they are put in its place as."""
+    """Return the positions along an indexed axis, and the sizes of the axes that replace it in the result."""
     index: Any = indices[dim]
     positions = _positions(index, tensor.shape[dim])
     return positions, (len(positions),) if _is_mask(index) else tuple(index.shape)
 
 
 def _index_select(record: Cells, func: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    # torch takes no masks here, and no numbers that count from the end: it says so itself.
+    # torch refuses masks and negative positions here, with its own error.
     size = tensor.shape[dim] if tensor.ndim else 0
     if index.ndim > 1 or _is_mask(index) or bool(((index < 0) | (index >= size)).any()):
         return _by_number(record, func, tensor, dim, index)
@@ -165,21 +169,23 @@ def _index(record: Cells, func: Any, tensor: torch.Tensor, indices: Sequence[tor
     return gather(record, tensor, dim, positions).reshape((*tensor.shape[:dim], *inner, *tensor.shape[dim + 1 :]))
 
 
-# By the elements' numbers: what an operation does to them, it does to any elements.
+# Gathers by number: an operation moves the elements' numbers as it moves the elements.
 
 
 def check_numbers(record: Cells, func: Any, tensor: torch.Tensor) -> None:
+    """Raise if a tensor has too many elements to number them."""
     if tensor.numel() > MOST_NUMBERS:
-        record.refuse(operator_name(func), [tensor])
+        why = f"operations that number elements are recorded for at most {MOST_NUMBERS} of them"
+        record.refuse(operator_name(func), [tensor], why=why)
 
 
 def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Record an operation that moves elements, by doing it to the elements' numbers."""
-    if others := [each for each in tensors_in(args, kwargs) if isinstance(each, Tracer)]:
+    """Record an operation that moves elements, by applying it to the elements' numbers."""
+    if others := [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, Tracer)]:
         record.refuse(operator_name(func), others)
     check_numbers(record, func, tensor)
     with torch._C._DisableTorchDispatch():
-        # From 1: what an operation fills with zeros has no number. In a dtype that all operations take.
+        # Numbers begin at 1, since operations fill with zeros; float64 is a dtype that all of them accept.
         numbers = torch.arange(1, tensor.numel() + 1, device="cpu", dtype=torch.float64).reshape(tensor.shape)
         result = func(numbers, *args, **kwargs)
         index = result.reshape(-1).numpy().astype(np.int64) - 1
@@ -213,4 +219,4 @@ RULES: dict[str, Rule] = {
     "index": _gathering(_index),
     "index_select": _gathering(_index_select),
 }
-"""From an operator's name to how it is recorded."""
+"""Functions that record operations, by operator's name."""

@@ -1,4 +1,4 @@
-"""Models after a trace: modules, parameters and buffers are again what they were before, whatever the code has made."""
+"""Restoring models after a trace: modules, parameters and buffers get back their state from before."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _TABLES = ("_parameters", "_buffers")
 
 
 def modules_of(value: Any, depth: int = 4, seen: set[int] | None = None) -> Iterator[torch.nn.Module]:
-    """Yield the modules that a function or an object can reach by itself, over few steps, and those inside them."""
+    """Yield the modules that a function or an object reaches in a few steps, and their submodules."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.nn.Module):
         yield from value.modules()
     elif depth and _has_fields(value) and id(value) not in seen:
         seen.add(id(value))
-        for each in _reached(value):
-            yield from modules_of(each, depth - 1, seen)
+        for item in _reached(value):
+            yield from modules_of(item, depth - 1, seen)
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """Yield what a container holds, what is in a function's closure or its globals' modules, an object's fields."""
+    """Yield a container's items, an object's fields, or a function's closure, defaults and global modules."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list | tuple):
@@ -42,8 +42,8 @@ def _reached(value: Any) -> Iterator[Any]:
             with suppress(ValueError):  # a variable that has no value yet
                 yield cell.cell_contents
         yield value.__defaults__
-        held = (value.__globals__.get(name) for name in value.__code__.co_names)
-        yield from (each for each in held if isinstance(each, torch.nn.Module))
+        variables = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from (variable for variable in variables if isinstance(variable, torch.nn.Module))
     elif not isinstance(value, type | ModuleType | torch.Tensor):
         yield from object.__getattribute__(value, "__dict__").values()
 
@@ -53,7 +53,7 @@ def _has_fields(value: Any) -> bool:
 
 
 def note_module(record: Cells, module: torch.nn.Module) -> None:
-    """Note what a module holds, before the code changes it for the first time."""
+    """Note a module's state, before the code changes it for the first time."""
     if id(module) not in record.modules:
         record.modules[id(module)] = module, _held(vars(module))
         for table in _TABLES:
@@ -65,8 +65,8 @@ def note_module(record: Cells, module: torch.nn.Module) -> None:
 
 
 def note_data(record: Cells, tensor: torch.Tensor) -> None:
-    """Note the data of a tensor, before the code gives it other ones, or makes it another view in place."""
-    with torch._C.DisableTorchFunction():  # a parameter without a shape yet has none of its own
+    """Note a tensor's data, before the code replaces them, or makes the tensor another view in place."""
+    with torch._C.DisableTorchFunction():  # an uninitialised parameter would refuse `detach`
         record.undo.append(partial(_set_data, tensor, tensor.detach()))
 
 
@@ -75,21 +75,21 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def put_back(record: Cells) -> None:
-    """Give modules, parameters and buffers what they held before a recording that ends."""
+    """Restore modules, parameters and buffers at the end of a recording."""
     with torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
         for module, before in record.modules.values():
             stack.callback(_restore, module, before)
         for undo in record.undo:
-            stack.callback(undo)  # called from the last one on, also after one that failed
+            stack.callback(undo)  # called in reverse order, also after one that failed
 
 
-# What an object's attributes are, and what the containers among them hold: hooks, parameters and submodules are there.
+# Attributes of an object, and copies of the containers among them, which hold hooks, parameters and submodules.
 
 Held = dict[str, tuple[Any, Any]]
 
 
 def _held(attributes: Mapping[str, Any]) -> Held:
-    """Return the attributes by name, each with a copy of it if it is a container."""
+    """Return the attributes by name, each with a copy if it is a container, or else None."""
     return {name: (value, _copied(value)) for name, value in attributes.items()}
 
 
@@ -100,9 +100,9 @@ def _copied(value: Any) -> Any:
 
 
 def _restore(module: torch.nn.Module, before: Held) -> None:
-    own = vars(module)
-    if "_parameters" not in before:  # it is the code's own: there was nothing before
-        for table in (own, *(own[name] for name in _TABLES if name in own)):
+    present = vars(module)
+    if "_parameters" not in before:  # the code created the module: it had no state before
+        for table in (present, *(present[name] for name in _TABLES if name in present)):
             for name in [name for name, value in table.items() if isinstance(value, Tracer)]:
                 del table[name]
         return
@@ -112,11 +112,11 @@ def _restore(module: torch.nn.Module, before: Held) -> None:
         elif copy is not None and [*map(id, value)] != [*map(id, copy)]:
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(copy)
-    _refill(own, {name: value for name, (value, _) in before.items()})
+    _refill(present, {name: value for name, (value, _) in before.items()})
 
 
 def _refill(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
-    """Make a dict what it was; it is never without what stays, which other threads may read meanwhile."""
+    """Restore a dict's items. If their order stays, so do unchanged items, which other threads may read meanwhile."""
     for key in [key for key in table if key not in before]:
         del table[key]
     changed = {key: value for key, value in before.items() if key not in table or table[key] is not value}
@@ -128,7 +128,7 @@ def _refill(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
 
 
 def _reset(tensor: torch.Tensor, kind: type, data: torch.Tensor, before: Held, *, requires_grad: bool) -> None:
-    """Give a parameter or buffer the class, attributes and flag that it had; and its data, if the code swapped it."""
+    """Restore the class, attributes and flag of a parameter or buffer, and its data if the code replaced them."""
     if isinstance(tensor, Tracer):
         swap(tensor, data)
     if type(tensor) is not kind:

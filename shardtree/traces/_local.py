@@ -1,4 +1,4 @@
-"""A trace whose sources are the boxes that it reads: what files, lazy tensors and other ranks give it."""
+"""Local traces, whose sources are the boxes that they read from files, lazy tensors or other ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Local:
     """A trace of one output from boxes of sources.
 
     Attributes:
-        boxes: Source and box of each part.
-        trace: Trace from the boxes, by their numbers as text.
+        boxes: Source's name and box of each part.
+        trace: Trace from the boxes, whose names are their indices as text.
         views: The output's view of each box, or None if the box must be copied.
     """
 
@@ -33,11 +33,11 @@ class Local:
     views: tuple[View | None, ...]
 
     def output(self, parts: Sequence[Any], fill: float | None = None) -> Any:
-        """Return the output, given the boxes' elements: lazy if they are.
+        """Return the output for given elements of the boxes; lazy if any of these are lazy.
 
         Args:
-            parts: tensors or lazy tensors, in the order of the boxes.
-            fill: what elements get that are never written.
+            parts: Tensors or lazy tensors, in the order of the boxes.
+            fill: Value of elements that are never written.
         """
         [name] = self.trace.outputs
         tensors = {str(number): part for number, part in enumerate(parts)}
@@ -62,16 +62,16 @@ def localized(
         name: Name of the output.
         offset: Offset of the box.
         shape: Shape of the box.
-        most: into how many boxes about a move is cut, so that they hold nothing else.
+        most: Approximate upper bound of the boxes of a move; beyond it, boxes hold other elements, too.
         keep_views: Argument of `reads_of`, for traces that are one to one.
     """
     part = trace.narrow({name: (offset, shape)})
     reads = reads_of(part.sources, part.moves[name], most, keep_views=keep_views)
-    boxes = tuple((root, box) for root, some in reads.boxes.items() for box in some)
+    boxes = tuple((root, box) for root, parts in reads.boxes.items() for box in parts)
     numbers = {place: number for number, place in enumerate(boxes)}
     sources = {str(number): Kind(box.shape, trace.sources[root].dtype) for number, (root, box) in enumerate(boxes)}
     moves = Moves(_from_boxes(part.moves[name], part, reads, numbers, most))
-    views = tuple(view for some in reads.views.values() for view in some)
+    views = tuple(view for views_of_source in reads.views.values() for view in views_of_source)
     return Local(boxes, Trace(sources, part.outputs, {name: moves}), views)
 
 
@@ -86,10 +86,10 @@ def _from_boxes(
                 yield into_box(piece, part.sources[move.root].shape, outer, str(numbers[move.root, outer]))
         elif isinstance(move.root, Computed):
             operands = tuple(
-                replace(each, moves=Moves(_from_boxes(operand_moves(each, move), part, reads, numbers, most)))
-                if isinstance(each, Operand)
-                else each
-                for each in move.root.operands
+                replace(operand, moves=Moves(_from_boxes(operand_moves(operand, move), part, reads, numbers, most)))
+                if isinstance(operand, Operand)
+                else operand
+                for operand in move.root.operands
             )
             size = move.size
             loops = tuple((n, to, step) for (n, to, _), step in zip(move.loops, dense(size).stride, strict=True))
@@ -104,7 +104,7 @@ def _lazy_output(trace: Trace, name: str, lazies: Mapping[str, LazyTensor], fill
     Args:
         trace: Trace that has the output.
         name: Name of the output.
-        lazies: Sources that it is made of, by name.
+        lazies: Lazy sources of the output, by name.
         fill: Value of elements that are never written.
     """
 
@@ -115,14 +115,14 @@ def _lazy_output(trace: Trace, name: str, lazies: Mapping[str, LazyTensor], fill
 
     def identify() -> tuple[Any, ...]:
         names = sorted(lazies)
-        return "trace", _description(trace.moves[name]), fill, names, *(lazies[each] for each in names)
+        return "trace", _description(trace.moves[name]), fill, names, *(lazies[source] for source in names)
 
     kind = trace.outputs[name]
     return of_source(Boxwise(name, kind.shape, kind.dtype, recipe, identify))
 
 
 def _description(value: Any) -> Any:
-    """Return moves, and what they go through, as lists of numbers and text that no other moves have."""
+    """Return moves and their steps as lists of numbers and text that identify them."""
     if isinstance(value, Moves | tuple | list):
         return [_description(each) for each in value]
     if isinstance(value, Constant):
@@ -133,25 +133,25 @@ def _description(value: Any) -> Any:
 
 
 def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, Any]:
-    """Return a flat tree of a trace's outputs, lazily made of the whole tensors of another; objects are passed on.
+    """Return a flat tree of a trace's lazy outputs, computed from the whole tensors of a tree; objects are passed on.
 
     Args:
-        trace: Trace from tensors of the tree, by key.
-        tree: whole shards with lazy data, by key, and objects by unique key.
-        doing: what is being done, for messages.
+        trace: Trace whose sources are tensors of the tree, by key.
+        tree: Whole shards with lazy data, by key, and objects, by unique key.
+        doing: Name of the operation, for messages.
 
     Raises:
-        KeyMismatch: a source isn't there.
-        ShapeError: it has another shape or dtype than was traced.
+        KeyMismatch: a source is missing.
+        ShapeError: a source has another shape or dtype than was traced.
         TraceError: elements of an output are never written.
     """
     sources_of = {name: check_written(trace, name, doing) for name in trace.outputs}
-    sources = dict.fromkeys(name for some in sources_of.values() for name in some)
+    sources = dict.fromkeys(name for names in sources_of.values() for name in names)
     check_kinds(doing, {name: trace.sources[name] for name in sources}, tree)
     outputs = {
         name: replace(
             whole_shard(name, kind),
-            data=_lazy_output(trace, name, {each: tree[each].data for each in sources_of[name]}),
+            data=_lazy_output(trace, name, {source: tree[source].data for source in sources_of[name]}),
         )
         for name, kind in trace.outputs.items()
     }
@@ -165,13 +165,13 @@ def whole_shard(key: str, kind: Kind) -> ShardedTensor:
 
 
 def check_written(trace: Trace, name: str, doing: str) -> tuple[str, ...]:
-    """Return the sources that an output is made of, after checking that all of it is written.
+    """Return the names of the sources of an output, after checking that all of its elements are written.
 
     Raises:
-        TraceError: it isn't.
+        TraceError: elements are never written.
     """
     moves = trace.moves[name]
     if missing := trace.outputs[name].numel - moves.numel:
-        fix = "Let the code that is traced write all of it: trace.check() says which elements it leaves out."
+        fix = "Let the traced code write the whole output: trace.check() names the elements that it leaves out."
         raise TraceError(error_text(f"{doing}: {missing} elements of {name!r} are never written", fix=fix))
     return tuple(dict.fromkeys(move.root for move in leaves(moves)))

@@ -1,7 +1,7 @@
-"""Functions that read a tensor's memory, or give it away, without passing torch's dispatcher.
+"""Functions that read a tensor's memory, or pass it on, without torch's dispatcher.
 
-Traced values are in no memory. So a tensor that holds some refuses these, as a tracer does; and memory that others have
-got while code runs takes no traced values any more, since nobody could see what they read.
+Traced values are in no memory. So a tensor that holds some refuses these functions, as a tracer does. Memory that was
+passed on while code runs takes no traced values any more, since reads of it can't be seen.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class Watch(TorchFunctionMode):
         return rule(self.record, func, args, kwargs or {})
 
     def show(self, name: str, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-        """Return the result of a function that torch shows to no mode, given its name in `SHOWN`."""
+        """Return the result of a function that torch passes to no mode, by its name in `SHOWN`."""
         return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
 
 
 def _check(record: Cells, func: Callable[..., Any], values: Sequence[Any]) -> None:
-    """Raise if a tensor among values holds traced ones, which func would look for in its memory."""
-    if holders := [each for each in tensors_in(values) if record.held(each) is not None]:
+    """Raise if a tensor among arguments holds traced values, which the function would read from its memory."""
+    if holders := [tensor for tensor in tensors_in(values) if record.held(tensor) is not None]:
         record.refuse(_name(func), holders)
 
 
 def _name(func: Any) -> str:
-    own = getattr(getattr(func, "__self__", None), "fget", func)  # a property's
-    name = str(own.__name__).lstrip("_")
+    named = getattr(getattr(func, "__self__", None), "fget", func)  # of a property, its getter
+    name = str(named.__name__).lstrip("_")
     return _ITEM if func in _NUMBERS else name.removesuffix("__")
 
 
-# Rules: each calls the function, or does what it would.
+# Rules: each of these calls the function, or does what it would do.
 
 
 def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Make a parameter whose data are set to a tracer one itself; torch would leave it without memory."""
+    """Set a tensor's data. With a tracer as data it becomes a tracer itself: torch would leave it without memory."""
     if isinstance(args[1], Tracer):
         return become(args[0], args[1])
     if is_ordinary(args[0]):
@@ -68,7 +68,7 @@ def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Optio
 
 
 def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return the number that a tensor has, if the code has it by itself; `item` of a traced one is that one itself."""
+    """Return a tensor's number if it is a constant; `item` of a traced element returns a `Number`."""
     tensor = args[0]
     if record.held(tensor) is None and not (tensor.is_meta and is_ordinary(tensor)):
         return func(*args, **kwargs)
@@ -84,8 +84,8 @@ def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Op
 
 
 def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Make a tensor of data: another tensor reaches the dispatcher, and those in lists don't."""
-    _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple, Number))])
+    """Make a tensor from data. Tensors in lists are checked here, since they don't reach the dispatcher."""
+    _check(record, func, [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple, Number))])
     result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor) and result.is_meta and is_ordinary(result):
         data = (
@@ -93,7 +93,7 @@ def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opt
             if len(args) > (func is _T.new_tensor)
             else kwargs.get("data", kwargs.get("obj"))
         )
-        if not isinstance(data, torch.Tensor):  # which is no list, and passes the dispatcher
+        if not isinstance(data, torch.Tensor):  # a tensor reaches the dispatcher
             with torch._C._DisableTorchDispatch():
                 value = torch.tensor(data, dtype=result.dtype, device="cpu")
             record.own(result)
@@ -102,17 +102,17 @@ def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opt
 
 
 def _read_index(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Index by lists, which torch makes tensors of: on the meta device, without showing what is in them."""
+    """Index by lists, which torch converts to tensors; on the meta device, their elements would be lost."""
     tensor, index, *value = args
     if isinstance(index, (list, tuple)):
-        _check(record, func, [each for each in index if isinstance(each, (list, tuple))])
+        _check(record, func, [item for item in index if isinstance(item, (list, tuple))])
     if tensor.is_meta and not isinstance(tensor, Tracer):
         index = tuple(map(_index_on_cpu, index)) if isinstance(index, tuple) else _index_on_cpu(index)
     return func(tensor, index, *value, **kwargs)
 
 
 def _index_on_cpu(index: Any) -> Any:
-    """Return an index as a tensor on the CPU if it is a list of numbers, or an array; as it is otherwise."""
+    """Return a list of numbers or an array as a tensor on the CPU; another index unchanged."""
     if not isinstance(index, (list, np.ndarray)) or not len(index) or not _is_of_numbers(index):
         return index
     with torch._C._DisableTorchDispatch():
@@ -126,16 +126,16 @@ def _is_of_numbers(index: Any) -> bool:
 
 
 def _read_sizes(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Cut a tensor where another one's elements say."""
+    """Split a tensor at positions that another tensor's elements give."""
     _check(record, func, [*args[1:], *kwargs.values()])
     return func(*args, **kwargs)
 
 
 def _change(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Let a function of Python's compute elements in memory, of which nothing that is known holds any longer."""
+    """Let a Python function compute elements in memory, after which the record of them no longer holds."""
     _check(record, func, args)
     if is_ordinary(args[0]) and not record.is_own(args[0]):
-        record.refuse(_name(func), [args[0]], why="it would change a tensor that isn't the code's own")
+        record.refuse(_name(func), [args[0]], why="it would change a tensor that existed before")
     record.forget(args[0])
     return func(*args, **kwargs)
 
@@ -147,14 +147,14 @@ def _give(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) 
     _check(record, func, [tensor])
     if not is_ordinary(tensor):
         return func(*args, **kwargs)
-    with torch._C._DisableTorchDispatch():  # some copy the memory, by operations that aren't the code's
+    with torch._C._DisableTorchDispatch():  # some functions copy the memory by operations, which aren't the code's
         result = func(*args, **kwargs)
     record.lend(tensor, _name(func))
     return result
 
 
 def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return where a tensor's memory is, which needs no elements; a tracer's would be the CPU's."""
+    """Return a fact about the place of a tensor's memory, which needs no elements; a tracer claims the CPU."""
     if isinstance(args[0], Tracer):
         return (1, 0) if func is _T.__dlpack_device__ else False  # DLPack's number of the CPU
     with torch._C._DisableTorchDispatch():
@@ -162,14 +162,14 @@ def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options)
 
 
 def _interface(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Give a tensor's memory to others on a GPU; on the CPU, tensors haven't got this."""
+    """Pass on a tensor's memory on a GPU; tensors on the CPU don't have this attribute."""
     if args[0].device.type == "cpu":
         raise AttributeError("__cuda_array_interface__")
     return _give(record, func, args, kwargs)
 
 
 def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a storage that answers which one it is, and is given only when asked for more."""
+    """Return a proxy of a storage, which lends the memory once it is asked for more than its identity."""
     tensor = args[0]
     is_untyped = func is _T.untyped_storage
     if not is_ordinary(tensor) or tensor.device.type == "meta" or (is_untyped and is_asked_by_torch()):
@@ -182,7 +182,7 @@ def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Option
 
 
 def _take(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Make a tensor of memory that others have, too."""
+    """Make a tensor from memory that others have, too."""
     result = func(*args, **kwargs)
     record.own(result)
     record.lend(result, _name(func))
@@ -190,7 +190,7 @@ def _take(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) 
 
 
 def _describe(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return text about a tensor; that of traced values has none of them, and asks for none."""
+    """Return a tensor's text; with traced values, a text without elements."""
     cell = record.held(args[0])
     return func(*args, **kwargs) if cell is None else f"Tracer({record.names_in([cell])}, {kind_of(args[0])})"
 
@@ -202,7 +202,7 @@ def _copy_deeply(record: Cells, func: Callable[..., Any], args: Args, kwargs: Op
         return copy
     if not is_ordinary(tensor):
         return func(*args, **kwargs)
-    with torch._C._DisableTorchDispatch():  # it copies the storage's bytes, which would be recorded as such
+    with torch._C._DisableTorchDispatch():  # it copies the storage's bytes, which must not be recorded as bytes
         copy = func(*args, **kwargs)
     record.own(copy)
     return copy
@@ -232,4 +232,4 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_T.is_pinned, _T.is_shared, _T.__dlpack_device__), _place),
 }
 SHOWN: dict[str, Rule] = {"from_dlpack": _take, "frombuffer": _take, "to_dlpack": _give}
-"""Functions of torch's that it shows to no mode."""
+"""Rules of functions that torch passes to no mode, by name."""

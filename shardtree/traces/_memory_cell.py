@@ -1,4 +1,4 @@
-"""The elements of one storage while code runs: moves from sources, constants, and those that later writes lost."""
+"""The elements of one storage while code runs: moves from sources and constants, and those that were overwritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._moves import Move, Moves, Written, in_place, turned
 from ._steps import Computed, Constant, Kind, bits
 
 MOST_KNOWN = 1 << 26
-"""The most elements of a constant that operations are done to, unless all are the same."""
+"""Upper bound of the elements of constants that operations are computed on, unless all elements are equal."""
 
 
 class MemoryCell:
@@ -24,14 +24,14 @@ class MemoryCell:
     Attributes:
         numel: Number of elements of the storage.
         dtype: Unit of the storage: the dtype of the tensor by which it was first met.
-        writes: what was written to it.
-        overwritten: what of sources was there, and then something else over it that isn't made of it.
-        used: reads of what is there, since it was written.
-        keep: the storage of an ordinary tensor.
-        before: what an ordinary tensor held when it was met.
-        is_ahead: whether an ordinary tensor's memory isn't what `writes` says, so that it mustn't be read.
-        versions: ordinary tensors by which it was met or written to, with torch's count of changes then, and how many
-            more the record made.
+        writes: Moves of the present elements.
+        overwritten: Moves of sources' elements that were replaced by elements not made of them.
+        used: Reads of the present elements.
+        keep: Storage of an ordinary tensor; None for other cells.
+        before: Elements of an ordinary tensor when the run first met it.
+        is_ahead: Whether the writes are newer than an ordinary tensor's memory, which then mustn't be read.
+        versions: Ordinary tensors that were met or written, each with torch's version counter then, and the number of
+            changes that the record made after it.
     """
 
     __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "used", "versions", "writes")
@@ -45,22 +45,22 @@ class MemoryCell:
         self.versions: list[tuple[torch.Tensor, int, int]] = []
 
     def note_overwritten(self, old: Iterable[Move], holes: Sequence[Move], moves: Iterable[Move]) -> None:
-        """Note what is lost when moves are written to holes in the place of old ones."""
+        """Note the old moves that are lost when new ones are written to holes."""
         lost = [move for move in old if not isinstance(move.root, Constant)]
         self.overwritten += _without_kept(lost, self.used, moves) if lost and self.used else lost
         if self.used:
             self.used = Moves(holes).find(self.used)[1]
 
     def note(self, tensor: torch.Tensor, changes: int = 0) -> None:
-        """Note what torch counts of a tensor's changes, and how many more the record makes."""
-        if self.keep is not None and not tensor.is_inference():  # those have no count
+        """Note a tensor's version counter, and the number of changes that the record makes after it."""
+        if self.keep is not None and not tensor.is_inference():  # those have no counter
             self.versions.append((tensor, tensor._version, changes))
 
     def was_changed(self) -> bool:
         """Return whether an ordinary tensor was changed more often than the record knows."""
-        known: dict[int, tuple[int, int]] = {}  # by the count now, which views share: the lowest before, and changes
+        known: dict[int, tuple[int, int]] = {}  # by counter now: lowest one before, and changes
         for tensor, before, changes in self.versions:
-            # A parameter whose data were replaced isn't of this memory any longer.
+            # A parameter whose data were replaced no longer has this memory.
             if is_ordinary(tensor) and tensor.untyped_storage()._cdata == self.keep._cdata:
                 lowest, more = known.get(tensor._version, (before, 0))
                 known[tensor._version] = min(lowest, before), more + changes
@@ -68,7 +68,7 @@ class MemoryCell:
 
 
 def constant_move(elements: torch.Tensor) -> Move:
-    """Return the move of all of a flat tensor that the code has by itself: of one element where all are the same."""
+    """Return the move of a flat constant; equal elements are stored as one."""
     count = elements.numel()
     values = as_integers(elements)  # by bits: 0.0 isn't -0.0
     rows = values if elements.itemsize < 16 else bits(elements).reshape(count, -1)
@@ -78,7 +78,7 @@ def constant_move(elements: torch.Tensor) -> Move:
 
 
 def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
-    """Return the elements that moves write to a dense tensor, None if they aren't all constants', or too many."""
+    """Return the constants that moves write to a dense tensor; None if some are none, or if there are too many."""
     if moves.numel < kind.numel or not all(isinstance(move.root, Constant) for move in moves):
         return None
     is_one = len(moves) == 1 and not any(step for _, _, step in moves[0].loops)
@@ -91,17 +91,17 @@ def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
 
 
 def _without_kept(old: Sequence[Move], used: Iterable[Move], moves: Iterable[Move]) -> list[Move]:
-    """Return the parts of old moves that are lost: those never read, or of elements that no new move is made of."""
+    """Return the parts of old moves that are lost: those never read, and those that no new move is made of."""
     places, lost = Moves(map(_sources_of, used)), list[Move]()
     roots: dict[Any, list[Move]] = defaultdict(list)
     for move in _all_moves(moves):
         roots[_identity(move)].append(_sources_of(move))
-    there = {root: Moves(some) for root, some in roots.items()}
+    kept = {root: Moves(parts) for root, parts in roots.items()}
     for move in old:
         read, unread = places.find([in_place(move)])
         lost += unread
         parts = Moves([move]).find(map(in_place, read))[0]
-        lost += there.get(_identity(move), Moves()).find(parts)[1]
+        lost += kept.get(_identity(move), Moves()).find(parts)[1]
     return lost
 
 
@@ -110,13 +110,13 @@ def _identity(move: Move) -> Any:
 
 
 def _sources_of(move: Move) -> Move:
-    """Return the places that a move takes elements from, a move's own `to` side, without those that it takes again."""
+    """Return the places that a move reads as the `to` side of a move, each place once."""
     loops = tuple([loop for loop in move.loops if loop[2]])
     return turned(move._replace(loops=loops))
 
 
 def _all_moves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield moves, and those to the operands of what they compute."""
+    """Yield moves, and the moves into operands of computed roots."""
     for move in moves:
         yield move
         for operand in move.root.tensors if isinstance(move.root, Computed) else ():

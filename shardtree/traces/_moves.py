@@ -1,7 +1,7 @@
-"""Moves: what copies do to elements, as strided loops from a flat tensor to a flat tensor, which compose exactly.
+"""Moves: copies of elements as strided loops from one flat tensor to another, which compose exactly.
 
-Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`` are all lists of moves. One of them,
-``out[1:3, 0:2] = w.T[0:2, 1:3]``, of a root ``w`` (3, 4) to an output (4, 3), flat places in both::
+Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`` are all lists of moves. This one,
+``out[1:3, 0:2] = w.T[0:2, 1:3]``, leads from a root ``w`` (3, 4) to an output (4, 3), shown by their flat places::
 
     w (3, 4)            at = 4                 out (4, 3)          to = 3
      0  1  2  3                                 0  1  2
@@ -11,11 +11,11 @@ Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`
 
     Move("w", to=3, at=4, loops=((2, 3, 1), (2, 1, 4)))
                                   |  |  |
-                                  |  |  from_step: the next one is 1 further in w
+                                  |  |  from_step: the next element is 1 further in w
                                   |  to_step: and 3 further in out
-                                  count: two of them; the second loop runs inside, 1 further in out and 4 in w
+                                  count: two elements; the second loop is the inner one, with steps 1 in out and 4 in w
 
-Nobody changes moves: functions of them return others. Only `Written`, while code runs, gets and loses some.
+Moves are immutable: functions of them return new ones. Only a `Written` changes, while code runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Move(NamedTuple):
     """Elements ``at + sum(i * from_step)`` of a root go to ``to + sum(i * to_step)``, for each index i of the loops.
 
     Attributes:
-        root: Source's name, constant, or computed tensor; None for a read of a destination.
+        root: Name of a source, a constant, or a computed tensor; None for a read of a destination.
         to: Place of the first element in the flat destination.
         at: Place of the first element in the flat root.
         loops: Triples (count, to_step, from_step); steps in the destination are positive, those in the root may be 0.
-        via: Casts and functions that the elements go through, in order.
+        via: Casts and functions that the elements pass through, in order.
     """
 
     root: Any
@@ -52,7 +52,7 @@ class Move(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements that are moved."""
+        """The number of elements that are moved."""
         return prod([count for count, _, _ in self.loops])
 
     @property
@@ -72,17 +72,17 @@ class Move(NamedTuple):
 
 
 def read_of(place: int, shape: Sequence[int], into: Sequence[int], strides: Sequence[int], to: int = 0) -> Move:
-    """Return the read of a view, by its strides, into a destination with others."""
+    """Return the read of a strided view into a destination with other strides."""
     return normal(Move(None, to, place, tuple(zip(shape, into, strides, strict=True))))
 
 
 def whole(root: Any, numel: int) -> tuple[Move, ...]:
-    """Return the moves of all of a flat root to the same places."""
+    """Return the moves of a whole flat root to the same places."""
     return (Move(root, 0, 0, ((numel, 1, 1),) if numel > 1 else ()),) if numel else ()
 
 
 def normal(move: Move) -> Move:
-    """Return the same move with loops in the destination's order, merged where both sides run on.
+    """Return the same move with loops in the destination's order, merged where they are contiguous on both sides.
 
     Examples:
         >>> normal(Move("w", 0, 4, ((3, 1, 1), (2, 3, 3)))).loops
@@ -100,22 +100,22 @@ def normal(move: Move) -> Move:
 
 
 def turned(move: Move, root: Any = None, via: tuple[Any, ...] = ()) -> Move:
-    """Return the way back: from the destination, given its name, to the move's root."""
+    """Return the reversed move: from the destination, as the root of that name, to the move's root."""
     return Move(root, move.at, move.to, tuple([(count, at, to) for count, to, at in move.loops]), via)
 
 
 def in_place(move: Move) -> Move:
-    """Return the read of the places that a move writes, to themselves."""
+    """Return the identity read of the places that a move writes."""
     return Move(None, move.to, move.to, tuple([(count, to, to) for count, to, _ in move.loops]))
 
 
 def through(moves: Sequence[Move], via: tuple[Any, ...]) -> Sequence[Move]:
-    """Return moves whose elements go through something more at the end."""
+    """Return moves whose elements pass through further steps at the end."""
     return [move._replace(via=joined(move.via, via)) for move in moves] if via else moves
 
 
 def is_nested(move: Move) -> bool:
-    """Return whether each loop steps over all places of those inside it: then a place is a number in mixed radix."""
+    """Return whether each loop's step covers all loops inside it, so that places are numbers in mixed radix."""
     below = 1
     for count, step, _ in reversed(move.loops):
         if step < below:
@@ -125,21 +125,21 @@ def is_nested(move: Move) -> bool:
 
 
 def nested(move: Move) -> Iterator[Move]:
-    """Yield a move in parts that are nested, as views of dense tensors are; a gather's way back may not be."""
+    """Yield nested parts of a move: views of dense tensors are nested, but a reversed gather may not be."""
     move = normal(move)
     if is_nested(move):
         yield move
         return
-    # The shortest loop is unrolled: that gives the fewest parts.
+    # The shortest loop is unrolled, which gives the fewest parts.
     which = min(range(len(move.loops)), key=lambda number: move.loops[number][0])
     count, to, at = move.loops[which]
-    rest = (*move.loops[:which], *move.loops[which + 1 :])
+    others = (*move.loops[:which], *move.loops[which + 1 :])
     for number in range(count):
-        yield from nested(move._replace(to=move.to + number * to, at=move.at + number * at, loops=rest))
+        yield from nested(move._replace(to=move.to + number * to, at=move.at + number * at, loops=others))
 
 
 class Moves(Sequence[Move]):
-    """Moves into one flat destination, nested and without a common place, in the order of where they begin there."""
+    """Nested moves into one flat destination, without overlaps, in the order of their starts."""
 
     __slots__ = ("_lows", "_moves", "_tops")
 
@@ -147,7 +147,7 @@ class Moves(Sequence[Move]):
         parts = [part for move in moves for part in ((move,) if is_nested(move) else nested(move))]
         self._moves = sorted(parts, key=attrgetter("to"))
         self._lows = [move.to for move in self._moves]
-        self._tops = list(accumulate([move.end for move in self._moves], max))  # the last places up to each move
+        self._tops = list(accumulate([move.end for move in self._moves], max))  # the maximum of `end` up to each move
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -161,20 +161,20 @@ class Moves(Sequence[Move]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Moves) and self._moves == other._moves
 
-    __hash__ = None  # type: ignore[assignment]  # equal elements may be moved by other moves
+    __hash__ = None  # type: ignore[assignment]  # different moves may copy the same elements
 
     @property
     def numel(self) -> int:
-        """Number of places that are written."""
+        """The number of places that are written."""
         return sum([move.numel for move in self._moves])
 
     def near(self, low: int, high: int) -> slice:
-        """Return which moves can have places in an interval, of which both ends belong to it."""
-        # Without this, a model of 46,183 tensors, or a permutation of rows, would be quadratic.
+        """Return the slice of the moves that can have places from `low` to `high`, both included."""
+        # Without this, a model of 46,183 tensors, or a permutation of rows, would take quadratic time.
         return slice(bisect_left(self._tops, low), bisect_right(self._lows, high))
 
     def find(self, reads: Iterable[Move]) -> tuple[list[Move], list[Move]]:
-        """Return reads of the destination as moves from what was written there, and the parts never written.
+        """Return reads of the destination as moves from the written roots, and their parts that were never written.
 
         This is composition: a read's `at` side addresses the destination, as a write's `to` side does.
 
@@ -188,19 +188,19 @@ class Moves(Sequence[Move]):
         for read in reads:
             if not read.numel:
                 continue
-            left = [read]
+            remaining = [read]
             for write in self._moves[self.near(read.at, read.last)]:
                 low, high = write.to, write.end
-                todo, left = left, []
+                todo, remaining = remaining, []
                 while todo:
                     part = todo.pop()
                     if part.at > high or part.last < low:
-                        left.append(part)
+                        remaining.append(part)
                     else:
-                        todo += _meet(part, write, hits, left)
-                if not left:
+                        todo += _meet(part, write, hits, remaining)
+                if not remaining:
                     break
-            missing += left
+            missing += remaining
         return hits, missing
 
 
@@ -211,7 +211,7 @@ def _meet(read: Move, write: Move, hits: list[Move], left: list[Move]) -> tuple[
     total, froms = write.at, [0] * len(loops)
     edge: tuple[list[int], int] | None = None  # where to cut, unless a later digit shows that nothing meets
     # A nested write is a mixed radix: each loop's step is the weight of a digit. Where a read's steps never carry from
-    # one digit into the next, the read is a read of the write's root with the digits weighed by its steps there.
+    # one digit into the next, it is a read of the write's root, with the digits weighted by the loops' steps there.
     for count, weight, step_there in write.loops or ((1, 1, 0),):
         digit, at = divmod(at, weight)
         digits = [step // weight for step in steps]
@@ -225,7 +225,7 @@ def _meet(read: Move, write: Move, hits: list[Move], left: list[Move]) -> tuple[
         if edge is None and (digit < 0 or last >= count):
             edge = digits, (0 if digit < 0 else count) - digit
         total += digit * step_there
-        froms = [old + each * step_there for old, each in zip(froms, digits, strict=True)]
+        froms = [old + number * step_there for old, number in zip(froms, digits, strict=True)]
     if at:
         left.append(read)
         return ()
@@ -236,7 +236,7 @@ def _meet(read: Move, write: Move, hits: list[Move], left: list[Move]) -> tuple[
         hits.append(normal(Move(write.root, read.to, total, new, joined(write.via, read.via))))
         return ()
     digits, room = edge
-    which = next(number for number, each in enumerate(digits) if each and loops[number][0] > 1)
+    which = next(number for number, step in enumerate(digits) if step and loops[number][0] > 1)
     return _cut(read, which, min(max(1, -(-room // digits[which])), loops[which][0] - 1))
 
 
@@ -250,12 +250,12 @@ def _cut_at_carry(read: Move, steps: list[int], weight: int, at: int) -> tuple[M
     moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
     which = max(moving, key=lambda number: (loops[number][0] - 1) * steps[number])
     count, to, step = loops[which]
-    period = weight // gcd(steps[which], weight)  # of what is left of the step below larger digits
+    period = weight // gcd(steps[which], weight)  # of the remainder of the step below larger digits
     if period < count:
         whole_periods = count // period * period
         if whole_periods < count:
             return _cut(read, which, whole_periods)
-        # After a period the steps are whole digits: two loops, of which the outer one carries nothing.
+        # After a period the steps are whole digits, so the loop becomes two, and the outer one never carries.
         pair = (count // period, to * period, step * period), (period, to, step)
         return (read._replace(loops=(*loops[:which], *pair, *loops[which + 1 :])),)
     before = -(-(weight - at) // steps[which])
@@ -273,12 +273,12 @@ def _cut(read: Move, which: int, before: int) -> tuple[Move, Move]:
 
 
 class Written(Moves):
-    """Moves that are still being written: the one value of the algebra that changes, and only while code runs."""
+    """Moves that are still being recorded: the only mutable value of the algebra, which changes while code runs."""
 
     __slots__ = ()
 
     def add(self, move: Move) -> None:
-        """Put a nested move whose places nothing has."""
+        """Add a nested move whose places no other move has."""
         place = bisect_right(self._lows, move.to)
         self._lows.insert(place, move.to)
         self._moves.insert(place, move)
@@ -286,7 +286,7 @@ class Written(Moves):
         self._renew_tops(place, place + 1)
 
     def _renew_tops(self, first: int, least: int) -> None:
-        """Compute the last places anew from a move on, up to where they stay what they were."""
+        """Recompute `_tops` from a move on, until the values no longer change."""
         top = self._tops[first - 1] if first else -1
         for number in range(first, len(self._moves)):
             top = max(top, self._moves[number].end)
@@ -295,7 +295,7 @@ class Written(Moves):
             self._tops[number] = top
 
     def take(self, out: Move) -> list[Move]:
-        """Remove what is at the places of a nested move, and return it."""
+        """Remove the moves into the places of a nested move, and return them."""
         moves: list[Move] = []
         hole, changes = Moves([out]), list[tuple[int, list[Move]]]()
         which = self.near(out.to, out.end)
@@ -303,33 +303,33 @@ class Written(Moves):
             old = self._moves[number]
             if old.end < out.to:
                 continue
-            hit, rest = hole.find([in_place(old)])
+            hit, missed = hole.find([in_place(old)])
             if hit:
-                # What is hit and what isn't are read from the old move alone, so that both keep where they are from.
+                # Both parts are read from the old move alone, so that they keep its root.
                 alone = Moves([old])
                 moves += alone.find(map(in_place, hit))[0]
-                changes.append((number, alone.find(rest)[0]))
-        for number, _ in reversed(changes):  # from the back: numbers before stay right
+                changes.append((number, alone.find(missed)[0]))
+        for number, _ in reversed(changes):  # from the back, so that earlier indices stay valid
             del self._moves[number], self._lows[number], self._tops[number]
         if changes:
             self._renew_tops(changes[0][0], changes[-1][0])
-        for _, rest_of in changes:
-            for move in rest_of:
+        for _, kept in changes:
+            for move in kept:
                 self.add(move)
         return moves
 
     def clear(self) -> list[Move]:
-        """Remove all, and return it."""
+        """Remove all moves, and return them."""
         moves, empty = self._moves, type(self)()
         self._moves, self._lows, self._tops = empty._moves, empty._lows, empty._tops
         return moves
 
 
 def rolled(moves: Iterable[Move]) -> list[Move]:
-    """Return the same moves with those that repeat at equal distances as one, in order of where they go.
+    """Return equivalent moves, sorted by their starts, with repetitions at equal distances joined into one move.
 
-    So a gather by an index that steps regularly is one move, as the same views are. Where that doesn't make them half
-    as many, as those of a random permutation, they stay as they are.
+    So a gather by a regular index is one move, as the equivalent view is. If that doesn't halve the number of moves, as
+    for a random permutation, only contiguous ones are joined.
 
     Examples:
         >>> rolled([Move("w", 4 * row, 8 * row, ((4, 1, 1),)) for row in range(3)])
@@ -343,7 +343,7 @@ def rolled(moves: Iterable[Move]) -> list[Move]:
 
 
 def _join_runs(moves: list[Move]) -> list[Move]:
-    """Return moves with those that go on where the one before ends, by the same steps, as one."""
+    """Return moves with contiguous ones of equal steps joined into one."""
     new: list[Move] = []
     for move in moves:
         if new and (longer := _longer(new[-1], move)) is not None:
@@ -354,10 +354,10 @@ def _join_runs(moves: list[Move]) -> list[Move]:
 
 
 def _longer(one: Move, other: Move) -> tuple[Loop, ...] | None:
-    """Return the loops of two moves as one, None if the second doesn't go on where the first ends."""
+    """Return the loops of two moves joined into one; None if the second doesn't continue the first."""
     if one.root != other.root or one.via != other.via:
         return None
-    # A move of one row has no loop over rows: then the other one's steps are looked at.
+    # A move of one row has no loop over rows, so the other move's steps are used.
     for left, right in ((one.loops[1:], other.loops[1:]), (one.loops, other.loops[1:]), (one.loops[1:], other.loops)):
         if left == right and (len(left) < len(one.loops) or len(right) < len(other.loops)):
             count, *steps = one.loops[0] if len(left) < len(one.loops) else (1, *other.loops[0][1:])
@@ -378,9 +378,9 @@ def _rolled_once(moves: list[Move]) -> list[Move]:
             while step[1] >= 0 and last + 1 < len(moves) and _repeats(moves[last], moves[last + 1], step):
                 last += 1
         if last > first:
-            # Rolled, a move may interleave with itself, as overlapping loops do: then they stay apart.
-            one = normal(move._replace(loops=((last - first + 1, *step), *move.loops)))
-            new += [one] if is_nested(one) else moves[first : last + 1]
+            # A rolled move may interleave with itself, as overlapping loops do; then its parts stay apart.
+            both = normal(move._replace(loops=((last - first + 1, *step), *move.loops)))
+            new += [both] if is_nested(both) else moves[first : last + 1]
         else:
             new.append(move)
         first = last + 1

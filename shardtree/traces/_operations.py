@@ -1,19 +1,19 @@
-"""Rules by which torch's operations are recorded: some move elements, some compute each of them, some need a rule.
+"""Rules for recording torch's operations: moves of elements, functions of each element, and special cases.
 
-A tensor is a view of a cell, and an operation changes what the cell's places hold. ``p.data[2:4].copy_(w)``, of a
-source ``w`` (2, 3) that is written to a parameter ``p`` (6, 3)::
+A tensor is a view of a cell, and an operation changes the moves into the cell's places. Here, ``p.data[2:4].copy_(w)``
+writes a source ``w`` (2, 3) to a parameter ``p`` (6, 3)::
 
     w: a view of its cell            p.data[2:4]: a view of p's cell
     offset 0, strides (3, 1)         offset 6, strides (3, 1)
     0 1 2                             0  1  2
     3 4 5                             3  4  5
-       |                             [6][7][8]        hole: the places 6 to 11, what they held is taken out
-       +-- read, to the strides of --+[9][10][11]     then Move("w", to=6, at=0, loops=((6, 1, 1),)) is put there
+       |                             [6][7][8]        hole: the places 6 to 11, whose old moves are removed
+       +-- read, to the strides of --+[9][10][11]     then Move("w", to=6, at=0, loops=((6, 1, 1),)) is added
            the view of p              12 13 14
                                       15 16 17
 
-A view is a meta tensor's alone and changes no cell; a function of each element adds a step to the moves' `via`, or
-makes a `Computed` root. Nobody changes moves: a cell has others afterwards.
+A view changes only the meta tensor, and no cell. A function of each element adds a step to the moves' `via`, or makes a
+`Computed` root. Moves are immutable: a cell gets new ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _record_copy(record: Cells, func: Any, tensor: torch.Tensor, **kwargs: Any) 
 
 
 def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]:
-    """Return the rule of an operation that fills a new tensor with a number, or with the argument at a place."""
+    """Return the rule of an operation that fills a new tensor with a number, or with the argument at a position."""
 
     def rule(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fill(record, func, _made_like(record, func, args, kwargs), args[place] if value is None else value)
@@ -65,7 +65,7 @@ def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]
 
 
 def fill(record: Cells, func: Any, into: torch.Tensor, value: Any = 0) -> torch.Tensor:
-    """Record that all elements of a view are one number, or an element of a tensor."""
+    """Record that all elements of a view are one number, or the element of a tensor without axes."""
     if isinstance(value, torch.Tensor):
         if value.ndim:
             record.refuse(operator_name(func), [value], why=f"it takes a number, not a tensor of {value.ndim} axes")
@@ -73,13 +73,13 @@ def fill(record: Cells, func: Any, into: torch.Tensor, value: Any = 0) -> torch.
         return into
     view = into
     for dim, (size, step) in enumerate(zip(into.shape, into.stride(), strict=True)):
-        view = view.narrow(dim, 0, 1) if size > 1 and not step else view  # torch fills expanded ones, too
+        view = view.narrow(dim, 0, 1) if size > 1 and not step else view  # torch fills expanded views, too
     copy_into(record, view, number(value, into.dtype))
     return into
 
 
 def _random(record: Cells, func: Any, into: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Record that what was there is gone: random elements are nobody's, so they count as never written."""
+    """Record that a view's elements are gone; random elements have no source, so they count as never written."""
     put(record, into, ())
     return into
 
@@ -105,8 +105,8 @@ def _stack(record: Cells, func: Any, tensors: Sequence[torch.Tensor], dim: int =
 
 
 def _flip(record: Cells, func: Any, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    new = record.fresh(func(meta_of(tensor), dims))  # with torch's checks, and its strides
-    for dim in dims if tensor.ndim else ():  # torch lets a scalar be flipped along an axis that it hasn't
+    new = record.fresh(func(meta_of(tensor), dims))  # torch checks the arguments, and chooses the strides
+    for dim in dims if tensor.ndim else ():  # torch accepts an axis for a scalar, which has none
         index = np.arange(tensor.shape[dim] - 1, -1, -1, dtype=np.int64)
         tensor = gathers.gather(record, tensor, dim % tensor.ndim, index)
     copy_into(record, new, tensor)
@@ -128,8 +128,8 @@ def _pad(record: Cells, func: Any, tensor: torch.Tensor, pad: Sequence[int], val
 
 def _repeat(record: Cells, func: Any, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     sizes = (*(1,) * (len(counts) - tensor.ndim), *tensor.shape)
-    wide = [each for pair in zip(counts, sizes, strict=True) for each in pair]
-    ones = [each for size in sizes for each in (1, size)]
+    wide = [size for pair in zip(counts, sizes, strict=True) for size in pair]
+    ones = [length for size in sizes for length in (1, size)]
     whole_shape = [count * size for count, size in zip(counts, sizes, strict=True)]
     return tensor.reshape(ones).expand(wide).reshape(whole_shape).clone()
 
@@ -148,22 +148,22 @@ def _roll(
 
 
 def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
-    """Record a function of each element: of one tensor as what its elements go through, else as something computed."""
+    """Record a function of each element: of one tensor as a step of its moves, of several as a computed root."""
     meta = func(*meta_of(args), **kwargs)
     new = record.fresh(meta)
-    # A tensor without axes is a number to torch, too: it doesn't decide the dtype.
+    # To torch, a tensor without axes is a number, too, which doesn't decide the dtype.
     values: list[Any] = [
-        Constant(each.detach().clone())
-        if isinstance(each, torch.Tensor) and not isinstance(each, Tracer) and not each.ndim and not each.is_meta
-        else each
-        for each in args
+        Constant(value.detach().clone())
+        if isinstance(value, torch.Tensor) and not isinstance(value, Tracer) and not value.ndim and not value.is_meta
+        else value
+        for value in args
     ]
     options = tuple(sorted(kwargs.items()))
     places = [number for number, value in enumerate(values) if isinstance(value, torch.Tensor)]
     if len(places) == 1 and values[places[0]].shape == meta.shape:
-        # What the tensor's elements go through: its moves stay moves of sources.
+        # The function becomes a step of the tensor's moves, whose roots stay sources.
         tensor, values[places[0]] = values[places[0]], None
-        # Without axes, what it is computed with decides the dtype, and whether it is a whole vector the last bit.
+        # Without axes, the other arguments decide the dtype, and the vector's length may decide the last bit.
         is_steady = is_exact(operator_name(func), args, kwargs)
         is_alone = not tensor.ndim and (not is_steady or any(isinstance(value, Constant) for value in values))
         copy_into(record, new, tensor, (Function(func, places[0], tuple(values), options, is_alone),))
@@ -180,7 +180,7 @@ def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def of_one(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer | None:
-    """Record the largest or smallest of one element, which is that element; return None for any other operation."""
+    """Record the maximum or minimum of a single element as that element; return None for any other operation."""
     if operator_name(func) not in INSTEAD or func._overloadname == "dim" or args[0].numel() != 1:
         return None
     new = _made_like(record, func, args, kwargs)
@@ -188,14 +188,14 @@ def of_one(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return new
 
 
-# What operations write to.
+# Destinations of operations.
 
 
 def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tensor) -> None:
-    """Raise unless torch casts an operation's result to what it is written to, as it doesn't real numbers to integers.
+    """Raise unless torch casts an operation's result to the destination's dtype; floats to integers, it doesn't cast.
 
     Raises:
-        TraceError: it doesn't.
+        TraceError: torch doesn't cast it.
     """
     if not torch.can_cast(result.dtype, into.dtype):
         why = f"the result is {dtype_name(result.dtype)}, which torch doesn't cast to {dtype_name(into.dtype)}"
@@ -205,14 +205,14 @@ def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tenso
 def write_out(
     record: Cells, func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Record that a result is copied to ``out=``, which torch gives the result's shape if it is empty."""
-    rest = {word: value for word, value in kwargs.items() if word != "out"}
+    """Record a copy of a result to ``out=``, which torch resizes to the result's shape if it is empty."""
+    options = {word: value for word, value in kwargs.items() if word != "out"}
     is_elementwise = operator_name(func) in ELEMENTWISE
-    check_apart(record, "out=", out, tensors_in(args, rest), may_be_same=is_elementwise)
-    result: torch.Tensor = func.overloadpacket(*args, **rest)
+    check_apart(record, "out=", out, tensors_in(args, options), may_be_same=is_elementwise)
+    result: torch.Tensor = func.overloadpacket(*args, **options)
     check_cast(record, "out=", result, out)
     if is_elementwise and result.dtype is not out.dtype:
-        _rehearse(func, out, args, rest)
+        _rehearse(func, out, args, options)
     if out.shape != result.shape:
         if isinstance(out, Tracer) or out.numel():
             shapes = f"{[*out.shape]}, and the result's {[*result.shape]}"
@@ -226,23 +226,23 @@ def write_out(
 
 
 def _rehearse(func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Have torch check the dtypes: some functions cast what they write to ``out=``, and others raise an error."""
+    """Let torch check the dtypes: some functions cast their result to that of ``out=``, and others raise an error."""
 
-    def one(value: Any) -> Any:
+    def zero(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return torch.zeros((1,) * value.ndim, dtype=value.dtype, device="cpu")
 
     with torch._C._DisableTorchDispatch():
-        func(*map(one, args), **kwargs, out=one(out))
+        func(*map(zero, args), **kwargs, out=zero(out))
 
 
-_REDUCED = "Write functools.reduce(torch.{}, tensor.unbind(dim)) in its place; without dim, of tensor.reshape(-1)."
+_REDUCED = "Write functools.reduce(torch.{}, tensor.unbind(dim)) instead; without dim, tensor.reshape(-1).unbind()."
 INSTEAD = {
     **dict.fromkeys(("max", "amax"), _REDUCED.format("maximum")),
     **dict.fromkeys(("min", "amin"), _REDUCED.format("minimum")),
 }
-"""What to write instead of operations that take the elements of one tensor together."""
+"""Advice for operations that reduce the elements of one tensor."""
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("clone", "_to_copy"), _record_copy),
     "is_pinned": lambda *_: False,
@@ -256,10 +256,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "roll": _roll,
     "repeat": _repeat,
     "constant_pad_nd": _pad,
-    **{name: _fill_rule(*how) for name, how in FILLED.items()},
+    **{name: _fill_rule(*filling) for name, filling in FILLED.items()},
     **gathers.RULES,
     **scatters.RULES,
     **dict.fromkeys(EMPTY | RANDOM, lambda record, func, *args, **kwargs: _made_like(record, func, args, kwargs)),
     **dict.fromkeys(("uniform_", "normal_", "random_", "bernoulli_", "exponential_"), _random),
 }
-"""From an operator's name to how it is recorded, called with the record, the operator and its arguments."""
+"""Functions that record operations, by operator's name: called with the record, the operator and its arguments."""

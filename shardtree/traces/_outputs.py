@@ -1,4 +1,4 @@
-"""The trace of a recorded run, from the tensors that it made."""
+"""The trace of a recorded run, collected from its output tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def collected(record: Cells, kinds: Mapping[str, Kind], tensors: Mapping[str, to
     Args:
         record: Record of the run.
         kinds: Kinds of the sources.
-        tensors: the outputs.
-        fills: whether they are destinations, of which only what was written counts.
+        tensors: Outputs by name.
+        fills: Whether the outputs are destinations, whose elements count only where the code wrote them.
     """
     outputs, moves, tied, losses = {}, {}, {}, {}
     first: dict[Any, str] = {}
@@ -37,26 +37,26 @@ def collected(record: Cells, kinds: Mapping[str, Kind], tensors: Mapping[str, to
         view, steps = tensor.meta if isinstance(tensor, Tracer) else tensor, dense(outputs[name].shape).stride
         memory = id(cell) if cell.keep is None else cell.keep._cdata
         place = (memory, view.storage_offset(), view.shape, view.stride(), view.dtype, seen_through(view))
-        if tensor.numel() and (one := first.setdefault(place, name)) != name:
-            tied[name] = one
+        if tensor.numel() and (main := first.setdefault(place, name)) != name:
+            tied[name] = main
         reads = record.reads(tensor, steps)
         moves[name] = Moves(rolled([move for move in reads if not fills or move.root is not cell.before]))
         if cell.overwritten:
-            # Places that were overwritten several times are there several times: each is found where it meets first.
+            # Places that were overwritten several times have several moves: the first that meets the read counts.
             there = read_of(int(view.storage_offset()), view.shape, steps, view.stride())
             losses[name] = Moves(map(in_place, Moves(cell.overwritten).find([there])[0]))
-    return Trace(kinds, outputs, moves, tied, {name: each for name, each in losses.items() if len(each)})
+    return Trace(kinds, outputs, moves, tied, {name: lost for name, lost in losses.items() if len(lost)})
 
 
 def checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    """Return the code's outputs, after checking that these are tensors by name."""
+    """Return the code's outputs, after checking that they are tensors by name."""
     if not isinstance(outputs, Mapping):
         wrong: list[str] = [type(outputs).__name__]
     else:
-        wrong = [f"{name!r}: {type(each).__name__}" for name, each in outputs.items() if not _is_tensor(each)]
+        wrong = [f"{name!r}: {type(value).__name__}" for name, value in outputs.items() if not _is_tensor(value)]
     if wrong:
-        fix = "Return them, or pass into=model.state_dict for a loader that fills a model."
-        raise TraceError(error_text("trace: the code gave no tensors by name", offenders=wrong, fix=fix))
+        fix = "Return a dict of tensors, or pass into=model.state_dict for a loader that fills a model."
+        raise TraceError(error_text("trace: the outputs must be tensors by name", offenders=wrong, fix=fix))
     return dict(outputs)
 
 

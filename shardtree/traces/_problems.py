@@ -18,23 +18,23 @@ _WHAT = {
     "unused": ("reaches no output", "reach no output"),
     "repeated": ("is used more than once", "are used more than once"),
     "unwritten": ("is never written", "are never written"),
-    "overwritten": ("was written, then something else over it", "were written, then something else over them"),
+    "overwritten": ("was written and later overwritten", "were written and later overwritten"),
     "bends": ("", "are rows that became columns, as by a reshape where a transpose was meant"),
-    "constant": ("", "are no source's: read from a file, perhaps, that the code opens itself"),
+    "constant": ("", "come from no source: perhaps read from a file that the code opens itself"),
 }
-"""What is said of one element, and of several."""
+"""Description of one element, and of several, by kind of problem."""
 _CONSTANT = 64
-"""Of more different elements than this, a constant is said: as padding or a mask, it is usual."""
+"""Number of different elements above which a constant is reported; smaller ones are usual as padding or masks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Elements of one tensor that aren't used or made exactly once, or a hint.
+    """Elements of one tensor that aren't used or written exactly once, or that hint at a mistake.
 
     Attributes:
-        kind: "unused" or "repeated", of a source; "unwritten" or "overwritten", of an output; the hints "bends" and
-            "constant", of an output.
-        name: Name of the source or the output; with the rank's number in front if several ranks were checked.
+        kind: "unused" or "repeated" for a source; "unwritten" or "overwritten" for an output; the hints "bends" and
+            "constant" for an output.
+        name: Name of the source or output, after the rank's number if several ranks were checked.
         elements: Number of elements.
         where: Place of the elements, as slices of the tensor.
     """
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The name."""
+        """The tensor's name."""
         return self.name
 
     @property
@@ -61,8 +61,8 @@ class Problem:
 
 
 def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
-    """Return the problems of all ranks' traces; what several ranks have of a source counts as copies."""
-    uses: dict[str, dict[Move, None]] = defaultdict(dict)  # each once, though many ranks have equal moves
+    """Return the problems of all ranks' traces; elements that several ranks use count as replicas."""
+    uses: dict[str, dict[Move, None]] = defaultdict(dict)  # keys alone, since many ranks have equal moves
     problems: list[Problem] = []
     for number, trace in enumerate(ranks):
         label = f"rank {number}: " if len(ranks) > 1 else ""
@@ -73,7 +73,7 @@ def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
                     moved[move.root].append(turned(move))
                 for leaf in leaves([move]):
                     uses[leaf.root][turned(leaf)] = None
-        # What functions take, as scales of blocks, they may take for many elements.
+        # Operands of functions, such as scales of blocks, may be used for many elements.
         for name, reads in moved.items():
             kind = trace.sources[name]
             problems += _problem("repeated", label + name, kind.shape, coverage(reads, kind.numel)[1])
@@ -83,7 +83,7 @@ def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
         _problem("unused", name, kind.shape, coverage(uses[name], kind.numel)[0])
         for name, kind in ranks[0].sources.items()
     )
-    return (*(each for some in unused for each in some), *problems)
+    return (*(problem for problems_of_source in unused for problem in problems_of_source), *problems)
 
 
 def _problem(kind: str, name: str, shape: tuple[int, ...], moves: Sequence[Move]) -> Iterator[Problem]:
@@ -97,50 +97,50 @@ def _output_problems(trace: Fields, name: str, label: str) -> Iterator[Problem]:
     unwritten = [*missing, *(move for move in moves if not _is_known(move))]
     yield from _problem("unwritten", label + name, kind.shape, unwritten)
     yield from _problem("overwritten", label + name, kind.shape, trace.overwritten.get(name, ()))
-    bent = [each for each in moves if isinstance(each.root, str) and _bends(each, kind.shape, trace.root_shape(each))]
+    bent = [move for move in moves if isinstance(move.root, str) and _bends(move, kind.shape, trace.root_shape(move))]
     yield from _problem("bends", label + name, kind.shape, bent)
-    large = [each for each in moves if isinstance(each.root, Constant) and each.root.value.numel() > _CONSTANT]
+    large = [move for move in moves if isinstance(move.root, Constant) and move.root.value.numel() > _CONSTANT]
     yield from _problem("constant", label + name, kind.shape, large)
 
 
 def _is_known(move: Move) -> bool:
-    """Return whether no element that a computed one is made of was never written."""
+    """Return whether all elements that a computed element depends on were written."""
     if not isinstance(move.root, Computed):
         return True
-    parts = [(each, operand_moves(each, move)) for each in move.root.tensors]
-    counts = [(1 if each.alone else move.numel) == sum([part.numel for part in some]) for each, some in parts]
-    return all(counts) and all(_is_known(part) for _, some in parts for part in some)
+    pairs = [(operand, operand_moves(operand, move)) for operand in move.root.tensors]
+    counts = [(1 if operand.alone else move.numel) == sum([part.numel for part in parts]) for operand, parts in pairs]
+    return all(counts) and all(_is_known(part) for _, parts in pairs for part in parts)
 
 
 def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
-    """Return whether a move neither splits axes nor merges them: two of one side are mixed in two of the other."""
+    """Return whether a move mixes two axes of one side in two of the other, which no split or merge of axes does."""
     loops = factored(move, shape, root)
     pairs = {(axis_of(to, shape), axis_of(at, root)) for count, to, at in loops if count > 1 and at}
-    # An axis that is split or merged has several partners, each of which has it alone; a reshape where a transpose
-    # was meant has several on both sides.
+    # A split or merged axis has several partners, each of which has no other partner. A reshape where a transpose was
+    # meant has axes with several partners on both sides.
     into, out_of = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
-    for one, other in pairs:
-        into[one].add(other)
-        out_of[other].add(one)
-    return any(len(into[one]) > 1 and len(out_of[other]) > 1 for one, other in pairs)
+    for to_axis, from_axis in pairs:
+        into[to_axis].add(from_axis)
+        out_of[from_axis].add(to_axis)
+    return any(len(into[to_axis]) > 1 and len(out_of[from_axis]) > 1 for to_axis, from_axis in pairs)
 
 
-# Places that moves have: counted exactly, without looking at each.
+# Coverage of places by moves, computed exactly without a visit to each place.
 
 
 def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]:
-    """Return which places of a flat tensor no move's `to` side has, and those that several have: exact.
+    """Return the places of a flat tensor that no move's `to` side has, and those that several have, exactly.
 
     Args:
-        moves: any, nested or not, with loops that stay where they are.
+        moves: Moves, nested or not; a loop's step in the destination may be 0.
         numel: Number of elements of the tensor.
 
     Examples:
-        >>> left, twice = coverage([Move(None, 0, 0, ((4, 1, 1),)), Move(None, 3, 0, ((2, 2, 1),))], 8)
-        >>> [(move.to, move.loops) for move in left], [move.to for move in twice]
+        >>> missing, twice = coverage([Move(None, 0, 0, ((4, 1, 1),)), Move(None, 3, 0, ((2, 2, 1),))], 8)
+        >>> [(move.to, move.loops) for move in missing], [move.to for move in twice]
         ([(4, ()), (6, ((2, 1, 1),))], [3])
     """
-    left: list[Move] = []
+    missing: list[Move] = []
     twice: list[Move] = []
     parts: list[Move] = []
     for move in moves:
@@ -151,20 +151,20 @@ def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]
     parts.sort(key=lambda part: (part.to, part.end))
     end = first = 0
     while first < len(parts):
-        # A group of moves whose intervals meet; mostly that is one move without holes, and nothing has to be cut.
+        # A group of moves whose intervals meet; usually that is one move without holes, and nothing has to be cut.
         low, high, last = parts[first].to, parts[first].end, first + 1
         while last < len(parts) and parts[last].to <= high:
             high, last = max(high, parts[last].end), last + 1
-        left += _interval(end, low)
+        missing += _interval(end, low)
         if last > first + 1 or parts[first].numel != high + 1 - low:
-            rest = Written(_interval(low, high + 1))
+            free = Written(_interval(low, high + 1))
             for part in parts[first:last]:
-                gone = rest.take(part)
-                if sum([each.numel for each in gone]) < part.numel:  # the rest of it was taken before
-                    twice += Moves(map(in_place, gone)).find([in_place(part)])[1]
-            left += rest
+                taken = free.take(part)
+                if sum([piece.numel for piece in taken]) < part.numel:  # other moves have some of its places
+                    twice += Moves(map(in_place, taken)).find([in_place(part)])[1]
+            missing += free
         end, first = high + 1, last
-    return left + _interval(end, numel), twice
+    return missing + _interval(end, numel), twice
 
 
 def _interval(low: int, high: int) -> list[Move]:

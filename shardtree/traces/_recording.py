@@ -1,4 +1,4 @@
-"""Recording: what torch's operations do to tensors without data is written down in cells."""
+"""Recording: the effects of torch's operations on tensors without data are stored in cells."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from ._steps import operator_name, takes_numbers_of
 from ._writes import check_apart, copy_into
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
-_LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
+_LIFT = torch.ops.aten.lift_fresh.default  # the last step of making a tensor from data
 _TAKE_NUMBERS = {"fill_", "copy_", "masked_fill_", "index_fill_"}
 _FILLS = ("copy_", "fill_", "zero_")
 _RESHAPING = {"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "as_strided_", "detach_"}
-"""Operations in place that make a tensor another view of its storage."""
+"""In-place operations that make a tensor another view of its storage."""
 _REPLACING = {*_RESHAPING, "set_", "resize_"}
 _WRITES = {*_FILLS, *(name for name in scatters.RULES if name.endswith("_"))}
 
 
 def _needs_elements(func: Any, error: Exception) -> bool:
-    """Return whether an operation failed since a tensor on meta has no elements."""
+    """Return whether an operation failed because a tensor on meta has no elements."""
     return isinstance(error, NotImplementedError) or operator_name(func) == "_local_scalar_dense"
 
 
 class RecordingMode(Cells):
-    """One run: how each of torch's operations is recorded."""
+    """The dispatch mode of one run, which records each of torch's operations."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -47,25 +47,25 @@ class RecordingMode(Cells):
         if self.is_done:
             return func(*args, **(kwargs or {}))
         if types and not any(issubclass(kind, Tracer) for kind in types) and not all(map(is_plain, types)):
-            return NotImplemented  # a tensor around others does what it does to those, which is recorded
+            return NotImplemented  # a wrapper of other tensors dispatches to operations on these, which are recorded
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation, and return its result."""
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
-        # The record's own questions aren't the code's: `Watch` doesn't have them.
+        # The record's own calls aren't the code's, so `Watch` must not see them.
         with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
             is_reshaping = self._is_reshaping(func, tensors)
             record = None if is_reshaping else self._way(func, args, kwargs, tensors)
             if record is not None:
                 return record(func, args, kwargs)
-        # Not with the lock: it may take long, or wait for another thread.
+        # The lock isn't held here: the operation may take long, or wait for another thread.
         try:
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if not any(each.is_meta for each in tensors) or not _needs_elements(func, error):
+            if not any(tensor.is_meta for tensor in tensors) or not _needs_elements(func, error):
                 raise
             with self.lock, torch._C.DisableTorchFunction():
                 return self._of_constants(func, args, kwargs)
@@ -75,7 +75,7 @@ class RecordingMode(Cells):
         return result
 
     def _is_reshaping(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether an operation makes an ordinary tensor another view, of the storage whose cell it stays in."""
+        """Return whether an operation makes an ordinary tensor another view of its storage, and so of the same cell."""
         if (name := operator_name(func)) not in _REPLACING or not is_ordinary(tensors[0]):
             return False
         if not self.is_own(tensors[0]):
@@ -88,7 +88,7 @@ class RecordingMode(Cells):
     def _way(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Callable[..., Any] | None:
-        """Return the method that records an operation, None if torch does it as ever."""
+        """Return the method that records an operation; None if torch just executes it."""
         if self._is_traced(func, tensors) and not self._is_of_constants(func, tensors):
             return self._record_traced
         if self._is_model_s(func, args):
@@ -105,11 +105,11 @@ class RecordingMode(Cells):
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         try:
             return self._record(func, args, kwargs, tensors)
-        except (TraceError, IndexError):  # indices that an axis doesn't have are the code's own error
+        except (TraceError, IndexError):  # an index out of bounds is the code's own error
             raise
         except Exception as error:
             try:
-                func(*meta_of(args), **{word: meta_of(each) for word, each in kwargs.items()})
+                func(*meta_of(args), **{word: meta_of(value) for word, value in kwargs.items()})
             except Exception:
                 raise error from None  # it would be raised without a trace, too
             self.refuse(operator_name(func), tensors)
@@ -120,53 +120,53 @@ class RecordingMode(Cells):
             cells = [cell for each in tensors if (cell := self.find_cell(elements_of(each))) is not None]
             if not any(cell.is_ahead for cell in cells):
                 return False
-        # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
+        # Composite operations don't count as views: `reshape` claims to be one, but may copy memory.
         return not func.is_view or is_composite(func) or isinstance(tensors[0], Tracer)
 
     def _is_of_constants(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether an operation makes a new tensor of tensors on meta in which no source is."""
+        """Return whether an operation makes a new tensor from tensors on meta without sources' elements."""
         return not func._schema.is_mutable and all(map(self.is_blank, tensors))
 
     def _of_constants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation on known elements that torch can't do on meta, such as `nonzero`.
 
         Raises:
-            TraceError: they aren't.
+            TraceError: some elements aren't known.
         """
         if (result := constants.computed(self, func, args, kwargs)) is None:
             self.refuse_meta(_NAMES.get(operator_name(func), operator_name(func)))
         return result
 
     def _is_model_s(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an operation fills a tensor that isn't the code's own: tracing changes no model."""
+        """Return whether an operation fills a tensor that the code didn't create: a trace changes no model."""
         if operator_name(func) not in _WRITES or not is_ordinary(args[0]):
             return False
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
     def _models_among(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors that an operation changes, and that aren't the code's own: tracing changes no model."""
+        """Return the changed tensors that the code didn't create: a trace changes no model."""
         if not func._schema.is_mutable or operator_name(func) == "set_":
             return []
         return [
-            each
-            for each in written(func, args, kwargs)
-            if is_ordinary(each) and each.numel() and each.device.type != "meta" and not self.is_own(each)
+            tensor
+            for tensor in written(func, args, kwargs)
+            if is_ordinary(tensor) and tensor.numel() and tensor.device.type != "meta" and not self.is_own(tensor)
         ]
 
     def _record_change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a change of tensors that hold no traced values yet, whose memory stays what it is."""
+        """Record a change of tensors that hold no traced values yet; their memory isn't changed."""
         for tensor in self._models_among(func, args, kwargs):
-            self.cell(tensor).is_ahead = True  # what they hold is read in the record from here on
+            self.cell(tensor).is_ahead = True  # from here on, their elements are read from the record
         return self._record_traced(func, args, kwargs)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         first, name, original = tensors[0], operator_name(func), (args, kwargs, tensors)
         if Number in map(type, tensors) and not func.is_view:
             self._check_number(name, tensors)
-        # In here the mode is off: what an ordinary tensor held would be taken for what it holds now.
-        if not all(isinstance(each, Tracer) for each in tensors):
-            args = tuple([mapped(self.as_tracer, each) for each in args])
-            kwargs = {word: mapped(self.as_tracer, each) for word, each in kwargs.items()}
+        # The mode is off here, so torch would read an ordinary tensor's memory instead of its record.
+        if not all(isinstance(tensor, Tracer) for tensor in tensors):
+            args = tuple([mapped(self.as_tracer, value) for value in args])
+            kwargs = {word: mapped(self.as_tracer, value) for word, value in kwargs.items()}
             tensors = tensors_in(args, kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
             return operations.write_out(self, func, original[1]["out"], args, kwargs)
@@ -174,7 +174,7 @@ class RecordingMode(Cells):
             result = rule(self, func, *args, **kwargs)
             return first if result is tensors[0] else result
         if is_composite(func):
-            with self:  # in here, and under inference_mode, these come whole
+            with self:  # composite operations arrive whole here, and in inference_mode
                 return func.decompose(*args, **kwargs)
         if func.is_view or name in operations.VIEWS:
             return self._record_view(func, args, kwargs, tensors[0])
@@ -190,12 +190,12 @@ class RecordingMode(Cells):
         return self._record_constants(func, *original[:2], tensors)
 
     def _check_number(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """Raise unless an operation fills its first tensor with a result of `item`, which has a place in the dtype."""
+        """Raise unless an operation fills its first tensor with a result of `item`, and the dtype can hold it."""
         if name not in _TAKE_NUMBERS:
             fix = "Leave item() out: compute with the tensor itself."
             self.refuse(_NAMES.get(name, name), tensors, instead=fix)
         dtype = tensors[0].dtype
-        for number in [each for each in tensors if isinstance(each, Number)]:
+        for number in [tensor for tensor in tensors if isinstance(tensor, Number)]:
             if not takes_numbers_of(dtype, number.dtype):
                 why = f"torch raises an error where a number leaves the range of {dtype_name(dtype)}"
                 self.refuse(name, [number], why=why, instead="Leave item() out: copy the tensor itself, which casts.")
@@ -203,7 +203,7 @@ class RecordingMode(Cells):
     def _record_constants(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        """Record an operation of any kind on elements that no source has, or refuse it."""
+        """Record any operation on constants; refuse one on elements of sources."""
         name = operator_name(func)
         is_view = torch.Tag.inplace_view in func.tags
         if func._schema.is_mutable and not is_view and not any(map(self.has_sources, tensors_in(args, kwargs))):
@@ -239,10 +239,10 @@ class RecordingMode(Cells):
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note what an operation made or changed in which no source's element took part."""
+        """Note the tensors that an operation without traced values made or changed."""
         name = operator_name(func)
         if name == "set_":
-            # The code has the storage. Torch's own functions do this, too, but not in sight of the watch.
+            # The code has the storage. Torch's own functions call `set_`, too, but the watch isn't active there.
             modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
             if "Storage" in func._overloadname and any(isinstance(mode, Watch) for mode in modes):
                 self.lend(args[0], "a storage")
@@ -252,7 +252,7 @@ class RecordingMode(Cells):
                 if name in _FILLS:
                     self._record_fill(func, args, kwargs)
                     cell.is_ahead = False
-                else:  # filled by something else: what it holds now counts
+                else:  # filled by another operation: its memory counts again
                     self.own(tensor)
                     self.forget(tensor)
         if func is _LIFT:
@@ -271,16 +271,16 @@ class RecordingMode(Cells):
                 self.cells[storage._cdata] = MemoryCell(storage.nbytes() // result.itemsize, result.dtype, keep=storage)
 
     def check_unchanged(self) -> None:
-        """Raise unless all changes of tensors that were met are recorded.
+        """Raise if a tensor of the record was changed without being recorded.
 
         Raises:
-            TraceError: names what the changed ones hold.
+            TraceError: names the sources whose elements the changed tensors hold.
         """
         changed = [cell for cell in list(self.cells.values()) if cell.was_changed()]
         if changed:
             texts = [
-                f"a tensor of {cell.numel} elements of {dtype_name(cell.dtype)}, with those of {self.names_in([cell])}"
+                f"a tensor of {cell.numel} elements, {dtype_name(cell.dtype)}, with elements of {self.names_in([cell])}"
                 for cell in changed
             ]
-            fix = "Change them in the thread that is traced, or in one that it starts, and by torch's operations."
-            raise TraceError(error_text("trace: tensors were changed unseen", offenders=texts, fix=fix))
+            fix = "Change them by torch's operations, in the traced thread or in threads that it starts."
+            raise TraceError(error_text("trace: tensors were changed without being recorded", offenders=texts, fix=fix))

@@ -1,4 +1,4 @@
-"""Refusals of a recording: they are remembered, since code may catch the error and do something else instead."""
+"""Refusals of a recording, which are remembered: code may catch the error and go on with a fallback."""
 
 from __future__ import annotations
 
@@ -18,50 +18,51 @@ class RunRefusals:
     """The refusals of one run."""
 
     def __init__(self) -> None:
-        self._names: dict[str, str] = {}  # the operation's name, by what is said of it and where that was
+        self._names: dict[str, str] = {}  # operations' names, by message and caller's line
 
     def refuse(self, name: str, what: str, fix: str) -> NoReturn:
-        """Raise the error for something that can't be recorded.
+        """Raise the error for an operation that can't be recorded.
 
         Args:
-            name: Name of the operation, as `check_caught` takes it.
-            what: Sentence about it.
+            name: Name of the operation, for `check_caught`.
+            what: Sentence about the operation, for the heading.
             fix: Advice for the caller.
 
         Raises:
-            TraceError: Always; names the caller's line.
+            TraceError: always; names the caller's line.
         """
         line = caller()
         self._names.setdefault(f"{what}, {line}", name)
         raise TraceError(error_text(f"trace: {what}", found=line, fix=fix))
 
     def check_caught(self, may_catch: Collection[str]) -> None:
-        """Raise if code that has ended caught refusals.
+        """Raise if code that has returned caught refusals.
 
         Args:
-            may_catch: Names of operations whose refusals it may catch.
+            may_catch: Names of operations whose refusals the code may catch.
 
         Raises:
-            TraceError: Names each other one, with its line.
+            TraceError: other refusals were caught; names each, with its line.
         """
         if caught := self._caught(may_catch):
             names = ", ".join(map(repr, dict.fromkeys(caught.values())))
-            fix = f"Let them through; or pass may_catch=[{names}] if what the code does instead is meant."
+            fix = f"Let them propagate; or pass may_catch=[{names}] if the trace should contain the code's fallback."
             raise TraceError(error_text("trace: the code caught refusals and went on", offenders=caught, fix=fix))
 
     def check_raised(self, error: Exception, may_catch: Collection[str]) -> None:
-        """Raise if code that has raised an error of another kind caught refusals before, as `load_state_dict` does.
+        """Raise if the code caught refusals before it raised another error, as `load_state_dict` does.
 
         Args:
-            error: What the code raised.
-            may_catch: Names of operations whose refusals it may catch.
+            error: Error that the code raised.
+            may_catch: Names of operations whose refusals the code may catch.
 
         Raises:
-            TraceError: Names each other one, with its line.
+            TraceError: other refusals were caught; names each, with its line.
         """
         if caught := self._caught(may_catch):
-            what = f"trace: the code caught refusals and raised {type(error).__name__}"
-            raise TraceError(error_text(what, offenders=caught, fix="Mend what is refused first.")) from error
+            heading = f"trace: the code caught refusals and raised {type(error).__name__}"
+            fix = "Replace the refused operations first."
+            raise TraceError(error_text(heading, offenders=caught, fix=fix)) from error
 
     def _caught(self, may_catch: Collection[str]) -> dict[str, str]:
         return {
@@ -72,7 +73,7 @@ class RunRefusals:
 
 
 def caller() -> str:
-    """Return the line of the code that is traced."""
+    """Return the present line of the traced code, for a message."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Writes by known indices: each element of a value goes to a place of a storage."""
+"""Writes by known indices: each element of a value is written to a place of a storage."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ._steps import cast, number, operator_name
 from ._writes import check_apart, copy_into, places_of, write_places
 
 IndexOf = Callable[[torch.Tensor], torch.Tensor]
-"""An indexing expression: takes elements of a tensor, or numbers of a tensor like it."""
+"""An indexing expression: a function that returns indexed items of a tensor, or of the places of its elements."""
 
-_ZEROS = "torch adds complex numbers in two ways, which make zeros of different signs"
-_SUM = "several elements are added to one place, and what that rounds to depends on torch's order"
+_ZEROS = "torch adds complex numbers in two ways, which give zeros of different signs"
+_SUM = "several elements are added to one place, and the rounding of their sum depends on torch's order"
 
 
 def _scatter(
     record: Cells, func: Any, into: torch.Tensor, index_of: IndexOf, value: Any, *, adds: bool = False
 ) -> None:
-    """Record a write to the places that an indexing expression takes, or an addition to what is there."""
+    """Record a write to the places that an indexing expression selects, or an addition to their elements."""
     view = into.meta if isinstance(into, Tracer) else into
     with torch._C._DisableTorchDispatch():
         places = index_of(places_of(view))
@@ -93,21 +93,21 @@ def _scatter_along(
 
 def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return an operation's result on zeros, after torch's own checks of all arguments."""
-    first, *rest = args
+    first, *values = args
     with torch._C._DisableTorchDispatch():
 
         def zeros(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
         others = [
-            zeros(each) if isinstance(each, torch.Tensor) and each.is_meta | isinstance(each, Tracer) else each
-            for each in rest
+            zeros(value) if isinstance(value, torch.Tensor) and value.is_meta | isinstance(value, Tracer) else value
+            for value in values
         ]
         return func(zeros(first), *others, **kwargs)
 
 
 def _in_place(write: Callable[..., None]) -> Rule:
-    """Return the rule of an operation that writes by indices."""
+    """Return the rule of an operation that writes to a tensor by indices."""
 
     def writing(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])
@@ -150,7 +150,7 @@ def _index_put(
     if dim is not None:
         positions, inner = positions_along(into, indices, dim)
         index: Any = indices[dim]
-        # What is written twice, and a mask of bytes, which torch takes at times, are looked at by number.
+        # Repeated positions, and masks of bytes, which torch sometimes accepts, are recorded place by place.
         if len(np.unique(positions)) == len(positions) and index.dtype is not torch.uint8:
             value = value.expand((*into.shape[:dim], *inner, *into.shape[dim + 1 :]))
             value = value.reshape((*into.shape[:dim], len(positions), *into.shape[dim + 1 :]))
@@ -176,4 +176,4 @@ RULES: dict[str, Rule] = {
     **{f"{name}_": _in_place(write) for name, write in _WRITES.items()},
     "index_put_": _index_put,
 }
-"""From an operator's name to how it is recorded."""
+"""Functions that record operations, by operator's name."""

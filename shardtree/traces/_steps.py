@@ -33,7 +33,7 @@ class Kind:
 
 
 def kind_of(like: Any) -> Kind:
-    """Return the kind of anything with a shape and a dtype, a safetensors slice among them."""
+    """Return the kind of an object with a shape and a dtype; of a shard, that of its whole tensor."""
     shape = like.global_shape if hasattr(like, "global_shape") else like.shape
     return Kind(tuple(map(int, shape)), like.dtype)
 
@@ -44,14 +44,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def number(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number as a tensor without axes, cast as torch fills tensors."""
+    """Return a number as a tensor without axes, cast as torch's `fill_` does."""
     with torch._C._DisableTorchDispatch():
         new = torch.zeros((), dtype=dtype, device="cpu")
         return new if isinstance(value, int) and not value else new.fill_(value)  # some dtypes can't be filled
 
 
 def exactly(value: Any) -> Any:
-    """Return a value that equals another's only if no function tells them apart: 0.0 and -0.0 differ, as do all NaN.
+    """Return a key of a value, equal for two values only if no function tells them apart: 0.0 and -0.0 differ.
 
     Examples:
         >>> exactly(0.0) == exactly(-0.0), exactly(1) == exactly(1.0), exactly(float("nan")) == exactly(float("nan"))
@@ -62,16 +62,16 @@ def exactly(value: Any) -> Any:
     if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 53):
         return float, struct.pack("d", value)
     if isinstance(value, tuple | list):
-        return tuple([exactly(each) for each in value])
+        return tuple([exactly(item) for item in value])
     return type(value), value
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Elements that the code has by itself, as zeros to pad with; a root, as sources are.
+    """A root of elements that come from no source, such as zeros of padding.
 
     Attributes:
-        value: flat, one element where all are the same; an operand of a function has no axes.
+        value: Flat elements, or one element if all are equal; an operand of a function has no axes.
     """
 
     value: torch.Tensor
@@ -95,14 +95,14 @@ class Cast:
     """A cast of each element.
 
     Attributes:
-        source: the dtype that it has.
-        dtype: the one that it gets.
-        keeps: whether no value is rounded: the dtype has all of them, or it is the way back of such a cast.
+        source: Dtype before the cast.
+        dtype: Dtype after the cast.
+        keeps: Whether no value is rounded: `dtype` has all values, or the cast undoes one that rounds none.
     """
 
     source: torch.dtype
     dtype: torch.dtype
-    keeps: bool = field(compare=False)  # follows from what was before: the cast itself is the same
+    keeps: bool = field(compare=False)  # depends on earlier steps; the cast itself is the same
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype)
@@ -113,7 +113,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """Each element's bits, read as another dtype of the same size."""
+    """A view of each element's bits as another dtype of the same size."""
 
     source: torch.dtype
     dtype: torch.dtype
@@ -130,11 +130,11 @@ class Function:
     """A torch function of each element and of numbers.
 
     Attributes:
-        func: the operator.
-        place: which argument the element is.
-        args: the others, None in its place.
-        options: keywords, sorted.
-        alone: whether the tensor had no axes, which changes the dtypes that torch promotes to.
+        func: Operator.
+        place: Position of the element among the arguments.
+        args: Arguments, with None for the element.
+        options: Keyword arguments, sorted by name.
+        alone: Whether the tensor had no axes, which changes the dtypes that torch promotes to.
     """
 
     func: Any
@@ -145,7 +145,7 @@ class Function:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         shape = tensor.shape
-        # torch promotes by whether a tensor has axes, so it gets as many as it had, none or some.
+        # torch's promotion depends on whether a tensor has axes, so none are added to a tensor without axes.
         if self.alone:
             return torch.stack([self._of(element) for element in tensor.reshape(-1)]).reshape(shape)
         return self._of(tensor if shape else tensor.reshape(1)).reshape(shape)
@@ -175,7 +175,7 @@ class Function:
 
 
 def via_text(text: str, via: Sequence[Any]) -> str:
-    """Return an element's text with what it goes through: as methods of it, unless it isn't their first argument.
+    """Return an element's text with its steps, as methods, or as functions where it isn't the first argument.
 
     Examples:
         >>> power = Function(torch.ops.aten.pow.Scalar, 1, (2, None), (), alone=False)
@@ -194,7 +194,7 @@ class Operand:
     Attributes:
         moves: Moves to the flat result, or to its one element.
         dtype: Dtype of the operand.
-        alone: whether it has no axes, so that all elements of the result take its one.
+        alone: Whether the operand has no axes, so that all elements of the result use its only element.
     """
 
     moves: Any
@@ -204,12 +204,12 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A tensor each of whose elements is a function of several tensors' elements at its place; a root, as sources are.
+    """A root whose elements are computed, each by one function of several tensors' elements at the same place.
 
     Attributes:
-        func: the operator.
+        func: Operator.
         operands: Operands in order: `Operand`, `Constant`, or numbers and other values.
-        options: keywords, sorted.
+        options: Keyword arguments, sorted by name.
         dtype: Dtype of the result.
     """
 
@@ -220,14 +220,18 @@ class Computed:
 
     @property
     def tensors(self) -> tuple[Operand, ...]:
-        """The operands that are made of moves."""
+        """The operands with moves."""
         return tuple(each for each in self.operands if isinstance(each, Operand))
 
     def __call__(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        operands = iter(parts)
+        tensors = iter(parts)
         values = [
-            next(operands) if isinstance(each, Operand) else each.value if isinstance(each, Constant) else each
-            for each in self.operands
+            next(tensors)
+            if isinstance(operand, Operand)
+            else operand.value
+            if isinstance(operand, Constant)
+            else operand
+            for operand in self.operands
         ]
         return _result(self.func, values, dict(self.options))
 
@@ -242,10 +246,10 @@ class Computed:
 
     def __str__(self) -> str:
         names = (
-            ", ".join(shorten(dict.fromkeys(str(move.root) for move in each.moves), shown=3))
-            if isinstance(each, Operand)
-            else str(each)
-            for each in self.operands
+            ", ".join(shorten(dict.fromkeys(str(move.root) for move in operand.moves), shown=3))
+            if isinstance(operand, Operand)
+            else str(operand)
+            for operand in self.operands
         )
         return f"{operator_name(self.func)}({'; '.join(names)})"
 
@@ -286,20 +290,20 @@ def has_all_values(dtype: torch.dtype, source: torch.dtype) -> bool:
             return False
         wide, narrow = torch.iinfo(dtype), torch.iinfo(source)
         return wide.min <= narrow.min and narrow.max <= wide.max
-    there = torch.finfo(dtype)
+    limits = torch.finfo(dtype)
     # All integers up to 2/eps are values of a floating-point dtype.
     if not source.is_floating_point:
-        limits = torch.iinfo(source)
-        return bool(max(-limits.min, limits.max) <= min(2 / there.eps, there.max))
-    own = torch.finfo(source)
-    # With the subnormal numbers: the smallest one is smallest_normal * eps.
-    finer = there.smallest_normal * there.eps <= own.smallest_normal * own.eps
-    return bool(there.eps <= own.eps and there.max >= own.max and finer)
+        integers = torch.iinfo(source)
+        return bool(max(-integers.min, integers.max) <= min(2 / limits.eps, limits.max))
+    floats = torch.finfo(source)
+    # Subnormal numbers count, too: the smallest one is smallest_normal * eps.
+    finer = limits.smallest_normal * limits.eps <= floats.smallest_normal * floats.eps
+    return bool(limits.eps <= floats.eps and limits.max >= floats.max and finer)
 
 
 @lru_cache(maxsize=256)
 def takes_numbers_of(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Return whether torch can fill a dtype with each number of another one; it raises an error for one out of range.
+    """Return whether torch can fill a dtype with each number of another one; out of range, it raises an error.
 
     Examples:
         >>> takes_numbers_of(torch.bfloat16, torch.float32), takes_numbers_of(torch.float16, torch.float32)
@@ -314,12 +318,12 @@ def takes_numbers_of(dtype: torch.dtype, source: torch.dtype) -> bool:
 
 
 def cast(source: torch.dtype, dtype: torch.dtype) -> tuple[Cast, ...]:
-    """Return the cast from one dtype to another, if it is one."""
+    """Return the cast from one dtype to another as a step, or no step if they are the same."""
     return () if source is dtype else (Cast(source, dtype, has_all_values(dtype, source)),)
 
 
 def reread(source: torch.dtype, dtype: torch.dtype) -> tuple[Bits, ...]:
-    """Return the reading of bits of one dtype as another, if it is one."""
+    """Return the view of one dtype's bits as another as a step, or no step if they are the same."""
     return () if source is dtype else (Bits(source, dtype),)
 
 
@@ -332,8 +336,8 @@ def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     if not first or not then:
         return first or then
-    last, step, rest = first[-1], then[0], then[1:]
-    # After one that rounds, a cast back gives other values than there were, so both stay.
+    last, step, later = first[-1], then[0], then[1:]
+    # After a cast that rounds, a cast back gives other values, so both stay.
     if isinstance(last, Cast) and isinstance(step, Cast) and last.keeps and not _overflows(last, step):
         keeps = step.keeps or has_all_values(step.dtype, last.source)
         new: tuple[Any, ...] = () if last.source is step.dtype else (Cast(last.source, step.dtype, keeps),)
@@ -343,11 +347,11 @@ def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
         new = ()
     else:
         return (*first, *then)
-    return joined(joined(first[:-1], new), rest)
+    return joined(joined(first[:-1], new), later)
 
 
 def _overflows(last: Cast, step: Cast) -> bool:
-    """Return whether a cast may leave an integer's range: what that gives differs by the dtype that is cast from."""
+    """Return whether a cast may leave an integer's range, where the result depends on the dtype before the cast."""
     is_integer = not (step.dtype.is_floating_point or step.dtype.is_complex or step.dtype is torch.bool)
     return is_integer and last.dtype.is_floating_point and not has_all_values(step.dtype, last.source)
 
@@ -357,24 +361,24 @@ def _is_own_inverse(step: Any) -> bool:
 
 
 def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
-    """Return the steps between memory and a view that torch conjugates or negates when it reads."""
+    """Return the steps from memory to a view that torch conjugates or negates on reads."""
     conjugated = (_CONJUGATE,) if view.is_conj() else ()
     return (*conjugated, _NEGATE) if view.is_neg() else conjugated
 
 
 def undone(via: tuple[Any, ...], root: str) -> tuple[Any, ...] | str:
-    """Return the way back of what elements of a root go through, or why there is none."""
+    """Return the inverse of the steps of a root's elements, or the reason why there is none, as text."""
     back: tuple[Any, ...] = ()
     for number, step in enumerate(via):
         if isinstance(step, Cast) and step.keeps:
-            own: Any = Cast(step.dtype, step.source, keeps=True)
+            inverse: Any = Cast(step.dtype, step.source, keeps=True)
         elif isinstance(step, Bits):
-            own = Bits(step.dtype, step.source)
+            inverse = Bits(step.dtype, step.source)
         elif _is_own_inverse(step):
-            own = step
+            inverse = step
         elif isinstance(step, Cast):
             return f"is rounded: {dtype_name(step.source)} -> {dtype_name(step.dtype)}"
         else:
             return f"is computed: {step.of(via_text(root, via[:number]))}"
-        back = joined((own,), back)
+        back = joined((inverse,), back)
     return back

@@ -1,4 +1,4 @@
-"""Storages as traced code is given them: asked only which one they are, they stay the tensor's own."""
+"""Storages that traced code gets: proxies that lend memory only when they are asked for more than their identity."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _WHICH = {
     *("data_ptr", "nbytes", "size", "device", "_cdata", "element_size", "is_cuda", "dtype", "is_shared", "_weak_ref"),
     *("_data_ptr", "_nbytes", "_size"),
 }
-"""What tells which storage it is, and nothing of its elements."""
+"""Attributes that identify a storage, and give no access to its elements."""
 
 
 class LentStorage(torch.TypedStorage):
-    """A tensor's storage, whose memory is lent once more is asked for than which one it is.
+    """A proxy of a tensor's storage, which lends the memory once it is asked for more than its identity.
 
-    Torch's functions in C take the `_untyped_storage` of a typed one, so none gets at the memory unseen.
+    Torch's functions in C take the `_untyped_storage` of a typed one, so none of them reaches the memory unseen.
     """
 
     def __new__(cls, *args: Any) -> LentStorage:
-        return object.__new__(cls)  # that of typed ones makes memory
+        return object.__new__(cls)  # TypedStorage's own would allocate memory
 
     def __init__(self, record: Cells, tensor: torch.Tensor, true: Any, name: str) -> None:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -58,7 +58,7 @@ def _lends(word: str) -> Callable[..., Any]:
     return forward
 
 
-# Python looks for these in the class.
+# Python looks these methods up in the class.
 for _word in (
     "__getitem__",
     "__setitem__",
@@ -73,7 +73,7 @@ for _word in (
 
 
 def is_asked_by_torch() -> bool:
-    """Return whether it is torch's own code that has called: it makes other storages of one, or writes it to a file."""
+    """Return whether the caller is torch's own code, which derives other storages from one or writes it to a file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back

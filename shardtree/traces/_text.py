@@ -16,7 +16,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def trace_text(trace: Fields) -> str:
-    """Return a trace's printed form, of at most some moves for each output."""
+    """Return a trace's printed form, with a limited number of moves for each output."""
     lines = [f"trace: {plural(len(trace.sources), 'source')} -> {plural(len(trace.outputs), 'output')}"]
     for name, kind in trace.outputs.items():
         if name in trace.tied:
@@ -54,16 +54,16 @@ def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
 
 
 def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[Loop]:
-    """Return a move's loops, cut so that each stays within one axis on both sides, where that can be."""
+    """Return a move's loops, cut so that each stays within one axis on both sides, where that is possible."""
     loops = list(move.loops)
     # By the output's axes first, then by the root's: a loop that crosses both is cut twice.
     for side, steps in ((1, dense(shape).stride), (2, dense(root).stride)):
         new: list[Loop] = []
         for count, to, at in loops:
-            own = (to, at)[side - 1]
+            stride = (to, at)[side - 1]
             for step in steps:
-                inner = step // own if own else 0
-                if 1 < inner < count and step % own == 0 and count % inner == 0:
+                inner = step // stride if stride else 0
+                if 1 < inner < count and step % stride == 0 and count % inner == 0:
                     new.append((count // inner, to * inner, at * inner))
                     count = inner
             new.append((count, to, at))
@@ -72,30 +72,30 @@ def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[
 
 
 def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, ...]) -> str:
-    """Return one side of a move: for each axis a number, a name, factors, or an interval of them."""
+    """Return one side of a move as text: for each axis a number, a name, factors, or an interval of them."""
     texts = []
     for axis, step in enumerate(dense(shape).stride):
         low, place = divmod(place, step) if step else (0, place)
-        own = [(count, each // step, name) for count, each, name in loops if axis_of(each, shape) == axis]
-        # From the innermost: factors that run on, as (a b) do, need no steps beside them.
-        expected, runs_on = 1, True
-        for count, each, _ in reversed(own):
-            runs_on, expected = runs_on and each == expected, each * count
-        names = " ".join(name if runs_on else f"{name}*{each}" for _, each, name in own)
-        names = f"({names})" if len(own) > 1 else names
-        is_whole = runs_on and not low and prod([count for count, _, _ in own]) == shape[axis]
-        texts.append(str(low) if not own else names if is_whole else f"{low}:+{names}")
+        factors = [(count, stride // step, name) for count, stride, name in loops if axis_of(stride, shape) == axis]
+        # From the innermost: contiguous factors, such as (a b), need no steps beside them.
+        expected, is_dense = 1, True
+        for count, stride, _ in reversed(factors):
+            is_dense, expected = is_dense and stride == expected, stride * count
+        names = " ".join(name if is_dense else f"{name}*{stride}" for _, stride, name in factors)
+        names = f"({names})" if len(factors) > 1 else names
+        is_whole = is_dense and not low and prod([count for count, _, _ in factors]) == shape[axis]
+        texts.append(str(low) if not factors else names if is_whole else f"{low}:+{names}")
     return ", ".join(texts)
 
 
 def axis_of(step: int, shape: tuple[int, ...]) -> int:
-    """Return the axis along which a flat step leads, the number of axes if it leads nowhere."""
+    """Return the axis along which a flat step leads; the number of axes if there is none."""
     strides = dense(shape).stride
     return next((axis for axis, stride in enumerate(strides) if 0 < stride <= step and shape[axis] > 1), len(shape))
 
 
 def places_text(moves: Sequence[Move], shape: tuple[int, ...], shown: int = 3) -> str:
-    """Return where moves' `to` sides lie in a tensor: as slices, or from the first element to the last.
+    """Return the places of moves' `to` sides as text: slices of the tensor, or its first and last element there.
 
     Examples:
         >>> places_text([Move(None, 4, 0, ((2, 4, 1), (2, 1, 1)))], (4, 4))
@@ -109,14 +109,14 @@ def places_text(moves: Sequence[Move], shape: tuple[int, ...], shown: int = 3) -
 def _place_text(move: Move, shape: tuple[int, ...]) -> str:
     if not shape:
         return "the scalar"
-    axes, rest, place = [], factored(move, shape, shape), move.to
+    axes, loops, place = [], factored(move, shape, shape), move.to
     for axis, step in enumerate(dense(shape).stride):
         low, place = divmod(place, step) if step else (0, place)
-        own = [(count, each // step) for count, each, _ in rest if axis_of(each, shape) == axis]
-        length = 1 + sum((count - 1) * each for count, each in own)
-        by = own[0][1] if len(own) == 1 else 1
+        factors = [(count, stride // step) for count, stride, _ in loops if axis_of(stride, shape) == axis]
+        length = 1 + sum((count - 1) * stride for count, stride in factors)
+        by = factors[0][1] if len(factors) == 1 else 1
         # Two factors that leave gaps are no slice.
-        if len(own) > 1 and length != prod([count for count, _ in own]):
+        if len(factors) > 1 and length != prod([count for count, _ in factors]):
             return f"{plural(move.numel, 'element')} from {move.to} to {move.end} of the flat tensor"
         axes.append(f"{low}:{low + length}{f':{by}' if by > 1 else ''}" if length > 1 else str(low))
     return f"[{', '.join(axes)}]"

@@ -1,7 +1,7 @@
-"""Threads that traced code starts, and work that it gives to pools: recorded as its own is.
+"""Recording in threads that traced code starts, and of work that it submits to pools.
 
-Torch's modes belong to one thread. So while a trace runs, what starts threads, and a few functions that torch shows to
-no mode, are replaced in their modules. In threads that no trace runs in, these do what they did.
+A mode of torch is active in one thread. So while a trace runs, functions that start threads, and a few that torch
+passes to no mode, are replaced in their modules. In threads without a trace, the replacements call the originals.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _running = 0
 
 @contextmanager
 def recorded(watch: Watch) -> Iterator[None]:
-    """Record what this thread does, and those that it starts, until the end of the block."""
+    """Record the operations of this thread, and of threads that it starts, until the end of the block."""
     with _replacing(), watch, watch.record, _watched((*_watches(), watch)):
         try:
             yield
         finally:
-            watch.record.is_done = True  # for threads that go on
+            watch.record.is_done = True  # for threads that are still running
             put_back(watch.record)
 
 
@@ -53,19 +53,19 @@ def _watched(watches: tuple[Watch, ...]) -> Iterator[None]:
 
 
 def _within(watches: tuple[Watch, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a function's result, recorded in this thread as in the one that handed it on."""
+    """Return a function's result, recorded in this thread by the watches of the thread that submitted it."""
     new = [watch for watch in watches if watch not in _watches() and not watch.record.is_done]
     with ExitStack() as stack:
         for watch in new:
             stack.enter_context(watch)
-            # Entered as a context, it would set flags of torch's that all threads share, and set them back too late.
+            # Entering the mode as a context would set flags that all threads share, and reset them too late.
             _push_mode(watch.record)
             stack.callback(_pop_mode)
         stack.enter_context(_watched((*_watches(), *new)))
         return function(*args, **kwargs)
 
 
-# What is replaced: each takes the function that was there.
+# Replacements: each of these takes the original function and returns the one that replaces it.
 
 
 def _start(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,12 +74,12 @@ def _start(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (watches := _watches()):
             original(thread)
             return
-        own = {"run": thread.__dict__["run"]} if "run" in thread.__dict__ else {}
-        thread.run = partial(_run, thread, watches, thread.run, own)  # type: ignore[method-assign]
+        override = {"run": thread.__dict__["run"]} if "run" in thread.__dict__ else {}
+        thread.run = partial(_run, thread, watches, thread.run, override)  # type: ignore[method-assign]
         try:
             original(thread)
-        except BaseException:  # it was started before, or the system has no more threads
-            _put_back(thread, own)
+        except BaseException:  # the thread was started before, or the system has no more threads
+            _put_back(thread, override)
             raise
 
     return start
@@ -88,12 +88,12 @@ def _start(original: Callable[..., Any]) -> Callable[..., Any]:
 def _run(
     thread: threading.Thread, watches: tuple[Watch, ...], run: Callable[[], None], own: dict[str, Callable[[], None]]
 ) -> None:
-    _put_back(thread, own)  # else the thread would hold itself
+    _put_back(thread, own)  # otherwise the thread would refer to itself
     _within(watches, run)
 
 
 def _put_back(thread: threading.Thread, own: dict[str, Callable[[], None]]) -> None:
-    """Give a thread the `run` back that it had itself, if any, instead of its class's."""
+    """Restore a thread's own `run` attribute; without one, the class's method is used again."""
     thread.__dict__.pop("run", None)
     thread.__dict__.update(own)
 
@@ -103,7 +103,7 @@ def _submit(original: Callable[..., Any]) -> Callable[..., Any]:
     def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not (watches := _watches()):
             return original(pool, function, *args, **kwargs)
-        with _watched(()):  # the pool's threads may outlive the trace: what they are given is recorded, not they
+        with _watched(()):  # the pool's threads may outlive the trace, so the work is recorded, not the threads
             return original(pool, partial(_within, watches, function), *args, **kwargs)
 
     return submit
@@ -142,7 +142,7 @@ _CHANGES = (
     *("register_forward_hook", "register_forward_pre_hook", "_register_state_dict_hook"),
     *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
 )
-"""Methods of modules that change what one holds."""
+"""Methods that change a module's attributes, parameters, submodules or hooks."""
 _REPLACEMENTS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
     (threading.Thread, "start", _start),
     (ThreadPoolExecutor, "submit", _submit),
@@ -155,7 +155,7 @@ _REPLACEMENTS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[...
 
 @contextmanager
 def _replacing() -> Iterator[None]:
-    """Replace functions until the last of the traces that run at a time has ended."""
+    """Replace the functions until the last of several concurrent traces has ended."""
     global _running
     with _lock:
         _running += 1
@@ -172,6 +172,6 @@ def _replacing() -> Iterator[None]:
             _running -= 1
             while not _running and _replaced:
                 owner, name, original, new = _replaced.pop()
-                # What somebody else has put over it meanwhile stays: underneath, this one does what the original does.
+                # If somebody else has replaced ours meanwhile, theirs stays: ours then calls the original.
                 if getattr(owner, name) is new:
                     setattr(owner, name, original)

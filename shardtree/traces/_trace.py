@@ -1,4 +1,4 @@
-"""Trace: what code does to the elements of tensors, as a value that evaluates, composes, inverts and compares."""
+"""Trace: a map from sources' elements to outputs' elements, which can be evaluated, composed, inverted and compared."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ Place = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace(Fields):
-    """A map from elements of sources to elements of outputs, with the functions that they go through.
+    """A map from elements of sources to elements of outputs, with the casts and functions that they pass through.
 
-    A pure value: functions of it give others, `==` compares what is done, exactly, however it was done, and `print`
-    shows it. `shardtree.trace` makes one.
+    A trace is immutable: its methods return new ones. `==` compares exactly which elements the outputs get, by whatever
+    operations they were made, and `print` shows the moves. `shardtree.trace` returns one.
 
     Attributes:
-        sources: Kind of each tensor that the code was given.
-        outputs: Kind of each tensor that it made.
-        moves: Moves into each output, no two of which write the same place.
-        tied: Outputs that are the same view of the same memory as another one, with that one's name.
-        overwritten: Moves into each output over which something else was written later.
+        sources: Shape and dtype of each tensor that the code got.
+        outputs: Shape and dtype of each tensor that the code returned or filled.
+        moves: Moves into each output; no two of them write the same place.
+        tied: Names of earlier outputs, by outputs that are the same view of the same memory.
+        overwritten: Moves into each output whose elements were overwritten later.
     """
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], *, fill: float | None = None) -> dict[str, torch.Tensor]:
-        """Return the outputs, made of the sources' elements: new dense tensors on their device; tied ones are the same.
+        """Return the outputs for given sources: new dense tensors on the sources' device; tied outputs are one tensor.
 
         Args:
-            tensors: Tensors by name; those that no output needs may be left out.
-            fill: what elements get that are never written.
+            tensors: Sources by name; those that no output needs may be omitted.
+            fill: Value of elements that are never written.
 
         Raises:
             KeyMismatch: a source is missing.
-            ShapeError: one has another shape or dtype than was traced.
+            ShapeError: a source has another shape or dtype than was traced.
             TraceError: elements are never written, and `fill` isn't given.
 
         Examples:
@@ -65,16 +65,16 @@ class Trace(Fields):
         return evaluated(self, {name: tensors[name] for name in roots}, fill)
 
     def narrow(self, boxes: Mapping[str, Place]) -> Trace:
-        """Return the trace of one rank's part: what makes boxes of outputs, and nothing of the rest.
+        """Return the trace of boxes of outputs, such as one rank's parts.
 
-        Its evaluation is what those boxes are of the whole's.
+        Its outputs are those boxes of this trace's outputs; other outputs are left out.
 
         Args:
-            boxes: Boxes of outputs, by name, each as (offset, shape).
+            boxes: Boxes as (offset, shape), by the outputs' names.
 
         Raises:
-            KeyMismatch: there is no such output.
-            ShapeError: a box leaves its output.
+            KeyMismatch: there is no output of that name.
+            ShapeError: a box reaches outside its output.
 
         Examples:
             >>> import shardtree as st
@@ -84,7 +84,7 @@ class Trace(Fields):
         """
         if unknown := [repr(name) for name in boxes if name not in self.outputs]:
             raise KeyMismatch(
-                error_text("narrow: no such outputs", offenders=unknown, fix="trace.outputs has them all.")
+                error_text("narrow: unknown outputs", offenders=unknown, fix="Use names that trace.outputs has.")
             )
         places = {name: Box(tuple(offset), tuple(shape)) for name, (offset, shape) in boxes.items()}
         outside = [
@@ -93,16 +93,16 @@ class Trace(Fields):
             if not _lies_within(box, self.outputs[name].shape)
         ]
         if outside:
-            raise ShapeError(error_text("narrow: boxes that leave their outputs", offenders=outside))
+            raise ShapeError(error_text("narrow: boxes outside their outputs", offenders=outside))
         kinds = {name: replace(self.outputs[name], shape=box.shape) for name, box in places.items()}
         moves = {name: Moves(self._at(self.moves[name], name, box)) for name, box in places.items()}
-        tied = {name: one for name, one in self.tied.items() if one in places and places.get(name) == places[one]}
+        tied = {name: main for name, main in self.tied.items() if main in places and places.get(name) == places[main]}
         losses = {
             name: Moves(self._at(self.overwritten[name], name, places[name]))
             for name in places
             if name in self.overwritten
         }
-        return Trace(self.sources, kinds, moves, tied, {name: each for name, each in losses.items() if len(each)})
+        return Trace(self.sources, kinds, moves, tied, {name: lost for name, lost in losses.items() if len(lost)})
 
     def _at(self, moves: Moves, name: str, box: Box) -> list[Move]:
         steps = dense(self.outputs[name].shape).stride
@@ -110,19 +110,19 @@ class Trace(Fields):
         return moves.find([read_of(place, box.shape, dense(box.shape).stride, steps)])[0]
 
     def reads(self) -> dict[str, tuple[Box, ...]]:
-        """Return the boxes of each source that the outputs are made of, as plans and files can be asked for them.
+        """Return the boxes of each source that the outputs read, by the source's name.
 
-        They hold nothing else, unless a move would be more than some thousand boxes.
+        The boxes contain no other elements, unless a move would need more than some thousand of them.
         """
-        own = (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
-        return dict(reads_of(self.sources, own).boxes)
+        untied = (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
+        return dict(reads_of(self.sources, untied).boxes)
 
     def stored_target(self, target: Any, /, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-        """Return the target that a load gets in place of the given one: `lenses.through_trace`.
+        """Return the target that a load of the stored tensors fills instead of this one; see `lenses.through_trace`.
 
         Args:
-            target: Shards, and plain tensors, which are whole and have the keys of their paths.
-            cast: Whether the target's dtypes may differ from what the trace makes.
+            target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.
+            cast: Whether the target's dtypes may differ from those of the outputs.
             plain: Patterns of keys of values that need no scales, as for `load`.
 
         Examples:
@@ -131,18 +131,18 @@ class Trace(Fields):
             >>> st.apply_factories(halves.stored_target({"b": torch.empty(2, 1)}))["b"]["0"].key
             'w'
         """
-        # Lenses are made of traces, and not the other way round.
+        # Lenses are built on traces, so this module can't import them.
         return leaf("through_trace")(target, self, cast=cast, plain=plain)
 
     def then(self, other: Trace) -> Trace:
-        """Return both, one after the other: the other's sources are this one's outputs.
+        """Return the composition of this trace and another one, whose sources are this trace's outputs.
 
         Raises:
-            KeyMismatch: a source of the other isn't an output of this one.
-            ShapeError: it has another shape or dtype.
+            KeyMismatch: a source of the other trace isn't an output of this one.
+            ShapeError: an output has another shape or dtype than that source.
         """
         check_kinds("then", other.sources, self.outputs)
-        # Rolled again: what other's moves cut may run on in the sources.
+        # Moves are rolled again, since parts that the other trace cuts apart may be contiguous in the sources.
         moves = {name: Moves(rolled(self._before(moves))) for name, moves in other.moves.items()}
         return Trace(self.sources, other.outputs, moves, other.tied, {})
 
@@ -153,24 +153,26 @@ class Trace(Fields):
                 yield from self.moves[move.root].find([move])[0]
             elif isinstance(move.root, Computed):
                 operands = tuple(
-                    replace(each, moves=Moves(self._before(each.moves))) if isinstance(each, Operand) else each
-                    for each in move.root.operands
+                    replace(operand, moves=Moves(self._before(operand.moves)))
+                    if isinstance(operand, Operand)
+                    else operand
+                    for operand in move.root.operands
                 )
                 yield move._replace(root=replace(move.root, operands=operands))
             else:
                 yield move
 
     def inverse(self, drop: bool = False) -> Trace:
-        """Return the way back, from the outputs to the sources.
+        """Return the inverse trace, from the outputs to the sources.
 
-        Constants, as rows of padding, are left behind, and of tied outputs one is used.
+        It doesn't read constants, such as rows of padding, and reads only one of several tied outputs.
 
         Args:
-            drop: whether what has no partner on the other side is left out: elements of sources that no output has,
-                which the way back doesn't write, and elements of outputs that were never written.
+            drop: Whether elements without a partner on the other side are left out: elements of sources that no output
+                has, which the inverse doesn't write, and elements of outputs that were never written.
 
         Raises:
-            TraceError: elements are dropped, repeated, unwritten, rounded or computed; names all of them.
+            TraceError: elements are dropped, repeated, unwritten, rounded or computed; the error names all of them.
 
         Examples:
             >>> import shardtree as st
@@ -182,10 +184,12 @@ class Trace(Fields):
             True
         """
         problems = [
-            each for each in self.check() if each.kind in ("repeated", *(() if drop else ("unused", "unwritten")))
+            problem
+            for problem in self.check()
+            if problem.kind in ("repeated", *(() if drop else ("unused", "unwritten")))
         ]
         offenders = list(map(str, problems))
-        droppable = sum(each.kind != "repeated" for each in problems)
+        droppable = sum(problem.kind != "repeated" for problem in problems)
         back: dict[str, list[Move]] = {name: [] for name in self.sources}
         for name, moves in self.moves.items():
             for move in moves if name not in self.tied else ():
@@ -197,19 +201,19 @@ class Trace(Fields):
                 else:
                     back[move.root].append(turned(move, name, via))
         if offenders:
-            # What is repeated, rounded or computed has no way back, with or without it.
+            # Repeated, rounded and computed elements have no inverse, even with `drop`.
             can_drop = not drop and droppable == len(offenders)
-            fix = "With drop=True there is a way back that doesn't write these elements." if can_drop else None
-            what = "inverse: the trace isn't one to one"
-            raise TraceError(error_text(what, offenders=dict.fromkeys(offenders), fix=fix))
+            fix = "Pass drop=True for an inverse that leaves these elements out." if can_drop else None
+            heading = "inverse: the trace isn't one to one"
+            raise TraceError(error_text(heading, offenders=dict.fromkeys(offenders), fix=fix))
         outputs = {name: kind for name, kind in self.outputs.items() if name not in self.tied}
         return Trace(outputs, self.sources, {name: Moves(moves) for name, moves in back.items()})
 
     def check(self, *ranks: Trace) -> tuple[Problem, ...]:
-        """Return elements that aren't used or made exactly once, and hints at likely mistakes; nothing if all is well.
+        """Return the problems: elements that aren't used or written exactly once, and hints at likely mistakes.
 
         Args:
-            ranks: the other ranks' traces of the same sources: an element is unused if none of them uses it.
+            ranks: Other ranks' traces of the same sources; an element is unused only if no rank uses it.
 
         Examples:
             >>> import shardtree as st
@@ -220,16 +224,16 @@ class Trace(Fields):
         return problems_of((self, *ranks))
 
     def diff(self, other: Trace) -> dict[str, tuple[Difference, ...]]:
-        """Return by output what the two make of other elements; nothing where they are equal, which is exact.
+        """Return the exact differences from another trace, by output; equal outputs are left out.
 
-        Casts, functions and constants count, and how the moves are written doesn't. Functions are compared by name.
+        Casts, functions and constants count, but the form of the moves doesn't. Functions are compared by name.
         """
         return differences(self, other)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.sources == other.sources and not differences(self, other)
 
-    __hash__ = None  # type: ignore[assignment]  # no form of the moves is the one of their meaning
+    __hash__ = None  # type: ignore[assignment]  # equal traces may have different moves
 
     def __str__(self) -> str:
         return trace_text(self)
@@ -238,8 +242,8 @@ class Trace(Fields):
 
 
 def evaluated(trace: Trace, tensors: Mapping[str, torch.Tensor], fill: float | None = None) -> dict[str, torch.Tensor]:
-    """Return a trace's outputs, given its sources, which aren't checked."""
-    outputs: dict[str, torch.Tensor] = {}  # in order: what an output is tied to comes before it
+    """Return a trace's outputs for given sources, which aren't checked."""
+    outputs: dict[str, torch.Tensor] = {}  # in order: an output comes after the one that it is tied to
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     sources = {name: dense_tensor(tensor, device) for name, tensor in tensors.items()}
     for name, kind in trace.outputs.items():
@@ -259,22 +263,22 @@ def _lies_within(box: Box, shape: tuple[int, ...]) -> bool:
 
 def _fill(name: str, fill: float | None, missing: int) -> float:
     if fill is None:
-        fix = "Pass fill=0.0, or another value that they get."
+        fix = "Pass fill=0.0, or another value for these elements."
         raise TraceError(error_text(f"trace: {missing} elements of {name!r} are never written", fix=fix))
     return fill
 
 
 def check_kinds(doing: str, expected: Mapping[str, Kind], tensors: Mapping[str, Any]) -> None:
-    """Raise unless tensors are there, of the kinds that were traced.
+    """Raise unless all expected tensors are present, with the shapes and dtypes that were traced.
 
     Raises:
-        KeyMismatch: one isn't.
-        ShapeError: one is of another kind.
+        KeyMismatch: a tensor is missing.
+        ShapeError: a tensor has another shape or dtype.
     """
     if absent := [repr(name) for name in expected if name not in tensors]:
-        fix = "Pass every source that was traced, by its name then."
-        raise KeyMismatch(error_text(f"{doing}: sources that aren't there", offenders=absent, fix=fix))
+        fix = "Pass every source of the trace, by its name in trace.sources."
+        raise KeyMismatch(error_text(f"{doing}: missing sources", offenders=absent, fix=fix))
     pairs = [(name, kind, kind_of(tensors[name])) for name, kind in expected.items()]
     if wrong := [f"{name!r}: found {actual}, traced as {kind}" for name, kind, actual in pairs if actual != kind]:
         fix = "Trace the code with tensors of these shapes and dtypes."
-        raise ShapeError(error_text(f"{doing}: sources of another kind", offenders=wrong, fix=fix))
+        raise ShapeError(error_text(f"{doing}: sources of another shape or dtype", offenders=wrong, fix=fix))

@@ -1,4 +1,4 @@
-"""Traces of code: it runs once on tensors without data, recorded in all threads that it uses."""
+"""Tracing: code runs once on tensors without data, and its operations on them are recorded in all of its threads."""
 
 from __future__ import annotations
 
@@ -24,50 +24,51 @@ def trace(
     into: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     may_catch: Collection[str] = (),
 ) -> Trace:
-    """Run loading code once on tensors without data, and return what it does to their elements.
+    """Run loading code once on tensors without data, and return the trace of what it does to their elements.
 
-    The code may take views of tensors, join, copy, cast and gather them by known indices, and compute each element from
-    those at its place. Whatever asks for what the elements are is refused. Tensors of its own that it writes to aren't
-    changed, and what it changes in modules is put back at the end. Whatever else it keeps of the tensors refuses every
-    later operation. Threads that it starts are recorded too; `docs/trace.md` lists what can't be seen. Functions that
-    start threads, assign attributes of modules or pass memory are replaced while it runs; in other threads they do as
-    before. Other threads must leave the modules alone meanwhile.
+    The code may view, join, copy and cast tensors, gather their elements by known indices, and compute each element
+    from elements at the same place. Operations that depend on the values of elements are refused. Existing tensors,
+    such as parameters, keep their values, and modules get their attributes back at the end. Traced tensors that the
+    code stores elsewhere refuse all later operations. Threads that the code starts are recorded, too; `docs/trace.md`
+    lists what can't be seen. While it runs, functions that start threads, set attributes of modules or pass on memory
+    are replaced; in other threads they behave as before. Other threads must leave the modules alone meanwhile.
 
     Args:
-        function: takes a dict of tensors by name, and returns tensors by name; or it fills what `into` names, as a
-            model's own loader does: ``lambda tensors: model.load_weights(tensors.items())``.
-        sources: anything with a shape and a dtype, by name: an open checkpoint, shards, tensors.
-        into: is called afterwards for the destinations, as ``model.state_dict``. What they held before counts as
-            never written.
-        may_catch: names of operations, as "max", whose refusal the code may catch and do something else instead; of
-            any other, that would be taken for what it does.
+        function: Function that takes a dict of tensors by name. It returns tensors by name; or it fills the tensors
+            that `into` returns, as a model's own loader does: ``lambda tensors: model.load_weights(tensors.items())``.
+        sources: Objects with a shape and a dtype, by name: an open checkpoint, shards, or tensors. Other objects are
+            left out.
+        into: Function that returns the destinations, such as ``model.state_dict``; it is called after `function`. The
+            destinations' previous elements count as never written.
+        may_catch: Names of operations, such as "max", whose refusal the code may catch to use a fallback. Any other
+            caught refusal is an error, since the trace would contain a fallback by accident.
 
     Raises:
-        TraceError: the code asks for elements; names the operation, the source and the caller's line. Or it caught that
-            error; or tensors were changed unseen.
+        TraceError: the code needs values of elements (the error names the operation, the sources and the caller's
+            line), it caught such an error, or tensors were changed by operations that weren't recorded.
 
     Examples:
         >>> import shardtree as st
         >>> def load(tensors):
         ...     q, k, v = tensors["qkv"].chunk(3)
         ...     return {"q": q, "kv": torch.stack([k, v])}
-        >>> found = st.trace(load, {"qkv": torch.empty(6, 4)})
-        >>> print(found)
+        >>> traced = st.trace(load, {"qkv": torch.empty(6, 4)})
+        >>> print(traced)
         trace: 1 source -> 2 outputs
           q: float32[2,4] =
             [a, b] = qkv[0:+a, b]  (a=2 b=4)
           kv: float32[2,2,4] =
             [a, b, c] = qkv[2:+(a b), c]  (a=2 b=2 c=4)
-        >>> found.inverse()(found({"qkv": torch.arange(24.0).view(6, 4)}))["qkv"][1]
+        >>> traced.inverse()(traced({"qkv": torch.arange(24.0).view(6, 4)}))["qkv"][1]
         tensor([4., 5., 6., 7.])
 
     References:
-        `jax.make_jaxpr`, for the form.
+        `jax.make_jaxpr`, which traces functions in the same way.
     """
     record = RecordingMode()
-    # An open checkpoint's metadata: its values would be made, and its objects read.
+    # Only the metadata of an open checkpoint are used: its values would be built, and its objects read.
     entries = getattr(sources, "metadata", sources)
-    kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
+    kinds = {name: kind_of(entry) for name, entry in entries.items() if hasattr(entry, "dtype")}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
     for module in (*modules_of(function), *modules_of(into)):
         note_module(record, module)
@@ -82,6 +83,6 @@ def trace(
         record.refusals.check_caught(may_catch)
         outputs = checked_outputs(tensors)
         with record.lock, torch._C.DisableTorchFunction():
-            found = collected(record, kinds, outputs, fills=into is not None)
-            record.check_unchanged()  # before models get back what they held, which are changes, too
-    return found
+            traced = collected(record, kinds, outputs, fills=into is not None)
+            record.check_unchanged()  # before models are restored, which would count as changes
+    return traced

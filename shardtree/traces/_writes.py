@@ -14,10 +14,10 @@ from ._cells import Cells, Tracer
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through
 from ._steps import cast
 
-_EXPANDED = "the view has elements more than once, as an expanded one: torch writes to its clone alone"
-_TWICE = "several elements go to one place, and which of them stays is torch's choice"
-_OVERLAP = """its source and its destination share memory at other places, where torch raises an error, or what it reads
-  depends on the order in which it writes"""
+_EXPANDED = "elements of the view share a place in memory, as in an expanded tensor: torch writes only to its clone"
+_TWICE = "several elements are written to one place, and torch leaves open which of them stays"
+_OVERLAP = """its source and its destination overlap in memory, where torch raises an error, or the result depends on
+  the order in which it copies"""
 
 
 def copy_into(
@@ -29,7 +29,7 @@ def copy_into(
         record: Record of the run.
         into: Destination.
         tensor: Source.
-        via: Steps that the elements go through besides.
+        via: Steps that the elements pass through, instead of a cast.
         keeps: Whether the new values are computed from the old ones, which then aren't lost.
     """
     view = into.meta if isinstance(into, Tracer) else into
@@ -45,7 +45,7 @@ def copy_into(
 def check_apart(
     record: Cells, name: str, into: torch.Tensor, tensors: Sequence[torch.Tensor], *, may_be_same: bool = True
 ) -> None:
-    """Raise if an operation reads elements that it also writes, which gives what torch's order of copying makes of it.
+    """Raise if an operation reads elements that it also writes, so that torch's order of copying decides the result.
 
     Args:
         record: Record of the run.
@@ -55,10 +55,10 @@ def check_apart(
         may_be_same: Whether a tensor may be the very view that is written, as in functions of each element.
 
     Raises:
-        TraceError: A tensor has elements of the destination at other places.
+        TraceError: a tensor overlaps with the destination in memory.
     """
     for tensor in tensors:
-        # An expanded destination is refused as such.
+        # An expanded destination is refused elsewhere, with its own message.
         if not _share_memory(record, into, tensor) or _is_expanded(into):
             continue
         if may_be_same and _is_same_view(into, tensor):
@@ -68,13 +68,13 @@ def check_apart(
 
 
 def _share_memory(record: Cells, into: torch.Tensor, tensor: torch.Tensor) -> bool:
-    new = [each.cell for each in (into, tensor) if isinstance(each, Tracer) and each.cell.keep is None]
-    if new:  # of no ordinary storage, as sources
+    new = [view.cell for view in (into, tensor) if isinstance(view, Tracer) and view.cell.keep is None]
+    if new:  # without an ordinary storage, as sources are
         return len(new) == 2 and new[0] is new[1]
     if not (is_ordinary(into) or isinstance(into, Tracer)) or not (is_ordinary(tensor) or isinstance(tensor, Tracer)):
         return False
-    one, other = (each.cell.keep if isinstance(each, Tracer) else each.untyped_storage() for each in (into, tensor))
-    return bool(one._cdata == other._cdata)
+    left, right = (view.cell.keep if isinstance(view, Tracer) else view.untyped_storage() for view in (into, tensor))
+    return bool(left._cdata == right._cdata)
 
 
 def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -86,7 +86,7 @@ def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _places_read(view: torch.Tensor) -> Move:
-    """Return the places of a view as a read of each of them to itself; one that it has several times is read once."""
+    """Return the identity read of a view's places; a repeated place is read once."""
     place, pairs = int(view.storage_offset()), zip(view.shape, view.stride(), strict=True)
     loops = [(size, step) for size, step in pairs if step or not size]
     sizes, steps = [size for size, _ in loops], [step for _, step in loops]
@@ -94,14 +94,14 @@ def _places_read(view: torch.Tensor) -> Move:
 
 
 def put(record: Cells, into: torch.Tensor, moves: Sequence[Move]) -> None:
-    """Record that moves write all of a view, instead of what was there."""
+    """Record that moves replace all elements of a view."""
     if (hole := _hole_of(into.meta if isinstance(into, Tracer) else into)) is None:
         record.refuse("writing", [into], why=_EXPANDED)
     record.exchange(into, [hole], moves)
 
 
 def places_of(view: torch.Tensor) -> torch.Tensor:
-    """Return where in its storage each element of a view is."""
+    """Return the place of each element of a view in its storage."""
     places = torch.full((1,) * view.ndim, int(view.storage_offset()), device="cpu")
     for dim, (size, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
         steps = torch.arange(size, device="cpu") * step
@@ -114,7 +114,7 @@ def _is_expanded(view: torch.Tensor) -> bool:
 
 
 def _hole_of(view: torch.Tensor) -> Move | None:
-    """Return the places of a view as a read of them to themselves, None if they aren't nested."""
+    """Return the identity read of a view's places; None if they aren't nested."""
     place, stride = int(view.storage_offset()), view.stride()
     hole = read_of(place, view.shape, stride, stride, place)
     return hole if is_nested(hole) or not view.numel() else None
@@ -123,10 +123,10 @@ def _hole_of(view: torch.Tensor) -> Move | None:
 def _write_apart(
     record: Cells, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
 ) -> None:
-    """Record a ``copy_`` to a view whose elements aren't nested, as those of windows.
+    """Record a ``copy_`` to a view whose places aren't nested, such as sliding windows.
 
     Raises:
-        TraceError: the view is expanded, or two elements of the value go to one place.
+        TraceError: the view is expanded, or two elements of the value are written to one place.
     """
     view = into.meta if isinstance(into, Tracer) else into
     if _is_expanded(view):
@@ -152,14 +152,14 @@ def write_places(
         into: View of the storage.
         places: Place of each element in the storage; the value is broadcast to its shape.
         value: Source.
-        via: Steps that the elements go through.
+        via: Steps that the elements pass through.
         keeps: Whether the new values are computed from the old ones, which then aren't lost.
 
     Raises:
-        TraceError: Two elements of the value go to one place.
+        TraceError: two elements of the value are written to one place.
     """
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
-        value = value.narrow(dim, 0, 1) if size > 1 and not stride else value  # the same element has one number
+        value = value.narrow(dim, 0, 1) if size > 1 and not stride else value  # repeated elements share one number
     with torch._C._DisableTorchDispatch():
         numbers = torch.arange(value.numel(), device="cpu").reshape(value.shape).expand(places.shape)
         to, at = places.reshape(-1).numpy(), numbers.reshape(-1).numpy()

@@ -58,7 +58,7 @@ def test_values_beside_scales_that_no_form_explains_are_refused(tensors: dict[st
 def test_a_conversion_refuses_what_no_form_explains_before_it_writes() -> None:
     place, target = MemoryStorage(), MemoryStorage()
     st.save(shards(UNKNOWN["bitsandbytes' INT8"]), place, "safetensors")
-    with pytest.raises(ShapeError, match=r"'up\.weight': int8 beside 'up\.SCB', as no form has them"):
+    with pytest.raises(ShapeError, match=r"'up\.weight': int8 beside 'up\.SCB', which no form explains"):
         st.convert(place, target, backend="safetensors", transform=recode(torch.bfloat16))
     assert not st.is_checkpoint(target)
 

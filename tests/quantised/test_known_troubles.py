@@ -50,7 +50,7 @@ def test_1664_of_32768_codes_of_mxfp8_dont_come_back_from_bfloat16() -> None:
     again = fault.quantise(fault.dequantise(made))
     assert torch.equal(fault.dequantise(again)["w"], fault.dequantise(made)["w"])  # the same numbers
     words = (
-        "recoding 'w' doesn't come back: of codes and scales\n.*1664 of 32768 elements differ.*\n.*52 of 1024 elements"
+        "recoding 'w' doesn't come back in codes and scales\n.*1664 of 32768 elements differ.*\n.*52 of 1024 elements"
     )
     with pytest.raises(AssertionError, match=words):
         check_quantised(fault, made, same_codes=True)
@@ -195,7 +195,7 @@ def test_recode_leaves_objects_and_numbers_that_are_no_floats_alone() -> None:
 @pytest.mark.parametrize(
     ("tensors", "lossless", "words"),
     [
-        ({"w": torch.ones(2, 4), "w_scale": torch.ones(3)}, False, "keys that other tensors have\n  'w_scale'"),
+        ({"w": torch.ones(2, 4), "w_scale": torch.ones(3)}, False, "would have keys of other tensors\n  'w_scale'"),
         ({"w": torch.full((2, 4), 1 / 3, dtype=torch.float64)}, True, "float64 would be rounded\n  'w'"),
     ],
 )

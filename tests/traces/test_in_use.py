@@ -120,7 +120,7 @@ def test_an_open_checkpoint_is_seen_through_a_trace(folder: Any) -> None:
     assert {fetch.name for fetch in lazy[::2].fetches} <= {"gate.weight", "up.weight"}
     values = {key: shard.data.read() for key, shard in opened.items() if isinstance(shard, st.ShardedTensor)}
     assert all(torch.equal(values[key], tensor) for key, tensor in MODEL.items())
-    with pytest.raises(KeyMismatch, match="open: sources that aren't there"):
+    with pytest.raises(KeyMismatch, match="open: missing sources"):
         st.open_checkpoint(folder, transform=st.trace(dict, {"missing": torch.empty(2)}))
 
 

@@ -258,7 +258,7 @@ def test_a_change_in_a_thread_from_before_is_refused(change: Callable[[torch.Ten
         run(lambda: change(buffer))
         return {"w": read + torch.cat([buffer, buffer])}
 
-    with old_thread() as run, pytest.raises(TraceError, match="tensors were changed unseen"):
+    with old_thread() as run, pytest.raises(TraceError, match="tensors were changed without being recorded"):
         st.trace(load, GIVEN)
 
 
