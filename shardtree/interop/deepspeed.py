@@ -27,7 +27,7 @@ _STATE = re.compile(r"optimizer\.state\.(?P<state>[^.]+)\.(?P<parameter>.+)", re
 _MASTER, _STEP = "param", "step"
 
 _MODEL_FIELDS: dict[str, Any] = {
-    # What DeepSpeed asks of a model file when it loads one; the common state has them where DeepSpeed saved it.
+    # DeepSpeed requires these fields of a model file; a checkpoint that it saved has them in the common state.
     **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
     **dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments")),
     "buffer_names": [],
@@ -62,7 +62,7 @@ def save_universal(
         tag: Name of the checkpoint's own folder in the root.
         stage: ZeRO stage of the job that will load it: under stage 3 DeepSpeed looks for a model file of another name.
         parameter_groups: Names of the trained parameters of each of the optimizer's groups, if there are several.
-        common: Values of the model file that replace the checkpoint's common state: a dict, whose `optimizer` has
+        common: Dict that replaces the checkpoint's common state in the model file. Its `optimizer` may have
             `param_groups` alone. Values that DeepSpeed needs and the dict lacks get a default.
         leave_out: Patterns of keys that aren't written. Any other key without a place in the format is an error.
         durable: Whether all files are on the medium before the checkpoint counts.
@@ -73,7 +73,7 @@ def save_universal(
         StorageError: Another save to the folder is in progress, or a file can't be written.
         KeyMismatch: The parameter of a state is missing, a pattern matches nothing, or a key has no place in the
             format.
-        UnsupportedValue: a name can't be that of a folder, or the common state can't be stored.
+        UnsupportedValue: A name can't be a folder's name, or the common state can't be stored.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -92,12 +92,12 @@ def save_universal(
     _check_free(storage)
     parts = _parts(checkpoint, leave_out)
     _check_names([tag, *parts.weights])
-    rest = checkpoint.common() if common is None else common
-    model, optimizer = _fields(checkpoint, rest, parts, parameter_groups)
+    plain = checkpoint.common() if common is None else common
+    model, optimizer = _fields(checkpoint, plain, parts, parameter_groups)
     model_file = f"{tag}/{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     write = partial(_write, storage, durable, progress or (lambda _: None))
     with alone_in(storage):
-        _check_free(storage)  # again: another call may have ended since
+        _check_free(storage)  # again, since another call may have finished meanwhile
         _write_states(checkpoint, parts, optimizer, f"{tag}/zero", partial(_make_folder, storage, durable), write)
         module: OrderedDict[str, Any] = OrderedDict((name, _stream(checkpoint, name)) for name in parts.weights)
         module.update(model.pop("module", {}))
@@ -127,7 +127,7 @@ def _write_states(
         make(f"{folder}/{name}")
         for file, value in _state_files(checkpoint, parts, name, groups):
             write(f"{folder}/{name}/{file}.pt", value)
-    # Twice, since DeepSpeed's ZeRO-3 looks for the groups and one step elsewhere than ZeRO-1 and 2.
+    # Groups and one step are written twice, since DeepSpeed's ZeRO-3 looks for them elsewhere than ZeRO-1 and 2.
     step = next((_step(checkpoint, parts, name, groups) for name in parts.states), None)
     inner = {"state": {} if step is None else {0: {_STEP: step}}, "param_groups": groups}
     write(f"{folder}/optimizer_state.pt", {**optimizer, "optimizer_state_dict": inner})
@@ -164,9 +164,9 @@ def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
             states.setdefault(match["parameter"], []).append(match["state"])
         else:
             weights.append(key)
-    homeless += [f"'optimizer.state.*.{name}': there is no {name!r}" for name in states.keys() - set(weights)]
+    homeless += [f"'optimizer.state.*.{name}': there is no parameter {name!r}" for name in states.keys() - set(weights)]
     if homeless:
-        what = f"save_universal: what {checkpoint.checkpoint.storage.where()!r} holds has no place there"
+        what = f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} without a place there"
         raise KeyMismatch(error_text(what, offenders=sorted(homeless), fix="Name it in leave_out."))
     return _Parts(weights, states)
 
@@ -175,7 +175,7 @@ def _check_names(names: Sequence[str]) -> None:
     unfit = ("", ".", "..", "optimizer_state.pt")
     wrong = [repr(name) for name in names if "/" in name or "\\" in name or name in unfit]
     if wrong:
-        what = "save_universal: each parameter is a folder, and these names can't be one"
+        what = "save_universal: names that can't be folder names, as each parameter needs"
         raise UnsupportedValue(error_text(what, offenders=wrong, fix="Convert the checkpoint to other names first."))
 
 
@@ -186,7 +186,7 @@ def _fields(
     optimizer = common.get("optimizer", {}) if isinstance(common, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.keys() - {"param_groups"}:
         found = "no dict" if optimizer is None else f"'optimizer' with {', '.join(map(repr, optimizer))}"
-        fix = "Pass common= with what is to be written."
+        fix = "Pass the values to write as common=."
         expected = "a dict, with 'param_groups' alone in 'optimizer'"
         heading = "save_universal: unusable common state"
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
@@ -207,9 +207,9 @@ def _fields(
 def _state_files(
     checkpoint: OpenCheckpoint, parts: _Parts, name: str, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the files of a tensor's folder, by name without its end."""
+    """Yield the files of a tensor's folder, each with its name without suffix."""
     states = parts.states.get(name)
-    if states is None:  # a buffer, a frozen parameter, a tied name: its values as float32, as ds_to_universal has them
+    if states is None:  # a buffer, frozen parameter or tied name: written in float32, as by ds_to_universal
         if not _tensor(checkpoint, name).dtype.is_complex:
             yield "fp32", {"param": _stream(checkpoint, name, torch.float32)}
         return
@@ -227,7 +227,7 @@ def _state_files(
 def _step(
     checkpoint: OpenCheckpoint, parts: _Parts, name: str, groups: Sequence[Mapping[str, Any]]
 ) -> torch.Tensor | None:
-    """Return a parameter's step, or the one of all groups, as Megatron-Core has it."""
+    """Return a parameter's step, or that of all groups, where Megatron-Core stores it; None if groups differ."""
     if _STEP in parts.states[name]:
         return _lazy(checkpoint, f"optimizer.state.{_STEP}.{name}").read()
     steps = {float(group["step"]) for group in groups if "step" in group}
@@ -252,7 +252,7 @@ def _write(storage: Storage, durable: bool, progress: Callable[[int], None], nam
             yield buffer
             progress(buffer.nbytes)
 
-    storage.remove(name)  # of a call that was cut off
+    storage.remove(name)  # the file of an interrupted call
     storage.write(name, buffers(), durable=durable)
 
 

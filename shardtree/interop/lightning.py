@@ -1,7 +1,7 @@
-"""Lightning's checkpoints by shardtree: strategies for sharded models, and a `CheckpointIO` for models held whole.
+"""Lightning's checkpoints by shardtree: strategies for sharded models, and a `CheckpointIO` for whole models.
 
-Unlike other modules of this room, this one imports its library at once, since its classes are derived from the
-library's. The room doesn't import it.
+Unlike most modules of this package, this one imports its library at once, since its classes derive from the library's.
+The package doesn't import it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
         backend: The format to save in; the default strategy's if None.
         save_options: Options of every save. A value that can't be stored is an error that names it, unless
             ``allow_pickle`` is set.
-        load_options: Options of every load. Where Lightning's `weights_only` is given, pickled values are read if it is
-            False; else if ``allow_pickle`` is set.
+        load_options: Options of every load. Pickled values are read if Lightning's `weights_only` is False; if that
+            isn't given, ``allow_pickle`` decides.
 
     Examples:
         >>> import tempfile
@@ -83,7 +83,7 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
         self.backend, self.save_options, self.load_options = backend, save_options, load_options
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Place, storage_options: Any = None) -> None:
-        """Save a checkpoint in this process alone; one that is there is replaced once the new one is whole."""
+        """Save a checkpoint in this process alone; an existing one is replaced once the new one is complete."""
         _refuse(storage_options=storage_options)
         tree = {name: _as_shards(name, value) for name, value in checkpoint.items()}
         save(tree, path, self.backend, world=one_process(), overwrite=True, options=self.save_options)
@@ -95,23 +95,23 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
         if not is_checkpoint(path, world=one_process()):
             located = {} if map_location is None else {"map_location": map_location}
             only = _weights_only(self.load_options, weights_only)
-            own: dict[str, Any] = super().load_checkpoint(path, weights_only=only, **located)
-            return own
+            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only=only, **located)
+            return loaded
         if not isinstance(map_location, str | torch.device | None):
-            what = "load_checkpoint: map_location of a checkpoint of shardtree's must be a device"
+            what = "load_checkpoint: map_location of a shardtree checkpoint isn't a device"
             raise MetadataError(error_text(what, found=type(map_location).__name__, expected="a device, or None"))
         options, target = _reading(self.load_options, weights_only), defaultdict[str, dict[str, Any]](dict)
         for key, shard in load_tensors_metadata(path, world=one_process(), options=options).items():
-            name, _, rest = key.partition(".")
-            target[name][rest] = shard
-        loaded: dict[str, Any] = load(dict(target), path, world=one_process(), device=map_location, options=options)
-        return loaded
+            name, _, inner = key.partition(".")
+            target[name][inner] = shard
+        tree: dict[str, Any] = load(dict(target), path, world=one_process(), device=map_location, options=options)
+        return tree
 
     def remove_checkpoint(self, path: Place) -> None:
-        """Remove a checkpoint: first the file that makes it one, so that what a kill leaves isn't taken for one."""
+        """Remove a checkpoint, first the file that makes it one, so that a killed removal leaves no broken one."""
         parent, _, name = (str(path) if "://" in str(path) else str(Path(path).absolute())).rstrip("/").rpartition("/")
         storage = storage_at(parent or "/")
-        if is_link(storage, name):  # ModelCheckpoint(save_last="link") links a checkpoint, which stays
+        if is_link(storage, name):  # ModelCheckpoint(save_last="link") links a checkpoint; the link alone is removed
             storage.remove(name)
             return
         if is_folder(storage, name):
@@ -154,7 +154,7 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self.backend, self.save_options, self.load_options = backend, save_options, load_options
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Place, storage_options: Any = None) -> None:
-        """Save a checkpoint, on all ranks together; one that is there is replaced once the new one is whole."""
+        """Save a checkpoint, on all ranks together; an existing one is replaced once the new one is complete."""
         _refuse(storage_options=storage_options)
         values = {name: value for name, value in checkpoint.items() if name not in (_WEIGHTS, "optimizer_states")}
         states = {_WEIGHTS: checkpoint[_WEIGHTS]}
@@ -166,8 +166,8 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Load the module and the optimizers in place, on all ranks together, and return everything else."""
         path = self.broadcast(checkpoint_path)
         if not is_checkpoint(path):
-            own: dict[str, Any] = super().load_checkpoint(path, _weights_only(self.load_options, weights_only))
-            return own
+            loaded: dict[str, Any] = super().load_checkpoint(path, _weights_only(self.load_options, weights_only))
+            return loaded
         objects = {_WEIGHTS: self.model}
         objects |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
         options = _reading(self.load_options, weights_only)
@@ -211,7 +211,7 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
     def save_checkpoint(
         self, path: Place, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save a state, on all ranks together; a checkpoint that is there is replaced once the new one is whole."""
+        """Save a state, on all ranks together; an existing checkpoint is replaced once the new one is complete."""
         _refuse(storage_options=storage_options, filter=filter)
         states = _states_of(state)
         values = {
@@ -225,19 +225,19 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
     def load_checkpoint(
         self, path: Place, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a state in place, on all ranks together, and return what the checkpoint has beyond it."""
+        """Load a state in place, on all ranks together, and return the checkpoint's other values."""
         path = self.broadcast(path)
         if not isinstance(state, dict) or not is_checkpoint(path):
             only = _weights_only(self.load_options, weights_only)
-            own: dict[str, Any] = super().load_checkpoint(path, state, strict, only)
-            return own
+            loaded: dict[str, Any] = super().load_checkpoint(path, state, strict, only)
+            return loaded
         states = _states_of(state)
         objects = {name: state[name] for name in states}
         values = _load_into(objects, path, _reading(self.load_options, weights_only), strict=strict)
-        asked = state.keys() - states.keys()
-        if strict and asked - values.keys():
-            _refuse_keys(f"load_checkpoint: values of the state that {path} lacks", asked - values.keys())
-        for name in asked & values.keys():
+        names = state.keys() - states.keys()
+        if strict and names - values.keys():
+            _refuse_keys(f"load_checkpoint: values of the state that {path} lacks", names - values.keys())
+        for name in names & values.keys():
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(values.pop(name))
             else:
@@ -251,26 +251,26 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
 def _refuse(**arguments: Any) -> None:
     offenders = [f"{name}=" for name, value in arguments.items() if value is not None]
     if offenders:
-        what, fix = "save_checkpoint: unsupported arguments", "Leave them out; save_options= has what a save can do."
+        what, fix = "save_checkpoint: unsupported arguments", "Leave them out; options of saves go to save_options=."
         raise UnsupportedValue(error_text(what, offenders=offenders, fix=fix))
 
 
 def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOptions:
-    """Return the options of a load; `weights_only`, in which Lightning says what may be unpickled, goes first."""
+    """Return the options of a load; Lightning's `weights_only`, if given, decides about unpickling."""
     options = options or LoadOptions()
     return options if weights_only is None else replace(options, allow_pickle=not weights_only)
 
 
 def _weights_only(options: LoadOptions | None, weights_only: bool | None) -> bool:
-    """Return the argument for Lightning's own files; from an URL, Lightning would unpickle anything by default."""
+    """Return `weights_only` for Lightning's own files, since Lightning unpickles anything from URLs by default."""
     return not _reading(options, weights_only).allow_pickle
 
 
 def _as_shards(name: str, value: Any) -> Any:
-    """Return a state dict with its tensors as shards; any other value as it is."""
+    """Return a state dict with its tensors as shards; any other value unchanged."""
     named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if "." in name or not named or not any(isinstance(item, torch.Tensor) for item in value.values()):
-        return value  # a load finds the state dict's name before a key's first dot
+        return value  # a load takes the name before a key's first dot for the state dict's
     return {
         key: ShardedTensor.from_rank_offsets(f"{name}.{key}", item) if isinstance(item, torch.Tensor) else item
         for key, item in value.items()
@@ -280,8 +280,8 @@ def _as_shards(name: str, value: Any) -> Any:
 def _shards_of(states: Mapping[str, Any]) -> Any:
     """Return states with this rank's shards in place of tensors.
 
-    A plain tensor, such as a buffer or a parameter that no mesh shards, is a replica on every rank. Rank 0's is stored,
-    as by torch.distributed.checkpoint: running statistics may differ between ranks.
+    A plain tensor, such as a buffer or a parameter that no mesh shards, counts as a replica on every rank. Rank 0's is
+    stored, as by torch.distributed.checkpoint, since running statistics may differ between ranks.
     """
     rank = current_world().rank
     pairs, rebuild = flatten_with_paths(from_dtensors(states, strided="fsdp2"))
@@ -298,7 +298,7 @@ def _shards_of(states: Mapping[str, Any]) -> Any:
 def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     if states.keys() & values.keys():
         offenders = sorted(states.keys() & values.keys())
-        what, fix = "save_checkpoint: values under names of states", "Store these values under other names."
+        what, fix = "save_checkpoint: values with names of states", "Store these values under other names."
         raise TreeError(error_text(what, offenders=offenders, fix=fix))
     return {**values, **_shards_of(states)}
 
@@ -306,14 +306,14 @@ def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 def _module_in(objects: Mapping[str, Any]) -> str:
     names = [name for name, value in objects.items() if isinstance(value, torch.nn.Module)]
     if len(names) != 1:
-        what = "a checkpoint of Lightning's must have one module, whose parameters the optimizers have"
-        fix = "Save modules with checkpoints of their own, or in a module that holds all."
+        what = "a Lightning checkpoint without exactly one module, which has the optimizers' parameters"
+        fix = "Save each module in a checkpoint of its own, or one module that holds all."
         raise TreeError(error_text(what, found=names, expected="one module", fix=fix))
     return names[0]
 
 
 def _states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the module and of the optimizers among some objects, by the objects' names."""
+    """Return the states of the module and the optimizers among objects, by the objects' names."""
     module = objects[_module_in(objects)]
     states = dict[str, Any]()
     for name, value in objects.items():
@@ -333,7 +333,7 @@ def _load_into(objects: Mapping[str, Any], path: Place, options: LoadOptions, *,
         _refuse_keys(f"load_checkpoint: tensors in {path} that the module lacks", missing)
     if not strict:
         target[name] = {key: value for key, value in target[name].items() if f"{name}.{key}" in stored}
-    # In place, so that no second copy of the states is in memory.
+    # The load is in place, so that memory holds no second copy of the states.
     loaded = to_dtensors(load(_shards_of(target), path, donate=True, options=options), like=target)
     module = objects[name]
     set_model_state_dict(module, loaded[name], options=StateDictOptions(strict=strict))

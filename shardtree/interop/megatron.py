@@ -25,16 +25,14 @@ __all__ = ["from_megatron", "to_megatron"]
 
 
 def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Exception, fix: str | None = None) -> str:
-    """Return an error's text for a leaf that can't be converted."""
+    """Return the error text for a leaf that can't be converted."""
     what = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)}"
     return error_text(what, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)
 
 
-# Wrapping a factory's two functions for the other library: what `build_fn` returns is converted; `merge_fn` gets plain
-# tensors, and needs no conversion.
-#
-# Each wrapper is a value that has what it wraps, so that converting back unwraps it, and factories that go back and
-# forth don't collect layers.
+# A factory's two functions are wrapped for the other library: the result of `build_fn` is converted; `merge_fn` gets
+# plain tensors, and needs no conversion. Each wrapper keeps the function that it wraps, so that converting back unwraps
+# it, and factories that go back and forth don't collect layers.
 
 Convert = Callable[[Any], Any]
 
@@ -45,7 +43,7 @@ def build_from_theirs(theirs: Any, convert: Convert) -> FactoryBuildFn:
     if isinstance(function, _BuildOurs):
         return function.build_fn
     empty = copy(theirs)
-    empty.data = None  # else the function would keep the tensor alive
+    empty.data = None  # otherwise the function would keep the tensor alive
     return _BuildTheirs(empty, convert)
 
 
@@ -69,18 +67,18 @@ def merge_from_ours(ours: ShardedTensorFactory) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BuildTheirs:
-    """Builds by a copy of their factory, which has no tensor itself."""
+    """Build function that calls a Megatron-Core factory, kept without its tensor."""
 
     empty: Any
     convert: Convert
 
     def __call__(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
-        # By their own build() rather than by calling build_fn: versions differ in the arguments that they pass to it.
+        # Their build() is called rather than build_fn, since versions pass different arguments to build_fn.
         theirs = copy(self.empty)
         theirs.key, theirs.data, theirs.replica_id = key, data, replica_id
         if flattened_range is not None and not hasattr(self.empty, "flattened_range"):
             fix = "Build from the whole tensor."
-            raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core has no flat factories", fix=fix))
+            raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core can't build flat ranges", fix=fix))
         if hasattr(self.empty, "flattened_range"):
             theirs.flattened_range = flattened_range
         return self.convert(theirs.build())
@@ -88,7 +86,7 @@ class _BuildTheirs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MergeTheirs:
-    """Merges by their function."""
+    """Merge function that calls Megatron-Core's."""
 
     merge_fn: FactoryMergeFn
 
@@ -99,41 +97,41 @@ class _MergeTheirs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BuildOurs:
-    """Builds by our function."""
+    """Build function for Megatron-Core that calls ours."""
 
     build_fn: FactoryBuildFn
     convert: Convert
 
     def __call__(self, key: str, data: Any, replica_id: ReplicaId = 0, flattened_range: slice | None = None) -> Any:
-        # With nested factories applied, since Megatron-Core doesn't look for any in what a factory builds.
+        # Nested factories are applied here, since Megatron-Core doesn't look for them in what a factory builds.
         return self.convert(apply_factories(self.build_fn(key, data, replica_id, flattened_range)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MergeOurs:
-    """Merges by our factory's function."""
+    """Merge function for Megatron-Core that calls that of our factory."""
 
     ours: ShardedTensorFactory
 
     def __call__(self, parts: Any) -> Any:
-        # Nested factories are merged first; to find them, the factory builds again.
+        # Nested factories are merged first; the factory builds again to find them.
         return apply_factory_merges(parts, self.ours)
 
 
 def from_megatron(tree: Any) -> Any:
     """Convert a tree such as Megatron-Core's `sharded_state_dict()` to one with our shards, objects and factories.
 
-    Containers are new, subclasses of dict and list become plain ones; tensors are shared. Other leaves are unchanged.
+    Containers are new (subclasses of dict and list become plain ones); tensors are shared. Other leaves are unchanged.
     Leaves of any version are accepted: fields that a version lacks get their defaults.
 
     Args:
-        tree: dicts, lists and tuples of Megatron-Core's leaves and plain values.
+        tree: Dicts, lists and tuples of Megatron-Core's leaves and plain values.
 
     Returns:
-        A tree for `save` and `load`. Its factories let Megatron-Core's build and merge.
+        A tree for `save` and `load`. Its factories call those of Megatron-Core to build and merge.
 
     Raises:
-        MetadataError: a leaf's fields contradict each other or its data; names its key and path.
+        MetadataError: A leaf's fields contradict each other or its data; names its key and path.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -189,13 +187,13 @@ def _object(theirs: Any) -> ShardedObject:
 
 def _factory(theirs: Any) -> ShardedTensorFactory:
     replica_id, flat = _numbers(theirs, "replica_id", 0), getattr(theirs, "flattened_range", None)
-    # Made with their functions first, so that these are checked: a wrapper is always callable.
+    # The factory is built with their functions first, so that these are checked: a wrapper is always callable.
     ours = ShardedTensorFactory(theirs.key, theirs.data, theirs.build_fn, theirs.merge_fn, replica_id, flat)
     return replace(ours, build_fn=build_from_theirs(theirs, from_megatron), merge_fn=merge_from_theirs(theirs))
 
 
 def _numbers(theirs: Any, field: str, default: Any = None) -> Any:
-    """Return a field; lists, which some versions have, become tuples."""
+    """Return a field, as a tuple if a version has a list there."""
     value = getattr(theirs, field, default)
     return tuple(value) if isinstance(value, list) else value
 
@@ -216,17 +214,17 @@ def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
 
     Containers are new; tensors are shared. The factories also apply and merge nested factories.
 
-    To save in another format, call `st.save(tree, ...)` instead of Megatron-Core's `save` with a strategy of one's own:
-    its main branch replaces strategies that aren't its own without a word.
+    To save in another format, call `st.save(tree, ...)` rather than Megatron-Core's `save` with a custom strategy:
+    Megatron-Core's main branch silently replaces custom strategies by its own.
 
     Args:
-        tree: dicts and lists of our leaves and plain values.
-        mapping: the module with Megatron-Core's classes, of a fork for example; the installed
-            `megatron.core.dist_checkpointing.mapping` by default, which only this function imports.
+        tree: Dicts and lists of our leaves and plain values.
+        mapping: Module with Megatron-Core's classes, such as a fork's; by default the installed
+            `megatron.core.dist_checkpointing.mapping`, which only this function imports.
 
     Raises:
-        UnsupportedValue: this version of Megatron-Core doesn't support a shard: it is flat, or in a tuple, where
-            Megatron-Core doesn't look for shards. Names its key and path.
+        UnsupportedValue: A shard is flat, which this version of Megatron-Core doesn't support, or it is in a tuple,
+            where Megatron-Core doesn't look for shards; names its key and path.
         CheckpointingException: Megatron-Core isn't installed.
 
     Examples:
@@ -280,7 +278,7 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     values = {field.name: getattr(ours, field.name) for field in fields(ours)}
     if isinstance(ours, ShardedTensorFactory):
         values |= {"build_fn": build_from_ours(ours, convert), "merge_fn": merge_from_ours(ours)}
-    # A field that their version lacks may be left out only if it has its default; else it would be lost in silence.
+    # A field that their version lacks may be left out only if it has its default; otherwise it would be lost silently.
     names = {field.name for field in fields(cls)}
     for field in fields(ours):
         if field.name not in names and (field.default is MISSING or values[field.name] != field.default):

@@ -19,55 +19,57 @@ from .megatron import from_megatron
 
 __all__ = ["model_space", "optimizer_shards"]
 
-# One object for each model-parallel rank and part of the state that isn't a tensor: param_groups, a grad scaler. The
-# sizes of buckets are each pipeline stage's own, and the result has no buckets.
+# Keys of objects for state that isn't a tensor, such as param_groups or a grad scaler; one for each model-parallel
+# rank. Sizes of buckets are left out: they differ between pipeline stages, and the result has no buckets.
 _PART = re.compile(
     r"(?:chained_(?P<optimizer>\d{1,18})\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>(?!per_bucket_numel)\w+)"
 )
 
 _OTHER_STATE = re.compile(r"chained_\d+\.(optimizer\.state\..+)", re.DOTALL)
-"""A state of an optimizer that isn't distributed, such as Muon, beside one that is."""
+"""Key of a state of an optimizer that isn't distributed, such as Muon, beside one that is."""
 
 _STEP = "optimizer.state.step."
 
 _TYPE = "fully_reshardable"
 
 _GROUP_NAMES = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What Megatron-Core finds a group of a checkpoint by, beside whether it is the experts'."""
+"""Fields by which Megatron-Core identifies a group of a checkpoint, beside `is_expert_parallel`."""
 
 _GROUP_NAMES_SINCE_019 = (*_GROUP_NAMES, "max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
-"""What it finds one by from 0.19 on; where a group lacks one, that is as if it were None."""
+"""Fields by which it identifies a group from 0.19 on; a missing field counts as None."""
 
 _Optimizers = Mapping[int | None, Mapping[str, Any]]
-"""What is common state of each optimizer, by number; None where there is one for everything."""
+"""Common state of each optimizer, by number; the number is None if one optimizer has everything."""
 
 
 def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = None) -> dict[str, Any]:
-    """Return the keywords with which `convert` makes a `fully_reshardable` checkpoint of a `dp_reshardable` one.
+    """Return the keywords with which `convert` turns a `dp_reshardable` checkpoint into a `fully_reshardable` one.
 
-    Megatron-Core loads the result with any tensor, pipeline, expert and data parallelism, where it can load
-    `dp_reshardable` with the same model parallelism alone. What it keeps in an object for each model-parallel rank,
-    such as `param_groups`, becomes common state, as it must be there.
+    Megatron-Core loads the result with any tensor, pipeline, expert and data parallelism, but a `dp_reshardable`
+    checkpoint only with the same model parallelism. State in an object for each model-parallel rank, such as
+    `param_groups`, becomes common state, where Megatron-Core expects it in the result.
 
-    With expert parallelism, Megatron-Core has an optimizer of its own for the experts, without it one for everything,
-    and it can't load what was saved the other way. Where the run that goes on differs in that, say so. A run of 0.19
-    with another `min_lr` than the saved ends in ``KeyError: (None, 0.0001, ...)``, with its own checkpoints too.
+    With expert parallelism, Megatron-Core has a separate optimizer for the experts, without it one optimizer for
+    everything, and it can't load either form as the other. Pass `expert_parallel` if the resuming run differs from the
+    saved one in this. A run of 0.19 whose `min_lr` differs from the saved one ends in
+    ``KeyError: (None, 0.0001, ...)``, also with Megatron-Core's own checkpoints.
 
-    Optimizers that aren't distributed, such as Muon beside a distributed Adam, stay as they are, and their states get
-    the names without `chained_0.` that a `fully_reshardable` checkpoint has.
+    Optimizers that aren't distributed, such as Muon beside a distributed Adam, stay as they are; their states lose the
+    prefix `chained_0.`, which a `fully_reshardable` checkpoint doesn't have.
 
     Args:
-        checkpoint: the one with buckets, opened.
-        expert_parallel: whether the run that loads the result has expert parallelism; None leaves it as it was.
+        checkpoint: Opened checkpoint with the `dp_reshardable` optimizer.
+        expert_parallel: Whether the run that loads the result has expert parallelism; None if it is as in the saved
+            run.
 
     Returns:
-        `transform_common` and `leave_out`, and `transform` where states get other names.
+        The keywords `transform_common` and `leave_out`, and `transform` if states get other names.
 
     Raises:
-        KeyMismatch: the checkpoint has no distributed optimizer of that kind.
-        CorruptCheckpoint: ranks' objects differ.
-        UnsupportedValue: the experts have other hyperparameters than the rest, which one optimizer can't have; or
-            `expert_parallel` is given where other optimizers stand beside the distributed one.
+        KeyMismatch: The checkpoint has no `dp_reshardable` optimizer.
+        CorruptCheckpoint: Ranks' objects differ.
+        UnsupportedValue: The experts' hyperparameters differ from the others, which one optimizer can't have; or
+            `expert_parallel` is given although there are other optimizers beside the distributed one.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -85,7 +87,7 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     """
     parts: dict[tuple[int | None, str], Any] = {}
     differing = set()
-    # Where there are buckets, listing all names would read weights and masters, which the conversion does again.
+    # With buckets, listing all names would read weights and masters, which the conversion reads again.
     names = getattr(checkpoint.metadata, "stored", None)
     for name in checkpoint if names is None else names:
         if match := _PART.fullmatch(name.rpartition("/shard_")[0]):
@@ -96,15 +98,16 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
                 differing.add(shard.key)
     where = checkpoint.checkpoint.storage.where()
     if not parts:
-        fix = "Convert it without this: its states have the model's names already."
-        raise KeyMismatch(error_text(f"{where!r} has no optimizer of type dp_reshardable", fix=fix))
+        fix = "Convert it without model_space: its states have the model's names already."
+        raise KeyMismatch(error_text(f"model_space: {where!r} has no dp_reshardable optimizer", fix=fix))
     if differing:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
-        raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
-    # What older releases go on with they find by fewer names: of two groups that these don't tell apart they lose one.
-    since_019 = checkpoint.checkpoint.fields["common_backend"] == "torch_dist"  # they write a common.pt
+        what = "model_space: ranks' optimizers differ"
+        raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
+    # Older releases identify groups by fewer fields, and lose one of two groups that agree in these.
+    since_019 = checkpoint.checkpoint.fields["common_backend"] == "torch_dist"  # older releases write a common.pt
     optimizers = _arrange(parts, expert_parallel, _GROUP_NAMES_SINCE_019 if since_019 else _GROUP_NAMES)
-    # Megatron-Core has the step in the groups alone.
+    # Megatron-Core stores the step in the groups alone.
     steps = (key for key in checkpoint if key.startswith(_STEP)) if names is None else (f"{_STEP}**",)
     left_out = ("**optimizer.distributed.dp_group_idx_**", *steps)
     numbers = {number for number, _ in parts}
@@ -114,11 +117,11 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
 
 
 def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | None) -> dict[str, Any]:
-    """Return the transform of states of other optimizers, if there are any; whose experts' groups stay theirs."""
+    """Return the transform that renames states of other optimizers; empty if there are none."""
     if not any(map(_OTHER_STATE.fullmatch, names)):
         return {}
     if expert_parallel is not None:
-        what = f"{where!r} has other optimizers beside the distributed one, and which groups are the experts' is theirs"
+        what = f"model_space: {where!r} has other optimizers beside the distributed one, with their own groups"
         fix = "Convert it without expert_parallel."
         raise UnsupportedValue(error_text(what, found=f"expert_parallel={expert_parallel}", fix=fix))
     return {"transform": partial(rename, names=_without_number)}
@@ -145,7 +148,7 @@ def _arrange(
 
 
 def _of_kind(optimizer: Mapping[str, Any], *, experts: bool) -> list[dict[str, Any]]:
-    """Return an optimizer's groups as those of experts, or of the rest: Megatron-Core finds groups by that, too."""
+    """Return an optimizer's groups, marked as experts' or not: Megatron-Core identifies groups by this mark too."""
     return [{**group, "is_expert_parallel": experts} for group in optimizer["optimizer"]["param_groups"]]
 
 
@@ -154,21 +157,21 @@ def _with_groups(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return one optimizer with the groups of several, each once; Megatron-Core tells them apart by the names."""
+    """Return one optimizer with the groups of several, each once; Megatron-Core tells them apart by these fields."""
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
     identities = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
     if len(set(identities)) < len(identities):
-        what = "without expert parallelism there is one optimizer, and the experts have other hyperparameters"
+        what = "model_space: without expert parallelism, one optimizer can't have the experts' other hyperparameters"
         fix = "Go on with expert parallelism, or change the groups with a transform of the common state."
         raise UnsupportedValue(error_text(what, found=groups, fix=fix))
     return _with_groups(optimizers[0], groups)
 
 
 def _with_optimizers(optimizers: _Optimizers, numbers: Collection[int | None], common: Any) -> Any:
-    # Several optimizers stand under their numbers. Megatron-Core counts what stands there, and an optimizer that isn't
-    # distributed stands there as well.
+    # Several optimizers are stored under their numbers. Megatron-Core counts these entries, and an optimizer that isn't
+    # distributed has one too.
     old = ("param_state_sharding_type", *numbers)
     state = {key: value for key, value in common.get("optimizer", {}).items() if key not in old}
     for number, optimizer in optimizers.items():
@@ -179,7 +182,7 @@ def _with_optimizers(optimizers: _Optimizers, numbers: Collection[int | None], c
     return {**common, "optimizer": state}
 
 
-# A live optimizer: its buffers as flat shards, without a gather
+# A live optimizer's buffers as flat shards, without a gather
 
 
 def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor]]:
@@ -190,13 +193,13 @@ def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor
     are views of the optimizer's own tensors. The step and the groups' hyperparameters are in `optimizer.state_dict()`.
 
     Args:
-        optimizer: a `DistributedOptimizer`, or a `ChainedOptimizer` of several.
-        model: the model's sharded state dict, Megatron-Core's own or as `from_megatron` returns it, of all chunks that
-            the optimizer has.
+        optimizer: A `DistributedOptimizer`, or a `ChainedOptimizer` of several.
+        model: Sharded state dict of all of the model's chunks that the optimizer has, Megatron-Core's own or as
+            returned by `from_megatron`.
 
     Raises:
-        KeyMismatch: the model's state dict lacks a parameter of the optimizer.
-        UnsupportedValue: a factory builds shards that aren't contiguous in the parameter.
+        KeyMismatch: The model's state dict lacks a parameter of the optimizer.
+        UnsupportedValue: A factory builds shards that aren't contiguous in the parameter.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -231,7 +234,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield each parameter of which a rank holds states, and the first of its elements that are held."""
+    """Yield each parameter with states on this rank, and the offset of the rank's range in it."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -261,7 +264,7 @@ def _without_data_parallel(box: ShardedTensor, optimizer: Any) -> ReplicaId:
 
 
 def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield the boxes that a parameter holds, with where each begins in it, by building its factory on numbers."""
+    """Yield the boxes of a parameter, with their offsets in it, found by building its factory on numbers."""
     if isinstance(leaf, ShardedTensor):
         yield leaf, 0
         return

@@ -1,7 +1,7 @@
-"""torchtitan's checkpoints by shardtree: a `CheckpointManager` in the place of torchtitan's own.
+"""torchtitan's checkpoints by shardtree: a `CheckpointManager` that replaces torchtitan's own.
 
-Unlike other modules of this room, this one imports its library at once, since its classes are derived from the
-library's. The room doesn't import it.
+Unlike most modules of this package, this one imports its library at once, since its classes derive from the library's.
+The package doesn't import it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """A checkpoint manager for torchtitan's trainer: `checkpoint=CheckpointManager.Config(enable=True, ...)`.
 
-    When a step is saved, in which dtype, and what a load restores are torchtitan's policies. Steps are a
+    torchtitan's policies decide when a step is saved, in which dtype, and what a load restores. Steps are a
     `CheckpointSeries` in torchtitan's folders "step-N"; steps that its own manager has written there load as they are.
 
     Plain values, such as the data loader's state, are united over the ranks by key, since the data loader has a key for
-    each data-parallel rank. Values that differ between ranks under one key are an error. Of a plain tensor under one
-    key, as of a buffer, the copy of the first rank that has it is stored.
+    each data-parallel rank. Values that differ between ranks under one key are an error. A plain tensor, such as a
+    buffer, is stored from the first rank that has its key.
 
     Args:
         config: The policies, with the fields of torchtitan's own `CheckpointManager.Config`, and two more.
@@ -64,7 +64,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         model_parts: The modules of this rank's pipeline stages.
         optimizers: The container of their optimizers.
         lr_schedulers: The container of their schedulers.
-        states: Other values to save, by key, such as the trainer; the four above are added to it.
+        states: Dict of other values to save, by key, such as the trainer; the four above are added to it.
         sd_adapter: The conversion to and from Hugging Face's names, or None.
         base_folder: The folder that `config.folder` is relative to.
 
@@ -77,7 +77,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's checkpoint policies, and how shardtree writes.
+        """torchtitan's checkpoint policies, and the options of shardtree's saves.
 
         Attributes:
             async_mode: torchtitan's modes. Both asynchronous ones copy the state to pinned memory before training goes
@@ -117,7 +117,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
             fix = "Set state_dict_adapter in the model's spec, or last_save_in_hf and initial_load_in_hf to False."
-            raise MetadataError(error_text("torchtitan's CheckpointManager: Hugging Face without an adapter", fix=fix))
+            what = "torchtitan's CheckpointManager: no adapter for Hugging Face's format"
+            raise MetadataError(error_text(what, fix=fix))
         self.config, self.sd_adapter, self.states = config, sd_adapter, states
         states |= {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers}
         states |= {DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
@@ -128,7 +129,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             keep=keep_last(config.keep_latest_k) if config.keep_latest_k else None,
             queue=self.queue,
         )
-        # The data loader's state differs by rank, each rank's under a key of its own, and so do pipeline stages'.
+        # Each rank has its data loader's state under a key of its own, and so has each pipeline stage its states.
         self.options = SaveOptions(common="union", durable=config.durable)
         logger.info("Checkpoints are loaded from, and saved by shardtree to, %s", self.series.root)
 
@@ -160,8 +161,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return not config.load_only and (last_step or is_first or step % config.interval == 0)
 
     def _commit_written(self) -> None:
-        # torchtitan calls `save` after every step: a step that is written counts from the next call on, not only from
-        # the next save, which may be hours away.
+        # torchtitan calls `save` after every step, so that a written checkpoint is committed at the next call, not only
+        # at the next save, which may be hours away.
         if self.queue is not None and self.save_future is not None:
             self.queue.maybe_finalize_async_calls()
             if not self.queue.get_num_unfinalized_calls():
@@ -204,7 +205,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _restore(self, folder: Directory, model_only: bool) -> None:
-        """Load a checkpoint into the states that are asked for."""
+        """Load a checkpoint into the requested states."""
         excluded = set() if model_only else set(self.config.exclude_from_loading)
         if unknown := sorted(excluded - self.states.keys()):
             what, expected = (
@@ -216,7 +217,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         states = {key: value for key, value in states.items() if key not in excluded}
         state = _state_of(states)
         loaded = _loaded(state, folder)
-        # What is no tensor isn't looked for by the load: a schedule would begin anew without a word.
+        # The load doesn't look for plain values: a missing schedule would silently begin anew.
         if missing := sorted(key for key in states if key != MODEL and state.get(key) and not loaded.get(key)):
             what = "torchtitan's CheckpointManager: states that aren't stored"
             fix = "Name them in exclude_from_loading to go on with them as they are, or load the model alone."
@@ -257,19 +258,19 @@ def _cast(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _loaded(state: dict[str, Any], folder: Directory) -> dict[str, Any]:
-    """Return the state with what a checkpoint has; its tensors are filled in place."""
-    # Converted to the state's dtypes, as torchtitan's own manager does: an export may have another one.
+    """Return the state as loaded from a checkpoint; its tensors are filled in place."""
+    # Tensors are converted to the state's dtypes, as by torchtitan's own manager: an export may have another dtype.
     loaded: dict[str, Any] = to_dtensors(load(_shards(state), folder, donate=True, cast=True), like=state)
     return loaded
 
 
 def _shards(state: Any) -> Any:
-    """Return the state with all tensors as shards, where only some ranks may have a key; every rank calls it."""
+    """Return the state with all tensors as shards; collective, since only some ranks may have a key."""
     world = current_world(None)
-    own = frozenset(_key(path) for path, leaf in leaves_with_paths(state) if isinstance(leaf, torch.Tensor))
-    keys_of = _keys_by_rank(world, own)
-    stage = [rank for rank in range(world.size) if keys_of[rank] == own]
-    # Of what an earlier stage has too, such as a tied embedding, that stage's copy is the main one.
+    keys = frozenset(_key(path) for path, leaf in leaves_with_paths(state) if isinstance(leaf, torch.Tensor))
+    keys_of = _keys_by_rank(world, keys)
+    stage = [rank for rank in range(world.size) if keys_of[rank] == keys]
+    # A tensor that an earlier stage has too, such as a tied embedding, has its main replica there.
     earlier = frozenset().union(*set(keys_of[: stage[0]]))
 
     def placed(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -278,7 +279,7 @@ def _shards(state: Any) -> Any:
         is_shard = isinstance(leaf, ShardedTensor | ShardedTensorFactory)
         return replace(leaf, replica_id=1) if is_shard and leaf.key in earlier else leaf
 
-    # DTensors' own meshes don't tell a stage: torchtitan's are slices of one mesh that spans all stages.
+    # DTensors' meshes don't show the stage: torchtitan's are slices of one mesh over all stages.
     within = Mesh(stage=len(stage)).on_ranks(stage)
     pairs, rebuild = flatten_with_paths(from_dtensors(state, within=within, strided="fsdp2"))
     return rebuild([placed(path, leaf) for path, leaf in pairs])
@@ -289,7 +290,7 @@ def _key(path: tuple[Any, ...]) -> str:
 
 
 def _keys_by_rank(world: World, keys: frozenset[str]) -> list[frozenset[str]]:
-    """Return every rank's keys. Equal ones are sent once, since all ranks of a pipeline stage have the same."""
+    """Return every rank's keys; equal sets are sent once, since all ranks of a pipeline stage have the same keys."""
     digest = hashlib.sha256("\n".join(sorted(keys)).encode()).digest()
     digests = world.all_gather(digest)
     is_first = digests.index(digest) == world.rank

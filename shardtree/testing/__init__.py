@@ -1,8 +1,8 @@
 """Hypothesis strategies for sharded states, and laws to check functions against.
 
-For your own tests, with the extra ``testing``; ``import shardtree`` doesn't load it. Strategies draw plain
-descriptions (a dtype, a tensor, a `Layout`), and functions make shards from them, so that drawing doesn't run code that
-is under test. A law raises AssertionError and says what differs.
+This package is for your own tests, and needs the extra ``testing``; ``import shardtree`` doesn't load it. Strategies
+draw plain descriptions (a dtype, a tensor, a `Layout`), and functions make shards from them, so that drawing runs no
+code under test. A broken law raises an AssertionError that names the difference.
 """
 
 from ._bits import assemble, bits, first_difference, outline, refilled

@@ -15,7 +15,7 @@ from ..core.mapping import ShardedTensor, same_value
 from ..core.trees import entries, leaves_with_paths, map_shards, node_data
 from ..errors import TreePath
 
-# Comparing bits rather than values: NaNs equal themselves, and NaN payloads and signed zeros count.
+# Bits are compared rather than values, so that NaNs equal themselves, and NaN payloads and signed zeros count.
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -45,7 +45,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Describe the first difference of two tensors, None if they are equal bit for bit.
+    """Return a description of the first difference between two tensors; None if they are equal bit for bit.
 
     Examples:
         >>> first_difference(torch.tensor([[1, 2], [3, 5]]), torch.tensor([[1, 2], [3, 4]]))
@@ -64,13 +64,13 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def check_equal(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise, with what is compared, unless two tensors are equal bit for bit."""
+    """Raise AssertionError, beginning with `what`, unless two tensors are equal bit for bit."""
     difference = first_difference(found, expected)
     assert difference is None, f"{what}: {difference}"
 
 
 def check_same(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless tensors, by key, are those that are expected, bit for bit."""
+    """Raise AssertionError, beginning with `what`, unless two mappings have equal keys and bitwise equal tensors."""
     assert sorted(found) == sorted(expected), f"{what}: found {sorted(found)}, expected {sorted(expected)}"
     wrong = {key: first_difference(found[key], tensor) for key, tensor in expected.items()}
     lines = [f"{key!r}: {difference}" for key, difference in wrong.items() if difference is not None]
@@ -90,7 +90,7 @@ def _element(tensor: torch.Tensor, number: int) -> str:
 
 
 def outline(value: Any) -> Any:
-    """Return a value's content in a form that `==` compares: types, order and bits count, identity doesn't.
+    """Return a value's content in a form that `==` can compare: types, order and bits count, identity doesn't.
 
     Containers, registered classes, dataclasses, tensors and numpy arrays are compared by content, functions by code and
     captured values, anything else by its type and repr.
@@ -123,10 +123,10 @@ def outline(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallableOutline:
-    """A function in an outline: equal to another that was made alike, by another call.
+    """A function in an outline; equal to any function with the same code and captured values.
 
     Attributes:
-        function: any value that can be called.
+        function: Any callable.
     """
 
     function: Any
@@ -134,15 +134,15 @@ class CallableOutline:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CallableOutline) and same_value(self.function, other.function)
 
-    __hash__ = None  # type: ignore[assignment]  # captured values mostly have no hash
+    __hash__ = None  # type: ignore[assignment]  # captured values are rarely hashable
 
 
-# Assembling all ranks' shards, element by element: slow and simple, since it has to be independent of the code that it
-# checks.
+# All ranks' shards are assembled element by element, slowly and simply, since this must be independent of the code that
+# it checks.
 
 
 def shards_of(tree: Any) -> dict[TreePath, ShardedTensor]:
-    """Return the shards of a tree, by their paths."""
+    """Return the shards of a tree, by path."""
     return {path: leaf for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)}
 
 
@@ -150,7 +150,7 @@ def assemble(trees: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Return the global tensors, by key, assembled from all ranks' shards.
 
     Raises:
-        AssertionError: an element is on no rank, or replicas of one differ in a bit.
+        AssertionError: An element is on no rank, or its replicas differ in a bit.
 
     Examples:
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, 2)) for rank in (0, 1)]
@@ -183,8 +183,8 @@ def refilled(target: Any, result: Any) -> Any:
     """Return the target with each shard's data replaced by the tensor that was loaded at its path.
 
     Args:
-        target: a tree of shards.
-        result: what `load` returned for it.
+        target: A tree of shards.
+        result: Result of `load` for this target.
 
     Examples:
         >>> target = {"w": [ShardedTensor("w", None, torch.int64, (2,), (2,), (0,), None)]}

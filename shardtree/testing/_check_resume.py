@@ -23,19 +23,19 @@ from ._law_resume_updates import sample_problems, update_problems
 Layout: TypeAlias = int | Mesh
 Samples: TypeAlias = Collection[Hashable] | None
 
-_AFTER = 2  # steps after the save whose values and samples are known, to name what was skipped
+_AFTER = 2  # steps after the save whose states and samples are recorded, so that a skipped step can be named
 _NUDGES = (1, 2)
 
 
 class Run(Protocol):
-    """A function that runs another one on some ranks, such as `simulate` and `run_processes`."""
+    """A function that runs another function on a number of ranks, such as `simulate` and `run_processes`."""
 
     def __call__(self, size: int, fn: Callable[[World], Any], /) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job's functions, as they travel to the ranks' processes."""
+    """The caller's functions and the number of steps, in a form that can be sent to the ranks' processes."""
 
     make: Callable[..., Any]
     step: Callable[[Any, int], Samples]
@@ -44,7 +44,7 @@ class _Job:
     steps: int
     shards: Shards | None
 
-    def made(self, layout: Layout, world: World) -> Any:
+    def build(self, layout: Layout, world: World) -> Any:
         return self.make(world) if isinstance(layout, int) else self.make(world, layout)
 
     def read(self, job: Any) -> Reading:
@@ -53,7 +53,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """A run that was saved: its states and samples, by the number of steps since the save."""
+    """A run that saves: its states and samples, by the number of steps since the save."""
 
     states: Mapping[int, Any]
     samples: Mapping[int, Any]
@@ -61,7 +61,7 @@ class _Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Resumed:
-    """A run that was resumed: the states when it was made, after the load and after one step, and its samples."""
+    """A resumed run: its states before the load, after the load and one step later, and the samples of that step."""
 
     fresh: Any
     found: Any
@@ -81,34 +81,37 @@ def check_resume(
     folder: str | PathLike[str] | None = None,
     run: Run = simulate,
 ) -> None:
-    """Raise unless a job that is saved in any of the layouts and resumed in any other goes on as the same job.
+    """Raise unless a job saved in any of the layouts and resumed in any other goes on as the same job.
 
-    First the restored state must equal the saved one, gathered by key, bit for bit. Then both take one more step from
-    it: each parameter must get the same update, within what sums in another order change. Losses aren't looked at, nor
-    whole runs, in which faults hide.
+    First, the restored state, gathered by key, must equal the saved one bit for bit. Then both jobs take one more step:
+    each parameter must get the same update, up to the rounding of sums in another order. Losses and whole runs aren't
+    compared, since faults hide in them.
 
     Args:
-        make: Function of a rank's world that builds the job before its first step, in the layout of so many ranks, and
-            alike each time, several times in a process; of the world and the mesh where the layout is one. A job is a
-            mapping, a sequence or an object; its members are modules, optimizers, generators, whatever has a
-            ``state_dict`` (a scheduler, a data loader), and plain values, by names of your choice. Other members, such
-            as the world, aren't compared.
-        step: Function of the job and a step's number, from 0, that takes this step. It may return the numbers of the
-            samples that the rank has used, to find data that are skipped or repeated.
-        save: Function of the job and a place that saves. An asynchronous save must be finished when it returns.
-        load: Function of the job, just made, and a place, that restores it, in place or by returning another job.
-        layouts: Numbers of ranks, or meshes.
+        make: Function that builds the job before its first step, called as ``make(world)`` if the layout is a number of
+            ranks, and as ``make(world, mesh)`` if it is a mesh. It is called several times in a process, and must build
+            the same job each time. A job is a mapping, a sequence or an object; its members are modules, optimizers,
+            generators, objects with a ``state_dict`` (a scheduler, a data loader) and plain values, by names of your
+            choice. Other members, such as the world, aren't compared.
+        step: Function that takes a step, called as ``step(job, number)`` with the step's number from 0. It may return
+            ids of the samples that the rank has used, so that skipped and repeated data are found.
+        save: Function that saves, called as ``save(job, place)``. An asynchronous save must be finished when it
+            returns.
+        load: Function that restores, called as ``load(job, place)`` with a newly built job. It fills the job in place,
+            or returns another one.
+        layouts: Numbers of ranks, or meshes, tried in all pairs of a save and a load.
         steps: Number of steps before the save.
-        shards: Function of the job that describes plain tensors of which a rank has parts: a `ShardedTensor` by name of
-            the parameter. States of the parameter's shape are cut as it is. DTensors describe themselves.
-        folder: The folder in which each save gets its own; by default a place is a `MemoryStorage`, for `st.save`
-            on simulated ranks.
-        run: Function that runs ``fn(world)`` on some ranks and returns their results: `simulate`, or
-            `shardtree.live.run_processes`, for which all functions must be those of a module. Simulated ranks share
-            torch's global generator: use generators of your own there.
+        shards: Function from the job to a `ShardedTensor` for each plain tensor that is this rank's part of a
+            parameter, by name of the parameter. Optimizer states of the same shape are cut like it. DTensors need no
+            description.
+        folder: Parent folder of the saves' folders; by default each place is a `MemoryStorage`, for `st.save` on
+            simulated ranks.
+        run: Function that runs ``fn(world)`` on a number of ranks and returns their results: `simulate`, or
+            `shardtree.live.run_processes`, which needs functions at the top level of a module. Simulated ranks share
+            torch's global generator: use your own generators there.
 
     Raises:
-        AssertionError: names each state that differs and the likely cause.
+        AssertionError: The resumed job differs; names each state that differs and the likely cause.
 
     Examples:
         >>> import shardtree as st
@@ -159,13 +162,13 @@ def resume_problems(
         load: Function that restores.
         layouts: Numbers of ranks, or meshes.
         steps: Number of steps before the save.
-        shards: Function that describes the tensors of which a rank has parts.
-        folder: The folder for the saves.
-        run: Function that runs a function on some ranks.
+        shards: Function that describes plain tensors that are a rank's part of a parameter.
+        folder: Parent folder of the saves' folders.
+        run: Function that runs another function on a number of ranks.
 
     Raises:
-        AssertionError: training isn't deterministic, so that nothing can be said.
-        MetadataError: there are no steps.
+        AssertionError: Training isn't deterministic, so that states can't be compared.
+        MetadataError: `steps` is less than 1.
 
     Examples:
         >>> import torch
@@ -185,7 +188,7 @@ def resume_problems(
         MemoryStorage() if folder is None else f"{fspath(folder)}/saved_{number}" for number in range(len(layouts))
     ]
     saved = [_saved_run(job, layout, place, run) for layout, place in zip(layouts, places, strict=True)]
-    # A layout's ranks resume from all saves in turn: to start processes takes longer than a step.
+    # A layout's ranks resume from all saves in turn, since starting processes takes longer than a step.
     resumed = [_resumed_runs(job, layout, places, run) for layout in layouts]
     problems: list[ResumeProblem] = []
     for number, (layout, (trained, nudged)) in enumerate(zip(layouts, saved, strict=True)):
@@ -196,7 +199,7 @@ def resume_problems(
 
 
 def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Trained, list[tuple[JobState, JobState]]]:
-    """Train and save; return the run, and states before and after a step from weights with other last bits."""
+    """Train and save; return the run, and states before and after a step from weights with changed last bits."""
     results = run(_ranks(layout), partial(_train, job, layout, place))
     ranks, nudges = zip(*results, strict=True)
     states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}
@@ -205,9 +208,9 @@ def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Traine
 
 
 def _resumed_runs(job: _Job, layout: Layout, places: Sequence[Any], run: Run) -> list[_Resumed]:
-    """Return the runs that are resumed in a layout, by the place of their save."""
+    """Return the runs that are resumed in a layout, one for each place of a save."""
     ranks = run(_ranks(layout), partial(_resume, job, layout, places))
-    return [_gathered_run(own) for own in zip(*ranks, strict=True)]
+    return [_gathered_run(results) for results in zip(*ranks, strict=True)]
 
 
 def _ranks(layout: Layout) -> int:
@@ -223,7 +226,7 @@ def _compare(trained: _Trained, resumed: _Resumed, nudged: Sequence[tuple[JobSta
     near = {offset: state for offset, state in states.items() if offset}
     problems = state_problems(resumed.found, Known(states[0], resumed.fresh, near))
     problems += sample_problems(resumed.samples, trained.samples)
-    # Updates tell of the step alone if both begin with the same state and data.
+    # Updates are compared only if both steps begin with the same state and data.
     return problems or update_problems(states[0], states[1], resumed.after, nudged)
 
 
@@ -234,27 +237,27 @@ _Nudged: TypeAlias = list[tuple[Reading, Reading, Reading]]
 
 
 def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Trained, _Nudged]:
-    """Train, save, and train on, so that values of later steps are known too; then again with other last bits."""
-    made = job.made(layout, world)
+    """Train, save, and train on to record later steps too; then train again with changed last bits."""
+    instance = job.build(layout, world)
     states, samples = {}, {}
     for number in range(job.steps + _AFTER):
         if number == job.steps:
-            job.save(made, place)
-        samples[number - job.steps] = job.step(made, number)
-        states[number + 1 - job.steps] = job.read(made)
+            job.save(instance, place)
+        samples[number - job.steps] = job.step(instance, number)
+        states[number + 1 - job.steps] = job.read(instance)
     return _Trained(states, samples), [_nudge(job, layout, seed, world) for seed in _NUDGES]
 
 
 def _nudge(job: _Job, layout: Layout, seed: int, world: World) -> tuple[Reading, Reading, Reading]:
-    """Return the state before the save, the same with other last bits, and that one step later."""
-    made = job.made(layout, world)
+    """Return the state at the save, the same state with changed last bits, and the state one step after that."""
+    instance = job.build(layout, world)
     for number in range(job.steps):
-        job.step(made, number)
-    saved = job.read(made)
-    nudge_job(made, seed)
-    before = job.read(made)
-    job.step(made, job.steps)
-    return saved, before, job.read(made)
+        job.step(instance, number)
+    saved = job.read(instance)
+    nudge_job(instance, seed)
+    before = job.read(instance)
+    job.step(instance, job.steps)
+    return saved, before, job.read(instance)
 
 
 def _resume(job: _Job, layout: Layout, places: Sequence[Any], world: World) -> list[_Resumed]:
@@ -262,13 +265,13 @@ def _resume(job: _Job, layout: Layout, places: Sequence[Any], world: World) -> l
 
 
 def _resumed_from(job: _Job, layout: Layout, place: Any, world: World) -> _Resumed:
-    made = job.made(layout, world)
-    fresh = job.read(made)
-    loaded = job.load(made, place)
-    made = made if loaded is None else loaded
-    found = job.read(made)
-    samples = job.step(made, job.steps)
-    return _Resumed(fresh, found, job.read(made), samples)
+    instance = job.build(layout, world)
+    fresh = job.read(instance)
+    loaded = job.load(instance, place)
+    instance = instance if loaded is None else loaded
+    restored = job.read(instance)
+    samples = job.step(instance, job.steps)
+    return _Resumed(fresh, restored, job.read(instance), samples)
 
 
 def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
@@ -278,13 +281,13 @@ def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
 
 
 def _nudged_states(ranks: Sequence[_Nudged], layout: Layout, saved: JobState) -> list[tuple[JobState, JobState]]:
-    """Return the states before and after the step, gathered, once the state before the save was the same again."""
+    """Return the gathered states before and after each nudged step; raise if training twice gives different states."""
     pairs = []
     for readings in zip(*ranks, strict=True):
         again, before, after = map(gathered, zip(*readings, strict=True))
         differing = [place for place in saved.values if diff(again.values.get(place), saved.values[place])]
         if differing:
-            what = f"check_resume: training twice on {_text(layout)} gives two states"
+            what = f"check_resume: training twice on {_text(layout)} gives different states"
             fix = "Let make and step draw from seeded generators; simulated ranks share torch's global one."
             lines = [f"{key!r}: {state}" for key, state in differing]
             raise AssertionError(error_text(what, offenders=lines, fix=fix))

@@ -1,4 +1,4 @@
-"""The promises of every storage: it behaves like memory, and a save that dies at any call leaves a whole checkpoint."""
+"""The promises of every storage: it behaves like memory, and a save that dies leaves a whole checkpoint or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..stores import MemoryStorage
 from .conformance import check_strategy
 
 Seen = Callable[[], Storage]
-"""Returns another object for the place of a storage."""
+"""Function that returns another object for the same place."""
 
 
 def check_storage(
@@ -41,11 +41,11 @@ def check_storage(
 
     Args:
         new_storage: Function that returns a new empty storage at each call.
-        reopen: Function that returns another object for the same place, as another process would have it. Without it, a
-            storage that answers from its own memory of changes passes.
+        reopen: Function that returns another object for a storage's place, as another process would open it. Without
+            it, a storage that answers from its own cache of changes passes.
 
     Raises:
-        AssertionError: names all broken promises, and what was found.
+        AssertionError: The storage breaks a promise; names all broken promises and their faults.
 
     Examples:
         >>> check_storage(MemoryStorage)
@@ -75,7 +75,7 @@ def _error_line(error: Exception) -> str:
     return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
 
 
-# What memory does, step by step: a storage must look like it after each.
+# The comparison with memory: after each of these operations a storage must have the same content.
 
 _FILES = (
     "a",
@@ -95,7 +95,7 @@ _FILES = (
 _FOLDERS = ("", "b", "b/d", "[1]", "many", "empty", "new", "new/d", "no", "a")
 
 
-def _steps(there: Capabilities) -> Iterator[partial[Any]]:
+def _steps(capabilities: Capabilities) -> Iterator[partial[Any]]:
     """Yield the operations to try on a storage with these capabilities."""
     yield partial(_write_all, names=(*_FILES[:-3], *(f"many/{number:03}" for number in range(120))))
     many = [bytes([number % 251]) * (number % 7) for number in range(3000)]
@@ -108,7 +108,7 @@ def _steps(there: Capabilities) -> Iterator[partial[Any]]:
     yield partial(move, old="m", new="with space")
     whole = [(0, memoryview(b"12")), (2, memoryview(b"345678"))]
     yield partial(write_parts, name="m", length=8, parts=whole, durable=False)
-    if there.write_parts is not None:
+    if capabilities.write_parts is not None:
         for name in ("m", "new.bin"):
             for parts in ([(4, memoryview(b"5")), (5, memoryview(b"6"))], [(0, memoryview(b"1"))]):
                 yield partial(write_parts, name=name, length=6, parts=parts, durable=False)
@@ -142,20 +142,20 @@ def _remove(storage: Storage, name: str) -> None:
 
 def _does_as_memory(storage: Storage, seen: Seen) -> None:
     """After each operation a storage holds exactly the files that memory would hold."""
-    there, model = can(storage), cast(Storage, MemoryStorage())
-    if there.make_folder is None:
+    capabilities, model = can(storage), cast(Storage, MemoryStorage())
+    if capabilities.make_folder is None:
         model = wrapped(model, make_folder=None, is_folder=None, remove_folder=None)
-    for step in _steps(there):
+    for step in _steps(capabilities):
         done = f"{step.func.__name__.strip('_')} of {step.keywords.get('name', step.keywords.get('old', ''))!r}"
         result, expected = step(storage), step(model)
         assert result == expected, f"{done} returns {result!r}, not {expected!r}"
-        looks, should = _look(seen()), _look(model)
-        wrong = next((what for what in should if looks[what] != should[what]), None)
-        assert wrong is None, f"after {done}, {wrong} is {looks[wrong]!r}, not {should[wrong]!r}"
+        answers, right = _look(seen()), _look(model)
+        wrong = next((call for call in right if answers[call] != right[call]), None)
+        assert wrong is None, f"after {done}, {wrong} is {answers[wrong]!r}, not {right[wrong]!r}"
 
 
 def _look(storage: Storage) -> dict[str, object]:
-    """Return the complete content of a storage, by the call that returns it."""
+    """Return a storage's answers to all calls that read it, by the call."""
     answers: dict[str, object] = {}
     for name in _FOLDERS:
         answers[f"names({name!r})"] = storage.names(name)
@@ -185,20 +185,20 @@ def _read_in_pieces(storage: Storage, name: str) -> tuple[object, ...]:
         beyond = _answer(lambda: reader.read_into(length // 2, [memoryview(bytearray(length))])) if length else None
         ends = beyond, _answer(lambda: bytes(reader.read(length // 2, length + 1)))
         part = _answer(lambda: bytes(reader.read(length // 3, length // 2)))
-        whole[:1] = bytes(whole.nbytes and 1)  # it may be written to, and the file stays as it is
+        whole[:1] = bytes(whole.nbytes and 1)  # writing to the buffer must not change the file
     return length, _answer(lambda: bytes(room)), part, ends
 
 
-# What memory can't show.
+# Promises that the comparison with memory can't test.
 
 
 def _goes_on(storage: Storage, seen: Seen) -> None:
-    """The clock of `changed` goes on."""
+    """The times of `changed` never go back."""
     times = []
     for name in ("f", "g", "f"):
         storage.replace(name, b"1", durable=False)
         times.append(seen().changed(name) or 0.0)
-    assert times == sorted(times), f"it goes back: {times}"
+    assert times == sorted(times), f"they are {times}"
 
 
 def _writes_at_once(storage: Storage, seen: Seen) -> None:
@@ -210,7 +210,7 @@ def _writes_at_once(storage: Storage, seen: Seen) -> None:
 
 
 def _breaks_off(storage: Storage, seen: Seen) -> None:
-    """A write passes on the error of its buffers, and the file that remains is reported."""
+    """A write passes on the error of its buffers, and reports the file that remains."""
 
     def broken() -> Iterator[memoryview]:
         yield memoryview(bytes(70_000))
@@ -220,9 +220,10 @@ def _breaks_off(storage: Storage, seen: Seen) -> None:
         with suppress(KeyError):
             result = storage.write("f", buffers, durable=False)
             raise AssertionError(f"it returns {result}")
-        length, there = seen().length("f"), "f" in seen().names()
+        length, is_listed = seen().length("f"), "f" in seen().names()
         read = None if length is None else len(seen().read("f"))
-        assert read == length and there == (length is not None), f"length {length}, {read} bytes, listed: {there}"
+        consistent = read == length and is_listed == (length is not None)
+        assert consistent, f"length {length}, {read} bytes, listed: {is_listed}"
 
 
 def _is_replaced(storage: Storage, seen: Seen) -> None:
@@ -249,8 +250,8 @@ def _is_replaced(storage: Storage, seen: Seen) -> None:
         stop.set()
         for reader in readers:
             reader.join()
-    assert not wrong, f"another reads {sorted(wrong)}"
-    assert seen().names() == ("m",), f"there is {seen().names()} afterwards"
+    assert not wrong, f"another reader gets {sorted(wrong)}"
+    assert seen().names() == ("m",), f"the folder has {seen().names()} afterwards"
 
 
 def _names_the_file(storage: Storage, seen: Seen) -> None:
@@ -267,37 +268,39 @@ _TOGETHER = ("make_folder is_folder remove_folder", "sibling siblings", "replace
 
 def _says_what_it_can(storage: Storage, seen: Seen) -> None:
     """Capabilities that belong together come together."""
-    own = can(storage)
-    assert isinstance(own, Capabilities), f"they are a {type(own).__name__}, not st.storage.Capabilities"
+    capabilities = can(storage)
+    kind = type(capabilities).__name__
+    assert isinstance(capabilities, Capabilities), f"they are a {kind}, not st.storage.Capabilities"
     for names in map(str.split, _TOGETHER):
-        there = [name for name in names if getattr(own, name) is not None]
-        assert there in ([], names), f"{there} alone of {names}"
+        present = [name for name in names if getattr(capabilities, name) is not None]
+        assert present in ([], names), f"{present} alone of {names}"
 
 
 def _exchanges(storage: Storage, seen: Seen) -> None:
     """`sibling` is exchanged with the folder in one step."""
-    there = can(storage)
-    if there.sibling is None or there.siblings is None:
+    capabilities = can(storage)
+    if capabilities.sibling is None or capabilities.siblings is None:
         return
     make_folder(storage, durable=False)
     storage.replace("f", b"old", durable=False)
-    beside = there.sibling("save-1")
+    beside = capabilities.sibling("save-1")
     beside.make(b"note", durable=False)
     beside.storage.replace("f", b"new", durable=False)
-    before = beside.note(), beside.is_exchanged(), there.siblings(), seen().read("f")
+    before = beside.note(), beside.is_exchanged(), capabilities.siblings(), seen().read("f")
     assert before == (b"note", False, ("save-1",), b"old"), f"before, {before}"
     beside.exchange(durable=False)
     after = beside.is_exchanged(), beside.old_names(), seen().read("f"), beside.storage.read("f")
     assert after == (True, ("f",), b"new", b"old"), f"afterwards, {after}"
     beside.remove()
-    assert (there.siblings(), seen().read("f")) == ((), b"new"), f"removed, {there.siblings()}"
+    siblings = capabilities.siblings()
+    assert (siblings, seen().read("f")) == ((), b"new"), f"after its removal, {siblings}"
 
 
-_MOMENT = 0.05  # seconds: only a broken lock is let in meanwhile, so that a slow machine never fails a sound one
+_MOMENT = 0.05  # seconds: only a broken lock lets a thread in meanwhile, so a slow machine never fails a sound lock
 
 
 def _locks(storage: Storage, seen: Seen) -> None:
-    """`locked` lets one in at a time."""
+    """`locked` lets in one caller at a time."""
     if can(storage).locked is None:
         return
     make_folder(storage, durable=False)
@@ -317,33 +320,34 @@ def _locks(storage: Storage, seen: Seen) -> None:
 
 def _honours_conditions(storage: Storage, seen: Seen) -> None:
     """`replace_if` replaces a file only while it is unchanged."""
-    there = can(storage)
-    if there.replace_if is None or there.mark is None:
+    capabilities = can(storage)
+    if capabilities.replace_if is None or capabilities.mark is None:
         return
-    there.mark("note", b"1")
+    capabilities.mark("note", b"1")
     pairs = [(b"0", b"1"), (None, b"1"), (None, b"2"), (b"1", b"3"), (b"1", b"4")]
-    results = [there.replace_if("f", *pair) for pair in pairs], seen().read("f"), seen().read("note")
+    results = [capabilities.replace_if("f", *pair) for pair in pairs], seen().read("f"), seen().read("note")
     assert results == ([False, True, False, True, False], b"3", b"1"), f"{results} of {pairs}"
 
 
 def _lists(storage: Storage, seen: Seen) -> None:
     """`entries` and `content` list the existing files."""
-    there = can(storage)
-    if there.entries is None or there.content is None:
+    capabilities = can(storage)
+    if capabilities.entries is None or capabilities.content is None:
         return
     for name in ("a", "b/c", "b/d/e"):
         _write(storage, name, [name.encode()])
-    names = [sorted(each) for each in (there.entries(), there.entries("b"), there.entries(deep=False))]
+    entries, content = capabilities.entries, capabilities.content
+    names = [sorted(listing) for listing in (entries(), entries("b"), entries(deep=False))]
     assert names == [["a", "b/c", "b/d/e"], ["c", "d/e"], ["a", "b/"]], f"{names}"
-    entry = there.entries()["b/c"]
+    entry = entries()["b/c"]
     assert (entry.length, entry.changed) == (3, storage.changed("b/c")), f"{entry} of 'b/c'"
-    assert (there.content("a"), there.content("no")) == (b"a", None), "other bytes"
+    assert (content("a"), content("no")) == (b"a", None), "`content` returns other bytes"
     with suppress(CorruptCheckpoint):
-        raise AssertionError(f"{there.content('b/c', 2)!r} where at most 2 bytes are wanted")
+        raise AssertionError(f"{content('b/c', 2)!r} where at most 2 bytes are allowed")
 
 
 def _reads_ranges(storage: Storage, seen: Seen) -> None:
-    """`read_range` reads as far as the file goes."""
+    """`read_range` reads up to the end of the file."""
     if (read := can(storage).read_range) is None:
         return
     _write(storage, "f", [b"abcdef"])

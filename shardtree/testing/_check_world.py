@@ -1,4 +1,4 @@
-"""The promises of every world: values of the right rank, in order, as copies; ranks that wait; errors on all ranks."""
+"""The promises of every world: values of the right rank, in order, as copies; waiting ranks; errors on every rank."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ..errors import RemoteError, WorldError, error_text
 from ..shell.world import World, agree
 
 Run = Callable[[Callable[[World], Any]], Any]
-"""Calls a function on each rank, with the rank's world."""
+"""Function that calls another function on each rank, with the rank's world."""
 
-_HANGS = 120.0  # seconds: a sound world takes milliseconds for each check, on a busy machine as well
+_HANGS = 120.0  # seconds; a sound world takes milliseconds for each check, even on a busy machine
 
 
 def check_world(run: Run, *, hears_of_the_dead: bool = False, hangs_after: float = _HANGS) -> None:
     """Raise unless the worlds of all ranks keep every promise of `World`.
 
-    Where one process runs all ranks or starts them, as `simulate` does, it calls this once. Where each process is a
-    rank of its own, as under ``mpirun``, every rank calls it, and those that notice a broken promise raise.
+    A process that runs or starts all ranks, as `simulate` does, calls this once. Where each process is a rank, as under
+    ``mpirun``, every rank calls it, and the ranks that notice a broken promise raise.
 
     Args:
-        run: A function that calls the function which it is passed on every rank, with that rank's world, and raises
-            what that one raises: ``lambda function: simulate(3, function)``, or in a process that is a rank
-            ``lambda function: function(world)``. It is called several times; each time the worlds may be new or not.
-        hears_of_the_dead: Whether to check, last of all, that the other ranks get an error after one has ended. It
-            takes as long as the world's timeout, after which the world is of no use. Leave it out where a launcher ends
-            the whole job then.
-        hangs_after: Seconds after which a check that hasn't ended is broken, more than the timeout of the worlds; the
-            checks after it are left out.
+        run: Function that calls its argument on every rank, with that rank's world, and raises the errors of these
+            calls: ``lambda function: simulate(3, function)``, or, in a process that is a rank,
+            ``lambda function: function(world)``. It is called several times, with the same worlds or new ones.
+        hears_of_the_dead: Whether to check last that the other ranks get an error after one rank has ended. This takes
+            as long as the world's timeout, and the world can't be used afterwards. Leave it out if the launcher ends
+            the whole job when a rank ends.
+        hangs_after: Seconds after which an unfinished check counts as broken, and later checks are left out; must be
+            more than the timeout of the worlds.
 
     Raises:
-        AssertionError: names the broken promises, and what came instead.
+        AssertionError: A world breaks a promise; names the broken promises and their faults.
 
     Examples:
         >>> from shardtree.world import simulate
@@ -62,10 +62,10 @@ def _error_of(run: Run, check: Callable[[World], None], seconds: float) -> Excep
     def attempt() -> None:
         try:
             run(check)
-        except BaseException as error:  # kept, since a thread's exception reaches nobody
+        except BaseException as error:  # kept, since no caller gets a thread's exception
             errors.append(error)
 
-    # In a thread of its own, which is left behind where ranks wait for each other forever.
+    # The check runs in a separate thread, which is abandoned if ranks wait for each other forever.
     thread = Thread(target=contextvars.copy_context().run, args=(attempt,), daemon=True, name="check_world")
     thread.start()
     thread.join(seconds)
@@ -81,7 +81,7 @@ def _error_of(run: Run, check: Callable[[World], None], seconds: float) -> Excep
 def _is_wanted(check: Callable[[World], None], error: Exception | None) -> bool:
     if check is _is_told:
         return error is not None and _PLANTED in str(error)
-    # A process that is the rank which ends hears nothing.
+    # Where each process is a rank, the one that ends gets no error.
     return error is None or (check is _lasts and isinstance(error, WorldError))
 
 
@@ -96,18 +96,18 @@ _PLANTED = "planted by check_world"
 
 def _is_told(world: World) -> None:
     """An error of a rank is raised by the function that runs the ranks."""
-    # By all of them: where each process is a rank, it hears of its own errors alone.
+    # Every rank raises, since a process that is one rank gets only its own errors.
     raise ValueError(f"{_PLANTED} on rank {world.rank}")
 
 
-# Each check makes all its calls first and looks at the results afterwards: a rank that raised in between would leave
-# the others waiting.
+# Each check makes all its calls before it looks at the results, since a rank that raised in between would leave the
+# others waiting.
 
 
 def _is_numbered(world: World) -> None:
     """Ranks are numbered from 0."""
     seats = world.all_gather((world.rank, world.size))
-    assert world.size > 1, "it has one rank, with which nothing can be checked"
+    assert world.size > 1, "it has one rank, but checks need several"
     assert seats == [(rank, world.size) for rank in range(world.size)], f"rank and size are {seats}"
     assert world.timeout > 0, f"its timeout is {world.timeout!r}"
 
@@ -115,7 +115,7 @@ def _is_numbered(world: World) -> None:
 def _gathers(world: World) -> None:
     """`all_gather` returns the values of all ranks, by rank."""
     everyone = range(world.size)
-    # The last rank is the first to come in one round and late in the next.
+    # Rank 0 is late in even rounds, the last rank in odd ones.
     rounds = []
     for turn in range(12):
         if world.rank == (0, world.size - 1)[turn % 2]:
@@ -136,11 +136,11 @@ def _broadcasts(world: World) -> None:
     """`broadcast` returns the root's value, whatever other ranks pass."""
     values = []
     for root in (*range(world.size), 0):
-        # A lock can't be sent: a world that packs what isn't asked for would fail.
+        # A lock can't be pickled, so that a world fails if it packs the other ranks' arguments.
         values.append(world.broadcast(("from", root) if world.rank == root else Lock(), root))
     long = world.broadcast(bytes(300_000) if world.rank == 0 else None)
     assert values == [("from", root) for root in (*range(world.size), 0)], f"{values} from each root in turn"
-    assert long == bytes(300_000), "another long value"
+    assert long == bytes(300_000), "a long value comes with other bytes"
 
 
 def _passes_to_all(world: World) -> None:
@@ -159,7 +159,7 @@ _MESSAGES = (0, "one", [2, {"three": 4.0}], b"\0" * 200_000, None, 5)
 def _sends(world: World) -> None:
     """`recv` returns what `send` sent, in the order in which it was sent."""
     received = []
-    # One pair after the other, each in the same order on both sides: a send may wait until it is received.
+    # Pairs take turns, in the same order on both sides, since a send may wait until it is received.
     for source in range(world.size):
         for to in range(world.size):
             for message in _MESSAGES if source != to else ():
@@ -180,7 +180,7 @@ def _brief(value: object) -> str:
 
 
 def _exchanges(world: World) -> None:
-    """`exchange` fills each buffer with what its peer sent, and is done with buffers once it returns."""
+    """`exchange` fills each buffer with the bytes that its peer sent, and doesn't use buffers after it returns."""
     rank, others = world.rank, [peer for peer in range(world.size) if peer != world.rank]
     wrong = []
     for turn in range(3):
@@ -196,7 +196,7 @@ def _exchanges(world: World) -> None:
 
 
 def _bytes(turn: int, source: int, to: int) -> torch.Tensor:
-    # The first pair sends nothing, another one a length that no row has.
+    # The first pair sends nothing, the others various lengths that differ between rounds.
     count = (source * 7 + to * 3 + turn * 1001 - 3) if (source, to, turn) != (0, 1, 0) else 0
     return (torch.arange(max(count, 0), device="cpu") % 200 + source + to).to(torch.uint8)
 
@@ -204,15 +204,15 @@ def _bytes(turn: int, source: int, to: int) -> torch.Tensor:
 def _copies(world: World) -> None:
     """Values of other ranks are copies, which may be changed."""
     rank = world.rank
-    own = {name: [name, rank] for name in ("all_gather", "broadcast", "all_to_all", "send")}
+    passed_by = {name: [name, rank] for name in ("all_gather", "broadcast", "all_to_all", "send")}
     tensor = torch.full((4,), float(rank), device="cpu")
-    tensors, lists = world.all_gather(tensor), world.all_gather(own["all_gather"])
-    passed = world.all_to_all([own["all_to_all"]] * world.size)
+    tensors, lists = world.all_gather(tensor), world.all_gather(passed_by["all_gather"])
+    passed = world.all_to_all([passed_by["all_to_all"]] * world.size)
     foreign = [values[peer] for values in (lists, passed) for peer in range(world.size) if peer != rank]
-    root_list = world.broadcast(own["broadcast"], 0)
+    root_list = world.broadcast(passed_by["broadcast"], 0)
     if rank == 0:
         for peer in range(1, world.size):
-            world.send(own["send"], peer)
+            world.send(passed_by["send"], peer)
     else:
         foreign += [root_list, world.recv(0)]
     world.barrier()
@@ -222,14 +222,14 @@ def _copies(world: World) -> None:
         if peer != rank:
             tensors[peer].add_(1)
     world.barrier()
-    changed = [name for name, value in own.items() if value != [name, rank]]
+    changed = [name for name, value in passed_by.items() if value != [name, rank]]
     assert not changed, f"another rank changed what rank {rank} passed to {', '.join(changed)}"
     assert tensor.tolist() == [float(rank)] * 4, f"another rank changed a tensor of rank {rank}, which is {tensor}"
     expected = [[float(peer) + (peer != rank)] * 4 for peer in range(world.size)]
     assert [values.tolist() for values in tensors] == expected, f"rank {rank} has the tensors {tensors}"
 
 
-_LATE, _SLACK = 0.25, 0.1  # seconds: how late the last rank is; how far the clocks of machines may be apart
+_LATE, _SLACK = 0.25, 0.1  # seconds: delay of the late rank; largest difference between machines' clocks
 
 
 def _waits(world: World) -> None:
@@ -238,19 +238,19 @@ def _waits(world: World) -> None:
     for late in range(world.size):
         if world.rank == late:
             time.sleep(_LATE)
-        came = time.time()
+        arrival = time.time()
         world.barrier()
-        times.append((came, time.time()))
+        times.append((arrival, time.time()))
     for late, pairs in enumerate(zip(*world.all_gather(times), strict=True)):
-        # Clocks rather than how long a call takes: a busy machine makes no sound barrier look broken.
-        gone = min(range(world.size), key=lambda rank: pairs[rank][1])
-        ahead = pairs[late][0] - pairs[gone][1]
-        assert ahead < _SLACK, f"rank {gone} leaves {ahead:.2f} seconds before rank {late} comes"
+        # Clocks are compared rather than durations, so that a busy machine makes no sound barrier look broken.
+        first = min(range(world.size), key=lambda rank: pairs[rank][1])
+        ahead = pairs[late][0] - pairs[first][1]
+        assert ahead < _SLACK, f"rank {first} leaves {ahead:.2f} seconds before rank {late} comes"
 
 
 def _raises(world: World) -> None:
     """A value that can't be sent is an error of its rank, and nothing is sent."""
-    # Every rank passes one, since all would wait for a rank that sends nothing.
+    # Every rank passes such a value, since the others would wait for a rank that sends nothing.
     silent = []
     calls: Sequence[tuple[str, Callable[[], Any]]] = (
         ("all_gather", lambda: world.all_gather(Lock())),
@@ -301,7 +301,7 @@ _CHECKS = (
 
 
 def _lasts(world: World) -> None:
-    """Ranks that wait for one that has ended get a WorldError."""
+    """Ranks that wait for a rank that has ended get a WorldError."""
     if world.rank < world.size - 1:
         world.barrier()
         raise AssertionError(f"rank {world.rank} goes on")

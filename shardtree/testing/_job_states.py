@@ -16,7 +16,7 @@ from ._law_resume import WEIGHT, Place, Reading
 from ._law_resume_updates import nudge
 
 Shards: TypeAlias = Callable[[Any], Mapping[str, ShardedTensor]]
-"""From a job to the shards that describe its plain tensors, by name of the parameter or buffer."""
+"""Function from a job to the shards that describe its plain tensors, by name of the parameter or buffer."""
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, ShardedTensor)
 
@@ -25,9 +25,9 @@ def read_job(job: Any, shards: Shards | None = None) -> Reading:
     """Return a copy of a rank's state of a job.
 
     Args:
-        job: A mapping, a sequence or an object whose members are modules, optimizers, generators, whatever has a
+        job: A mapping, a sequence or an object whose members are modules, optimizers, generators, objects with a
             ``state_dict``, and plain values.
-        shards: Function that describes parameters of which the rank has parts; DTensors describe themselves.
+        shards: Function that describes plain tensors that are the rank's part of a parameter; DTensors need none.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -45,7 +45,7 @@ def read_job(job: Any, shards: Shards | None = None) -> Reading:
         prefix = f"{member}." if len(modules) > 1 else ""
         tensors: list[tuple[str, torch.Tensor, str]] = []
         tensors += [(prefix + name, tensor, WEIGHT) for name, tensor in module.named_parameters(remove_duplicate=False)]
-        tensors += [(prefix + name, each, "buffer") for name, each in module.named_buffers(remove_duplicate=False)]
+        tensors += [(prefix + name, tensor, "buffer") for name, tensor in module.named_buffers(remove_duplicate=False)]
         for name, tensor, state in tensors:
             names.setdefault(id(tensor), []).append(name)
             rows.append(((_key(name, parts), state), _held(tensor, parts.get(name))))
@@ -59,7 +59,7 @@ def read_job(job: Any, shards: Shards | None = None) -> Reading:
 
 
 def nudge_job(job: Any, seed: int) -> None:
-    """Change the last bits of all parameters of a job, in place, alike on all ranks.
+    """Change the last bits of all parameters of a job in place, in the same way on all ranks.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1)
@@ -89,7 +89,7 @@ def _key(name: str, parts: Mapping[str, ShardedTensor]) -> str:
 
 
 def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
-    """Return a copy of a rank's part of a tensor: shards if the tensor is cut, else the tensor."""
+    """Return a copy of a rank's part of a tensor: shards if the tensor is cut, otherwise a whole tensor."""
     if hasattr(tensor, "to_local"):
         leaves = shards_of(apply_factories(from_dtensors({"tensor": tensor.detach()}, strided="fsdp2"))).values()
         return tuple(replace(leaf, data=leaf.data.detach().cpu().clone()) for leaf in leaves)
@@ -100,7 +100,7 @@ def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
 
 
 def _fits(shard: ShardedTensor, state: torch.Tensor) -> bool:
-    """Return whether a state is cut as its parameter is; it may have one element along some axes."""
+    """Return whether a state is cut like its parameter; it may have one element along some axes."""
     sizes = shard.local_shape
     return (
         bool(state.ndim)
@@ -110,7 +110,7 @@ def _fits(shard: ShardedTensor, state: torch.Tensor) -> bool:
 
 
 def _like(shard: ShardedTensor, state: torch.Tensor) -> ShardedTensor:
-    """Return the shard of a state that is cut as its parameter is."""
+    """Return the shard of a state that is cut like its parameter."""
     whole = [local == size for local, size in zip(state.shape, shard.local_shape, strict=True)]
     shape = tuple(size if along else 1 for size, along in zip(shard.global_shape, whole, strict=True))
     offset = tuple(place if along else 0 for place, along in zip(shard.global_offset, whole, strict=True))
@@ -141,15 +141,15 @@ def _other_rows(member: str, value: Any) -> Iterator[tuple[Place, Any]]:
     for path, leaf in leaves_with_paths(tree):
         if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
             cut = shards_of(apply_factories({"": leaf})).values()
-            own = [replace(shard, data=shard.data.detach().cpu().clone()) for shard in cut]
-            yield (own[0].key, path_key(path) or "value"), tuple(own)
+            copies = [replace(shard, data=shard.data.detach().cpu().clone()) for shard in cut]
+            yield (copies[0].key, path_key(path) or "value"), tuple(copies)
         elif isinstance(leaf, _PLAIN):
             place = (member, path_key(path) or "value")
             yield place, _held(leaf, None) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting in a form in which a list equals a tuple, as formats may store either for the other."""
+    """Return a setting with its lists as tuples, since formats may store one as the other."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

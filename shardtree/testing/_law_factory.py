@@ -1,6 +1,6 @@
 """The laws of factories: build and merge undo each other, for parameters, optimizer states and flat ranges.
 
-And factories like those of models, on which they are tried.
+Also factories like those of models, to try the laws on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ._law_lens import LENS_CASES
 from ._layouts import cut, layouts
 from ._tensors import PRINTABLE_DTYPES, random_bits
 
-# Written as in Megatron-Core, with a build and a merge function, rather than as lenses: the laws of factories must hold
-# for such ones too.
+# These factories are written with a build and a merge function, as in Megatron-Core, rather than as lenses, since the
+# laws must hold for such factories too.
 
 
 def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:
     """Return the factory of a gated layer's weight, which stores both halves separately.
 
-    Then the number of ranks may change. It also builds from flat ranges.
+    Stored so, the weight can be loaded on any number of ranks. The factory also builds from flat ranges.
 
     Args:
         key: Name of the tensor.
@@ -99,7 +99,7 @@ def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> S
         key: Name of the tensor.
         data: The local layers, shape (local layers, ...).
         first: Index of the first local layer.
-        layers: Number of layers in the whole model; by default, that of the local layers.
+        layers: Number of layers in the whole model; by default, the number of local layers.
 
     Examples:
         >>> [shard.global_offset for shard in stacked("w", torch.zeros(2, 3), first=1, layers=4).build()]
@@ -121,9 +121,9 @@ KINDS: tuple[Callable[[str, torch.Tensor], ShardedTensorFactory], ...] = (glu, t
 
 
 def factories(*, dtype: SearchStrategy[torch.dtype] | None = None) -> SearchStrategy[ShardedTensorFactory]:
-    """Return a strategy for factories: of the kinds above, and of every predefined lens on any box of a tensor.
+    """Return a strategy for factories: those of this module, and every predefined lens on any box of a tensor.
 
-    Elements that a lens doesn't store, such as padding, are zero in the tensors.
+    Elements that a lens doesn't store, such as padding, are zero.
 
     Args:
         dtype: A strategy for dtypes; by default those that torch can print, so that failures can be shown.
@@ -151,7 +151,7 @@ def lens_factories(
     """Return a strategy for the factories of a predefined lens, on any box of its example's tensor.
 
     Args:
-        draw: Hypothesis's own function.
+        draw: Hypothesis's draw function, which callers don't pass.
         name: Name of an example in `LENS_CASES`.
         dtype: A strategy for dtypes, as in `factories`.
 
@@ -186,24 +186,24 @@ _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 def check_factory(
     factory: ShardedTensorFactory, *, states: Sequence[torch.Tensor] | None = None, flat: Sequence[slice] = ()
 ) -> None:
-    """Raise unless a factory obeys the laws of lenses, for its tensor, for optimizer states and for flat ranges.
+    """Raise unless a factory obeys the laws of lenses, also for optimizer states and flat ranges.
 
-    - *Merge undoes build*: what is built, stored and read back merges to the original tensor.
-    - *Build undoes merge*: any tensors in place of the stored ones, after merging, are built again unchanged.
+    - *Merge undoes build*: the built tensors, stored and read back, merge to the original tensor.
+    - *Build undoes merge*: other tensors in place of the stored ones, once merged, are built again unchanged.
     - *States are cut alike*: a tensor of the same shape and any dtype, under another key, is built as the same boxes of
-      tensors of the same global shapes.
+      the same global shapes.
     - *Flat ranges are parts of the whole*: each element of a flat range is stored where the whole tensor stores it.
     - Building doesn't change its argument.
 
     Args:
-        factory: with data.
-        states: optimizer states to try; by default two of random bits, float32 and bfloat16. Elements that a factory
-            doesn't store, such as a vocabulary's padding, merge to its fill: the factory's tensor must have the fill
-            there; the default states copy it from that tensor, and states that you pass must have it too.
-        flat: slices of the row-major flattened tensor that the factory should also build from, as needed for ZeRO.
+        factory: Factory with data.
+        states: Optimizer states to try; by default two of random bits, in float32 and bfloat16. Elements that the
+            factory doesn't store, such as a vocabulary's padding, come back as its fill value. The factory's tensor
+            must have the fill there, and so must states that you pass; the default states copy it from that tensor.
+        flat: Slices of the row-major flattened tensor from which the factory must build too, as for ZeRO.
 
     Raises:
-        AssertionError: names the law, the tensor and the difference.
+        AssertionError: The factory breaks a law; names the law, the tensor and the difference.
 
     Examples:
         >>> from shardtree.testing import glu, transposed
@@ -218,19 +218,19 @@ def check_factory(
         >>> check_factory(as_factory(shard, padded_axis(5)), flat=[slice(3, 12)])
     """
     states = _states(factory) if states is None else states
-    # States go through the same factory under another key: an optimizer's state must be found wherever the parameter
-    # is.
+    # States go through the same factory under another key, since a load must find them wherever it finds the
+    # parameter.
     keys = (f"optimizer.state.{number}.{factory.key}" for number in range(len(states)))
-    every = [factory, *(replace(factory, key=key, data=state) for key, state in zip(keys, states, strict=True))]
-    for each in every:
-        check_merge_undoes_build(each)
-        check_cut_alike(factory, each)
-    for each in every:
-        check_build_undoes_merge(each)
+    variants = [factory, *(replace(factory, key=key, data=state) for key, state in zip(keys, states, strict=True))]
+    for variant in variants:
+        check_merge_undoes_build(variant)
+        check_cut_alike(factory, variant)
+    for variant in variants:
+        check_build_undoes_merge(variant)
     for part in flat:
-        for each in every:
-            data = carried(each.data).contiguous().view(-1)[part].view(each.data.dtype)
-            range_factory = replace(each, data=data, flattened_range=part)
+        for variant in variants:
+            data = carried(variant.data).contiguous().view(-1)[part].view(variant.data.dtype)
+            range_factory = replace(variant, data=data, flattened_range=part)
             check_merge_undoes_build(range_factory)
             check_build_undoes_merge(range_factory)
         _check_part_of_whole(factory, part)
@@ -263,17 +263,17 @@ def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
 
 
 def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
-    """Raise unless the factory merges what it builds, copied to new memory, to its original tensor."""
-    before = bits(factory.data)  # the parameter itself, which training goes on with
+    """Raise unless the built tensors, copied to new memory, merge to the factory's original tensor."""
+    before = bits(factory.data)  # the parameter itself, which training continues to use
     tree = _build(factory)
-    assert bits(factory.data) == before, f"building {factory.key!r}{_range(factory)} changed what it was given"
+    assert bits(factory.data) == before, f"building {factory.key!r}{_range(factory)} changed the factory's tensor"
     what = f"merge doesn't undo build for {factory.key!r}{_range(factory)}"
     check_equal(what, _merge(factory, map_shards(_reload, tree)), factory.data)
 
 
 def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
-    """Raise unless random tensors in place of the built ones, after merging, are built again unchanged."""
-    # Shards of the same box, as of tied weights, get the same tensor: a checkpoint stores it once.
+    """Raise unless random tensors in place of the built ones, once merged, are built again unchanged."""
+    # Shards of the same box, such as those of tied weights, get the same tensor, since a checkpoint stores it once.
     tree = _build(factory)
     put: dict[Any, torch.Tensor] = {}
     for shard in shards_of(tree).values():
@@ -291,25 +291,25 @@ def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) 
     left, right = (
         [(path, *_box(shard)[1:]) for path, shard in shards_of(_build(each)).items()] for each in (factory, state)
     )
-    assert left == right, f"{state.key!r} is cut otherwise than {factory.key!r}: {right}, not {left}"
+    assert left == right, f"{state.key!r} is cut differently from {factory.key!r}: {right}, not {left}"
 
 
 def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
     """Raise unless a flat range's elements are stored where the whole tensor stores them."""
-    # Data are the elements' numbers, so that each stored value says which element it is.
+    # Data are the elements' indices, so that each stored value identifies its element.
     numbers = torch.arange(factory.data.numel(), dtype=torch.int64, device="cpu")
     whole = _stored_elements(replace(factory, data=numbers.view(tuple(factory.data.shape))))
     elements = _stored_elements(replace(factory, data=numbers[part], flattened_range=part))
     inside = range(part.start, part.stop)
     expected = {place: number for place, number in whole.items() if number in inside}
-    what = f"{factory.key!r} on {part} isn't the part of the whole that it should be"
+    what = f"{factory.key!r} on {part} isn't that part of the whole"
     for place in {**elements, **expected}:
         (key, index), there, right = place, elements.get(place), whole.get(place)
         assert there == right, f"{what}: {key!r}{list(index)} is element {there}, of the whole it is element {right}"
 
 
 def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return the index of the factory's element for each stored element (key, global index)."""
+    """Return the index in the factory's tensor of each stored element, by (key, global index)."""
     elements: dict[tuple[str, tuple[int, ...]], int] = {}
     for shard in shards_of(_build(factory)).values():
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)

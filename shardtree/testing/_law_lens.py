@@ -1,6 +1,6 @@
 """The laws of lenses: stored tensors depend only on the global tensor, not on its layout, and come back unchanged.
 
-And an example of each predefined lens, with a tensor that it fits.
+Also an example of each predefined lens, with a tensor that fits it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _query_groups = partial(lenses.attention_qkv, heads=4, head_size=2, query_groups
 _apart = partial(_query_groups, part="w", names=("q", "k", "v"))
 _ROTARY = {"**.q.**": lenses.rotary_halves(head_size=2), "**.k.**": lenses.rotary_halves(head_size=2), "**.v.**": None}
 
-# Axes mostly of different lengths, so that an exchange of axes shows in the shape; few elements, since the laws visit
-# each of them for many layouts.
+# Axes mostly differ in length, so that swapped axes show in the shape. Tensors have few elements, since the laws visit
+# each element in many layouts.
 LENS_CASES: dict[str, LensCase] = {
     "transposed": LensCase(lenses.transposed(), (3, 4)),
     "transposed: a prepended axis": LensCase(lenses.transposed(), (2, 3, 4), prepended=1),
@@ -121,7 +121,7 @@ LENS_CASES: dict[str, LensCase] = {
         ("layers.0.experts.w", "layers.1.experts.w"),
     ),
 }
-"""By name: that of the predefined lens, and what is special about the example."""
+"""Examples by name: the name of the predefined lens, and the special feature of the example."""
 
 
 # The laws
@@ -138,27 +138,27 @@ def check_lens(
 ) -> dict[str, torch.Tensor]:
     """Check the laws of lenses for shards of a tensor, and return the stored tensors, by key.
 
-    - *Boxes agree*: all ranks' stored boxes together equal what is stored for the whole tensor, bit for bit.
+    - *Boxes agree*: all ranks' stored boxes together equal the stored form of the whole tensor, bit for bit.
     - *Merge undoes build*, for each shard. Elements that the lens doesn't store (padding) must merge to equal values.
-    - *Build undoes merge*: any tensors that are loaded are stored again unchanged.
+    - *Build undoes merge*: any loaded tensors are stored again unchanged.
     - *States are cut alike*: an optimizer state of another dtype has the same boxes, under its own key.
     - *Data don't matter*: without data the boxes are the same.
 
-    A lossy lens, such as one that quantises, must instead of the second and third law keep these:
+    A lossy lens, such as one that quantises, must keep these laws instead of the second and third:
 
-    - *The error is the format's*: merging what was built of the whole gives each element within `lossy`, and each
-      shard what the whole gives there.
-    - *Idempotent*: what is stored is stored again unchanged, once it was loaded.
+    - *The error is the format's*: merging the stored form of the whole gives each element within `lossy`, and merging
+      that of a shard gives the same elements.
+    - *Idempotent*: loaded tensors are stored again unchanged.
 
     Args:
         lens: Any lens.
-        shards: all ranks' shards of a tensor as the model has it, with data; boxes or flat ranges, also replicas. Of
-            several tensors, if the lens stores them as one.
-        lossy: Function from a whole tensor, as the model has it, to the largest error allowed for each element, in a
-            shape that broadcasts to the tensor's. None for a lens without loss.
+        shards: All ranks' shards of one tensor of the model, or of several that the lens stores as one; with data, as
+            boxes, flat ranges or replicas.
+        lossy: Function from a whole tensor of the model to the largest allowed error of each element, in a shape that
+            broadcasts to the tensor's; None for a lossless lens.
 
     Raises:
-        AssertionError: names the law, and says what differs.
+        AssertionError: The lens breaks a law; names the law and the difference.
 
     Examples:
         >>> from shardtree.lenses import transposed
@@ -171,10 +171,10 @@ def check_lens(
     wholes = _wholes(tensors, {shard.key: shard.prepend_axis_num for shard in shards})
     pairs = [(factory, factory.build()) for factory in (lenses.as_factory(whole, lens) for whole in wholes)]
     expected = _assemble([tree for _, tree in pairs])
-    merges = assemble([[replace(whole, data=_merge(*each)) for whole, each in zip(wholes, pairs, strict=True)]])
+    merges = assemble([[replace(whole, data=_merge(*pair)) for whole, pair in zip(wholes, pairs, strict=True)]])
     if lossy is not None:
         _check_errors(merges, tensors, lossy)
-    # A lens that drops padding can't give it back: then only ranks are compared with each other, below.
+    # A lens that drops padding can't restore it, so that only ranks are compared with each other, below.
     elif _elements(expected) == _elements(tensors):
         check_same("merge doesn't undo build on the whole", merges, tensors)
     factories = [lenses.as_factory(shard, lens) for shard in shards]
@@ -184,11 +184,11 @@ def check_lens(
         what = f"{law} on {_describe(shard)}"
         check_same(what, {shard.key: _merge(factory, tree)}, {shard.key: _part(merges[shard.key], shard)})
         _check_state(factory, tree)
-    check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _assemble(trees), expected)
+    check_same("boxes don't agree: assembled, they differ from the stored whole", _assemble(trees), expected)
     if lossy is None:
         check_build_undoes_merge(factories, expected)
     else:
-        _check_built_again(factories, expected, "not idempotent: what is stored is stored otherwise after a load,")
+        _check_built_again(factories, expected, "not idempotent: loaded tensors are stored differently,")
     return expected
 
 
@@ -199,24 +199,24 @@ def _check_errors(
 ) -> None:
     for key, tensor in tensors.items():
         error = (merges[key].double() - tensor.double()).abs()
-        most = lossy(tensor).double().expand(error.shape)
-        worse = torch.nonzero(~(error <= most))  # a NaN is worse than any bound
+        allowed = lossy(tensor).double().expand(error.shape)
+        worse = torch.nonzero(~(error <= allowed))  # a NaN is worse than any bound
         if len(worse):
             at = tuple(worse[0].tolist())
-            what = f"{len(worse)} of {error.numel()} elements of {key!r} lose more than `lossy` says, the first at {at}"
+            what = f"{len(worse)} of {error.numel()} elements of {key!r} lose more than `lossy` allows, first {at}"
             raise AssertionError(f"{what}: {tensor[at].item()} comes back as {merges[key][at].item()}")
 
 
 def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless other tensors of the stored shapes, after merging, are built again unchanged."""
-    # Other bits than before: a lens that remembers what it built would pass with the same ones.
+    """Raise unless other tensors of the stored shapes, once merged, are built again unchanged."""
+    # The bits are new, since a lens that remembers what it built would pass with the same bits.
     sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     other = {key: random_bits(*size, seed=number) for number, (key, size) in enumerate(sizes.items(), start=7)}
     _check_built_again(factories, other, "build doesn't undo merge")
 
 
 def _check_built_again(factories: Sequence[ShardedTensorFactory], wholes: Mapping[str, torch.Tensor], law: str) -> None:
-    """Raise, with the broken law, unless stored tensors, after merging, are built again unchanged."""
+    """Raise, naming the broken law, unless stored tensors, once merged, are built again unchanged."""
     for factory in factories:
         tree = map_shards(
             lambda leaf: replace(leaf, data=_part(wholes[leaf.key], leaf)) if isinstance(leaf, ShardedTensor) else leaf,
@@ -230,19 +230,19 @@ def _check_built_again(factories: Sequence[ShardedTensorFactory], wholes: Mappin
 
 
 def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
-    # Of another dtype, as the moments of a bfloat16 parameter are: boxes must not depend on it.
+    # The state has another dtype, like the moments of a bfloat16 parameter, since boxes must not depend on the dtype.
     empty = torch.zeros(tuple(factory.data.shape), dtype=torch.float64, device="cpu")
     state = replace(factory, key=_STATE + factory.key, data=empty)
     boxes = [_box(shard) for shard in shards_of(tree).values()]
     as_state = [(_STATE + key, *rest) for key, *rest in boxes]
     state_boxes = [_box(shard) for shard in shards_of(state.build()).values()]
-    assert state_boxes == as_state, f"a state of {factory.key!r} is cut otherwise: {state_boxes}, not {as_state}"
+    assert state_boxes == as_state, f"a state of {factory.key!r} is cut differently: {state_boxes}, not {as_state}"
     bare = [_box(shard) for shard in shards_of(factory.without_data().build()).values()]
-    assert bare == boxes, f"without data {factory.key!r} is cut otherwise: {bare}, not {boxes}"
+    assert bare == boxes, f"without data {factory.key!r} is cut differently: {bare}, not {boxes}"
 
 
 def _wholes(tensors: Mapping[str, torch.Tensor], fronts: Mapping[str, int]) -> list[ShardedTensor]:
-    """Return each tensor as one shard, or as one for each index along its prepended axes."""
+    """Return each tensor as one shard, or as one shard for each index along its prepended axes."""
     wholes = []
     for key, tensor in tensors.items():
         front = fronts[key]
@@ -298,18 +298,19 @@ Build = Callable[[torch.Tensor, int, int], Any]
 def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks: Sequence[int] = (1, 2, 4)) -> None:
     """Raise unless a tensor that is saved on any number of ranks is loaded correctly on any other number.
 
-    This law finds wrong descriptions of a tensor: those come back unchanged on the same number of ranks, so that round
-    trips pass, but on other numbers ranks get each other's elements without any error.
+    This law finds wrong descriptions of a tensor. On the same number of ranks their round trips pass, but on other
+    numbers a rank gets other ranks' elements without any error.
 
     Args:
-        whole: The logical tensor, or any value that `hold` accepts; use numbers that are all different.
-        hold: ``hold(whole, ranks)`` returns the model's local tensor for each of that many ranks: the oracle, written
-            without this library.
-        build: ``build(local, rank, ranks)`` describes a local tensor for saving: a shard or a factory.
-        ranks: Numbers of ranks; every number saves and loads, in all pairs.
+        whole: The whole tensor, or any value that `hold` accepts; its elements should all differ.
+        hold: Function that returns each rank's local tensor of the model, called as ``hold(whole, ranks)``: the oracle,
+            written without this library.
+        build: Function that describes a local tensor for saving as a shard or a factory, called as
+            ``build(local, rank, ranks)``.
+        ranks: Numbers of ranks, tried in all pairs of a save and a load.
 
     Raises:
-        AssertionError: names the numbers of ranks, the rank and the first element that differs.
+        AssertionError: A rank loads wrong elements; names the numbers of ranks, the rank and the first difference.
 
     Examples:
         Gate and up rows, fused on each rank, but described as rows of one tensor:
@@ -356,10 +357,10 @@ def _load(tree: Any, tensors: Mapping[str, torch.Tensor], what: str) -> torch.Te
             return leaf.unwrap()
         if not isinstance(leaf, ShardedTensor):
             return leaf
-        assert leaf.key in tensors, f"{what}: {leaf.key!r} isn't stored, but {sorted(tensors)}"
+        assert leaf.key in tensors, f"{what}: {leaf.key!r} isn't stored; stored are {sorted(tensors)}"
         shape = tuple(tensors[leaf.key].shape)
         same = shape == leaf.global_shape
-        assert same, f"{what}: {leaf.key!r} is stored in shape {shape}, and asked for in shape {leaf.global_shape}"
+        assert same, f"{what}: {leaf.key!r} is stored in shape {shape}, but requested in shape {leaf.global_shape}"
         box = carried(tensors[leaf.key])[leaf.global_slice()].contiguous()
         box = box.view(tensors[leaf.key].dtype).reshape(leaf.local_shape)
         return box if leaf.flattened_range is None else flattened(box)[leaf.flattened_range]

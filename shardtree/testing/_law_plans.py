@@ -22,11 +22,11 @@ from ._layouts import Layout, cut
 from ._tensors import random_bits, shapes
 
 Element = tuple[int, ...]
-"""The global index of one."""
+"""Global index of an element."""
 
 
 def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan) -> None:
-    """Raise unless a plan fills every requested byte once, from the right byte of the right file, and reads no more.
+    """Raise unless a plan fills each requested byte once, from the right stored byte, and reads no more.
 
     The reference visits every element, so keep shapes small.
 
@@ -36,7 +36,7 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
         plan: The result of `plan_load`.
 
     Raises:
-        AssertionError: names the shard and the byte.
+        AssertionError: A byte is read wrongly, twice, or not at all; names the shard and the byte.
 
     Examples:
         >>> import torch, shardtree as st
@@ -63,7 +63,7 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
 def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
     """Raise unless each shard with a main replica is written once, by a rank that holds it, and writes are balanced.
 
-    Balanced: of the shards that are held by the same ranks, no rank writes more than the mean plus the largest shard.
+    Balanced means: of the shards that the same ranks hold, no rank writes more than the mean plus the largest shard.
 
     Args:
         columns: The shards of all ranks.
@@ -71,14 +71,14 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         writes: Mask of the rows that are written.
 
     Raises:
-        AssertionError: names the shard or the ranks.
+        AssertionError: The writes are wrong or unbalanced; names the shard or the ranks.
 
     Examples:
         >>> import torch, shardtree as st
         >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))])
         >>> check_writes(columns, 1, st.core.plans.level_writes(columns, 1))
     """
-    # The limit is what dealing out shards greedily guarantees; an optimal balance would be a packing problem.
+    # A greedy assignment of shards guarantees this limit; an optimal balance would be a packing problem.
     size = columns.elements * columns.item_size[columns.key]
     rows: dict[tuple[object, ...], list[int]] = {}
     for row in range(len(columns)):
@@ -92,8 +92,8 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         holders = frozenset(int(columns.rank[row]) for row in copies)
         for row in writers:
             loads.setdefault(holders, []).append(np.eye(ranks, dtype=np.int64)[columns.rank[row]] * size[row])
-    for holders, each in loads.items():
-        load, largest = np.sum(each, axis=0), max(int(part.max()) for part in each)
+    for holders, parts in loads.items():
+        load, largest = np.sum(parts, axis=0), max(int(part.max()) for part in parts)
         limit = load.sum() / len(holders) + largest
         assert load.max() <= limit, f"ranks {sorted(holders)} write {load[sorted(holders)].tolist()}, at most {limit}"
 
@@ -114,13 +114,13 @@ def shard_elements(columns: ShardColumns | StoredChunks, row: int) -> list[Eleme
 
 
 def _expected_sources(requests: ShardColumns, chunks: StoredChunks) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return, for each requested byte (shard, byte) that is stored, its (file, byte)."""
+    """Return the stored position (file, byte) of each requested byte (shard, byte) that is stored."""
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
 
     def aligned(element: Element) -> Element:
         return (*(0,) * (axes - len(element)), *element)
 
-    # A table of every stored element: no arithmetic on boxes and strides, which is what is under test.
+    # A table of all stored elements avoids arithmetic on boxes and strides, which is under test.
     places: dict[tuple[int, Element], tuple[int, int]] = {}
     for row in range(len(chunks.key)):
         size = int(requests.item_size[chunks.key[row]])
@@ -164,8 +164,8 @@ def check_layout(layout: Layout) -> None:
         layout: The layout of a tensor that is small enough to be checked element by element.
 
     Raises:
-        IntegrityError: an element has no main replica, or several.
-        AssertionError: a piece has the wrong elements.
+        IntegrityError: An element has no main replica, or several.
+        AssertionError: A piece has the wrong elements.
 
     Examples:
         >>> from shardtree.testing import even_layout
@@ -189,7 +189,7 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         plan: The result of `plan_buffers`.
 
     Raises:
-        AssertionError: names the parameter, and the elements on no rank or several, or at another position.
+        AssertionError: An element is on no rank, on several, or at another position; names it and its parameter.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers
@@ -226,7 +226,8 @@ def _check_buckets(plan: BufferPlan) -> None:
     position = 0
     for place in plan.places:
         first, last = plan.buckets[place.bucket]
-        assert max(position, first) <= place.start, f"{place.name!r} starts at {place.start}, in what is before it"
+        least = max(position, first)
+        assert least <= place.start, f"{place.name!r} starts at {place.start}, expected at least {least}"
         assert place.stop <= last, f"{place.name!r} ends at {place.stop}, its bucket at {last}"
         position = place.stop
     excess = sum(prod(place.shape) for place in plan.places) + plan.padding - end
@@ -251,7 +252,7 @@ def check_flat_shards(
         slices: Function under test, called as ``slices(plan, rank, tree, dtype=...)``.
 
     Raises:
-        AssertionError: names the rank and the bucket, or the parameter, and the difference.
+        AssertionError: A result is wrong; names the rank and the bucket, or the parameter, and the difference.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers
@@ -261,19 +262,19 @@ def check_flat_shards(
     parameters = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
     buffers = packed_slices(plan, tensors)
     trees = []
-    for rank, own in enumerate(buffers):
-        tree = check_pure(partial(shards, prefix="state"), plan, rank, own, parameters)
+    for rank, parts in enumerate(buffers):
+        tree = check_pure(partial(shards, prefix="state"), plan, rank, parts, parameters)
         names = [part.name for part in plan.ranges(rank)]
         assert list(tree) == names, f"rank {rank}: found shards of {list(tree)}, expected {names}"
         # Copies would double the memory of an optimizer's state while it is saved.
-        memory = {part.untyped_storage().data_ptr() for part in own}
+        memory = {part.untyped_storage().data_ptr() for part in parts}
         copies = [name for name, leaf in tree.items() if leaf.data.untyped_storage().data_ptr() not in memory]
         assert not copies, f"rank {rank}: copies, not views: {', '.join(copies)}"
         clones = {name: carried(leaf.data).clone().view(leaf.dtype) for name, leaf in tree.items()}
-        dtype = own[0].dtype if own else torch.float32
+        dtype = parts[0].dtype if parts else torch.float32
         back = check_pure(partial(slices, dtype=dtype), plan, rank, clones)
-        assert len(back) == len(own), f"rank {rank}: found {len(back)} slices, expected {len(own)}"
-        for bucket, (found, expected) in enumerate(zip(back, own, strict=True)):
+        assert len(back) == len(parts), f"rank {rank}: found {len(back)} slices, expected {len(parts)}"
+        for bucket, (found, expected) in enumerate(zip(back, parts, strict=True)):
             check_equal(f"rank {rank}, bucket {bucket}: there and back", found, expected)
         trees.append(tree)
     whole = {f"state.{name}": tensor for name, tensor in tensors.items()}
@@ -281,7 +282,7 @@ def check_flat_shards(
 
 
 def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return each rank's slices, one for each bucket, of a buffer that is filled element by element; padding is 0.
+    """Return each rank's slices, one for each bucket, of a buffer filled element by element; padding is 0.
 
     Args:
         plan: The plan of these tensors.
@@ -293,7 +294,7 @@ def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list
         >>> packed_slices(plan_buffers(tensors, data_parallel=2, align=4), tensors)
         [[tensor([1, 2, 3])], [tensor([0, 4, 0])]]
     """
-    # As a list of Python numbers: the code under test uses views and slices, so the reference uses neither.
+    # The buffer is a list of Python numbers: the code under test uses views and slices, so the reference uses neither.
     elements = [0] * (plan.buckets[-1][1] if plan.buckets else 0)
     for place in plan.places:
         for number, element in enumerate(carried(tensors[place.name]).reshape(-1).tolist()):
@@ -327,7 +328,7 @@ def buffer_options(draw: st.DrawFn, most_ranks: int = 8) -> BufferOptions:
     These include scalars, parameters without elements, more ranks than elements, and no parameters at all.
 
     Args:
-        draw: Hypothesis's own function.
+        draw: Hypothesis's draw function, which callers don't pass.
         most_ranks: Upper bound on the number of data-parallel ranks.
 
     Examples:

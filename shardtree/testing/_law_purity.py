@@ -1,4 +1,4 @@
-"""The laws of purity and of commuting: a function doesn't change its arguments; a transform doesn't see layouts."""
+"""The laws of purity and of commuting: a function keeps its arguments; a transform doesn't depend on the layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
         options: Keyword arguments for the function.
 
     Raises:
-        AssertionError: names the argument, the path in it and what changed.
+        AssertionError: An argument or the result changes; names the argument and the path in it.
 
     Examples:
         >>> check_pure(sorted, [3, 1, 2])
@@ -45,7 +45,7 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
     """
     fn_name = getattr(fn, "__name__", type(fn).__name__)
     arguments: dict[Any, Any] = dict([*enumerate(args), *options.items()])
-    # Content and identities: a container that is replaced by an equal copy has changed too, for others that hold it.
+    # Identities are compared too: a container that was replaced by an equal copy has changed for its other owners.
     before = {name: (outline(value), _identities(value)) for name, value in arguments.items()}
     result = fn(*args, **options)
     for name, value in arguments.items():
@@ -68,7 +68,7 @@ def _without_functions(shape: Any) -> Any:
 
 
 def _identities(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """Return, for each path, the object's id and a tensor's version counter."""
+    """Return the object's id and, for a tensor, its version counter, by path."""
     # Inference tensors have no version counter, and raise when asked for it.
     version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
     identities = {path: (id(value), version)}
@@ -102,24 +102,25 @@ def check_commutes(
 
     This catches a transform that looks only at its own shard (one that subtracts the local mean, or takes the first
     half of a shard for the first half of the tensor). Metadata, plain values and the static fields of registered
-    classes must be equal, and elements within the tolerances, since sums of other shapes are added up in another order.
-    No argument may change. Everything is moved from each layout to each other one, so keep tensors small.
+    classes must be equal, and elements within the tolerances, since the order of sums depends on the layout. The
+    transform must not change its argument. The state is moved from each layout to every other one, so keep tensors
+    small.
 
     Args:
         transform: Function from a rank's tree to its new tree.
         state: A tree of global tensors and plain values, as for `shard`.
-        layouts: pairs of a mesh and specs, as for `shard`; by default one rank, and each tensor cut by rows, by columns
+        layouts: Pairs of a mesh and specs, as for `shard`; by default one rank, and each tensor cut by rows, by columns
             and by both. If the transform refuses some of them, pass those that it supports.
-        rtol: Relative tolerance for floating-point and complex elements. By default that of the dtype, as
-            `torch.testing.assert_close` has it, such as 1.3e-6 for float32. Integers and bools must be equal.
-        atol: Absolute tolerance; likewise, such as 1e-5 for float32, but by default at most the dtype's relative
-            tolerance of the tensor's largest element, so that small tensors are checked too. With ``rtol=0, atol=0``
-            elements must be equal bit for bit, as they are where a transform only moves or converts them.
+        rtol: Relative tolerance for floating-point and complex elements; by default the dtype's tolerance in
+            `torch.testing.assert_close`, such as 1.3e-6 for float32. Integers and bools must be equal.
+        atol: Absolute tolerance; by default the dtype's too, such as 1e-5 for float32, but at most its relative
+            tolerance times the tensor's largest element, so that tensors of small elements are checked too. Pass
+            ``rtol=0, atol=0`` for transforms that only move or convert elements: these must be equal bit for bit.
 
     Raises:
-        AssertionError: names the two layouts, the rank and the key, and the difference: of the worst tensor, where
-            several differ.
-        MetadataError: a tolerance isn't a finite number of at least 0.
+        AssertionError: The results differ, or an argument changes; names both layouts, the rank, the key and the
+            difference, of the worst tensor if several differ.
+        MetadataError: A tolerance isn't a finite number of at least 0.
 
     Examples:
         >>> import functools, torch, shardtree as st
@@ -132,8 +133,8 @@ def check_commutes(
     tolerances = Tolerances(rtol, atol)
     cuts = _default_layouts(state) if layouts is None else {f"{mesh} {specs}": (mesh, specs) for mesh, specs in layouts}
     trees = {name: dict(zip(mesh.ranks, shard(state, mesh, spec), strict=True)) for name, (mesh, spec) in cuts.items()}
-    for one, other in permutations(trees, 2):
-        _check_pair(f"from {one} to {other}", transform, trees[one], trees[other], tolerances)
+    for before, after in permutations(trees, 2):
+        _check_pair(f"from {before} to {after}", transform, trees[before], trees[after], tolerances)
 
 
 def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
@@ -164,32 +165,32 @@ def _check_pair(
     results = {rank: transform(tree) for rank, tree in before.items()}
     _check_nodes(where, results.values(), expected.values())
     try:
-        found = reshard(results, expected)
+        resharded = reshard(results, expected)
     except CheckpointingException as error:
-        raise AssertionError(f"{where}: what was transformed can't be resharded: {error}") from error
-    largest: dict[str, float] = {}  # of whole tensors, by key: a shard's own would depend on the layout
+        raise AssertionError(f"{where}: the transformed trees can't be resharded: {error}") from error
+    largest: dict[str, float] = {}  # of whole tensors, by key: a shard's largest element depends on the layout
     for tree in expected.values():
         for leaf in shards_of(apply_factories(tree)).values():
             largest[leaf.key] = max(largest.get(leaf.key, 0.0), largest_element(leaf.data))
     wrong = [
-        each
+        fault
         for rank, tree in expected.items()
-        for each in _deviations(f"{where}: rank {rank}", found[rank], tree, tolerances, largest)
+        for fault in _deviations(f"{where}: rank {rank}", resharded[rank], tree, tolerances, largest)
     ]
     if wrong:
-        # The worst one tells which tolerance would do, if any.
-        worst = max(wrong, key=lambda each: each.excess)
+        # The worst deviation shows which tolerance would suffice, if any.
+        worst = max(wrong, key=lambda fault: fault.excess)
         raise AssertionError(worst.text + f" ({len(wrong)} shards differ, this one most)" * (len(wrong) > 1))
 
 
 def _check_nodes(where: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Raise unless all ranks' containers of one path and entries are of one type, and equal beside their children."""
+    """Raise unless ranks' containers of equal path and entries have equal types, and equal data beside children."""
     # Resharding takes the containers of its target, so they are compared before.
     seen: dict[Any, Any] = {}
     for tree in [*results, *expected]:
         for path, node, children in _nodes(tree):
             kind = type(node).__name__, {} if isinstance(node, (dict, list, tuple, deque)) else node_data(node)
-            # Pipeline ranks have other entries, which a class may have in its data.
+            # Pipeline stages have other entries, which a class may list in its data.
             first = seen.setdefault((path, children), (type(node), outline(kind), kind))
             same = first[:2] == (type(node), outline(kind))
             assert same, (
@@ -209,7 +210,7 @@ def _nodes(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any, tupl
 def _deviations(
     where: str, found: Any, expected: Any, tolerances: Tolerances, largest: Mapping[str, float]
 ) -> Iterator[Deviation]:
-    """Yield what is wrong with the elements of each shard; raise for anything else that differs."""
+    """Yield the deviation of each shard beyond the tolerances; raise for any other difference."""
     leaves, targets = (dict(leaves_with_paths(apply_factories(tree))) for tree in (found, expected))
     assert leaves.keys() == targets.keys(), f"{where}: found {list(leaves)}, expected {list(targets)}"
     for path, leaf in targets.items():

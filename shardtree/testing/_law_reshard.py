@@ -30,15 +30,15 @@ _Filled = dict[tuple[int, int], int]
 def check_reshard_plan(plan: ReshardPlan) -> None:
     """Raise unless a plan fills its target, moves no more than it must, and reports its own totals correctly.
 
-    Each element of each target shard must be written once, with that element, from a shard that has it at that time, on
-    the rank that the plan names. The bytes that move between ranks must be those of the elements that ranks hold
-    afterwards and not before. The reference visits every element, so keep shapes small.
+    Each element of each target shard must be written once, from a shard that has this element at that time, on the rank
+    that the plan names. The bytes that move between ranks must be those of elements that a rank holds afterwards but
+    didn't hold before. The reference visits every element, so keep shapes small.
 
     Args:
-        plan: the plan.
+        plan: The plan to check.
 
     Raises:
-        AssertionError: names the shard and the element, or the numbers that differ.
+        AssertionError: The plan is wrong; names the shard and the element, or the numbers that differ.
 
     Examples:
         >>> import torch, shardtree as st
@@ -64,13 +64,13 @@ def check_reshard_plan(plan: ReshardPlan) -> None:
 
 
 def check_filled(plan: ReshardPlan) -> None:
-    """Raise unless each element of each target shard is written once, with that element, from a shard that has it.
+    """Raise unless each element of each target shard is written once, from a shard that has the same element.
 
     Args:
-        plan: the plan.
+        plan: The plan to check.
 
     Raises:
-        AssertionError: names the transfer, or the shard and the element.
+        AssertionError: The plan is wrong; names the transfer, or the shard and the element.
 
     Examples:
         >>> import torch, shardtree as st
@@ -80,10 +80,10 @@ def check_filled(plan: ReshardPlan) -> None:
     sources = [shard_elements(plan.source, row) for row in range(len(plan.source))]
     targets = [shard_elements(plan.target, row) for row in range(len(plan.target))]
     hops: _Filled = {}
-    every = plan.transfers
-    # By hop: a relay may only read what an earlier hop has written.
-    for row in np.argsort(every.hop, kind="stable").tolist():
-        hop, source, target = int(every.hop[row]), int(every.source[row]), int(every.target[row])
+    transfers = plan.transfers
+    # Transfers are in order of hops, since a relay may only read elements that an earlier hop has written.
+    for row in np.argsort(transfers.hop, kind="stable").tolist():
+        hop, source, target = int(transfers.hop[row]), int(transfers.source[row]), int(transfers.target[row])
         columns, elements = (plan.target, targets) if hop else (plan.source, sources)
         assert hop >= 0 and 0 <= source < len(columns) and 0 <= target < len(plan.target), f"{row} has no such shard"
         _check_transfer_fields(plan, row, columns)
@@ -103,29 +103,29 @@ def check_filled(plan: ReshardPlan) -> None:
 
 def _check_transfer_fields(plan: ReshardPlan, row: int, columns: ShardColumns) -> None:
     """Raise unless the ranks, key and bytes of a transfer match its shards and box."""
-    every, source, target = plan.transfers, int(plan.transfers.source[row]), int(plan.transfers.target[row])
-    ranks = (int(every.from_rank[row]), int(every.to_rank[row]))
+    transfers, source, target = plan.transfers, int(plan.transfers.source[row]), int(plan.transfers.target[row])
+    ranks = (int(transfers.from_rank[row]), int(transfers.to_rank[row]))
     expected = (int(columns.rank[source]), int(plan.target.rank[target]))
-    assert ranks == expected, f"transfer {row} is said to go from rank to rank {ranks}, and goes {expected}"
+    assert ranks == expected, f"transfer {row} names ranks {ranks}, expected {expected}"
     number = int(plan.target.key[target])
     key, kind = plan.target.keys[number], plan.target.kinds[number]
-    one = int(columns.key[source])
-    assert columns.keys[one] == key, f"transfer {row} mixes tensors"
+    source_key = int(columns.key[source])
+    assert columns.keys[source_key] == key, f"transfer {row} mixes tensors"
     # At hop 0 elements may be converted to the target's dtype; at later hops they have it already.
-    assert convertible(columns.kinds[one].dtype, kind.dtype), f"transfer {row} mixes dtypes"
-    assert int(every.key[row]) == number, f"transfer {row} is said to be of another tensor"
-    size = int(np.prod(every.shape[row])) * kind.dtype.itemsize
-    assert int(every.nbytes[row]) == size, f"transfer {row} has {size} bytes, not {every.nbytes[row]}"
+    assert convertible(columns.kinds[source_key].dtype, kind.dtype), f"transfer {row} mixes dtypes"
+    assert int(transfers.key[row]) == number, f"transfer {row} names another tensor"
+    size = int(np.prod(transfers.shape[row])) * kind.dtype.itemsize
+    assert int(transfers.nbytes[row]) == size, f"transfer {row} has {size} bytes, not {transfers.nbytes[row]}"
 
 
 def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[Element, int, int]]:
     """Return each element of a transfer with its positions in both shards' data."""
-    every = plan.transfers
+    transfers = plan.transfers
     positions = []
-    for place in product(*map(range, every.shape[row].tolist())):
-        at = int(every.source_element[row] + np.dot(place, every.source_stride[row]))
-        to = int(every.target_element[row] + np.dot(place, every.target_stride[row]))
-        positions.append((tuple((every.offset[row] + place).tolist()), at, to))
+    for place in product(*map(range, transfers.shape[row].tolist())):
+        at = int(transfers.source_element[row] + np.dot(place, transfers.source_stride[row]))
+        to = int(transfers.target_element[row] + np.dot(place, transfers.target_stride[row]))
+        positions.append((tuple((transfers.offset[row] + place).tolist()), at, to))
     return positions
 
 
@@ -140,9 +140,9 @@ def wanted_bytes(plan: ReshardPlan) -> Counter[int]:
 
 def _elements_by_rank(columns: ShardColumns) -> set[tuple[int, str, Element]]:
     return {
-        (int(columns.rank[row]), columns.keys[int(columns.key[row])], one)
+        (int(columns.rank[row]), columns.keys[int(columns.key[row])], element)
         for row in range(len(columns))
-        for one in shard_elements(columns, row)
+        for element in shard_elements(columns, row)
     }
 
 
@@ -162,21 +162,21 @@ def check_reshard(
 ) -> None:
     """Raise unless resharding gives each target the trees' elements, bit for bit, and can be undone.
 
-    Given only a plan, it is `check_reshard_plan`: each element of each target is written once, with that element, and
-    no more moves than must.
+    With a plan alone it checks that each element of each target is written once, from the same element, and that no
+    more bytes move than necessary.
 
     The trees together must hold whole tensors; the reference assembles them element by element, so keep shapes small.
     If the targets hold all elements too, resharding back must give the trees again. Arguments must not change, and
     results must not share memory with them or with each other. Objects must keep their shapes.
 
     Args:
-        plan_or_trees: A plan; or each rank's tree, by rank: a mapping, or a list that begins with rank 0.
-        targets: Each rank's target, by rank, in the same form as the trees.
+        plan_or_trees: A plan; or all ranks' trees, as a mapping by rank or a list that begins with rank 0.
+        targets: All ranks' targets, as a mapping by rank or a list that begins with rank 0.
         reshard: The function under test, called as ``reshard(trees, targets)``. If it casts, `torch.Tensor.to` gives
             the expected values, and resharding back isn't checked.
 
     Raises:
-        AssertionError: names the rank and the path, and the difference.
+        AssertionError: A result is wrong; names the rank, the path and the difference.
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, shard
@@ -187,8 +187,8 @@ def check_reshard(
         >>> check_reshard(by_rows, by_columns)
         >>> check_reshard(plan_reshard(by_rows, by_columns))
     """
-    # One name for both: a plan's law is about which elements move, that of trees about their values, which is one
-    # question to a caller.
+    # Both laws have one name, since they are one question to a caller: a plan's law is about which elements move, the
+    # law of trees about their values.
     if isinstance(plan_or_trees, ReshardPlan):
         return check_reshard_plan(plan_or_trees)
     assert targets is not None, "trees are resharded to targets: check_reshard(trees, targets)"
@@ -196,21 +196,21 @@ def check_reshard(
 
 
 def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., Any]) -> None:
-    found = check_pure(reshard, trees, targets)
-    assert _ranks(found) == _ranks(targets), f"found ranks {_ranks(found)}, expected {_ranks(targets)}"
-    whole_trees, goals, result_trees = _build(trees), _build(targets), _build(found)
+    results = check_pure(reshard, trees, targets)
+    assert _ranks(results) == _ranks(targets), f"found ranks {_ranks(results)}, expected {_ranks(targets)}"
+    whole_trees, goals, result_trees = _build(trees), _build(targets), _build(results)
     wholes = assemble(whole_trees.values())
     for rank, tree in goals.items():
         _check_rank(rank, tree, result_trees[rank], wholes)
     _check_no_aliases(result_trees, [whole_trees, goals])
-    # Only if the targets have all elements in the same dtypes: what a cast has rounded doesn't come back.
+    # Trees come back only if the targets have all elements in the same dtypes: a cast may round them.
     if _hold_all(result_trees.values(), wholes):
-        back = _by_rank(reshard(found, _by_rank(trees)))
+        back = _by_rank(reshard(results, _by_rank(trees)))
         for rank, tree in _by_rank(trees).items():
             # Unchanged, apart from the order of keys.
             for left, right in zip(_contents(tree), _contents(back[rank]), strict=True):
                 wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
-                assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} is another"
+                assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} differs"
 
 
 def _contents(tree: Any) -> tuple[dict[TreePath, Any], dict[TreePath, Any]]:
@@ -219,7 +219,7 @@ def _contents(tree: Any) -> tuple[dict[TreePath, Any], dict[TreePath, Any]]:
         (path, leaf.without_data() if isinstance(leaf, ShardedTensorFactory) else leaf)
         for path, leaf in leaves_with_paths(tree)
     ]
-    # What a factory builds to merge by has the rank's own memory in it; the factory's functions are compared instead.
+    # Local objects that a factory builds for its merge hold the rank's memory; the factory's functions are compared.
     built = leaves_with_paths(apply_factories(tree))
     stored = {path: outline(leaf) for path, leaf in built if not isinstance(leaf, LocalNonpersistentObject)}
     return {path: outline(leaf) for path, leaf in leaves}, stored
@@ -245,20 +245,20 @@ def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.T
         where = f"rank {rank}: {shard.key!r} at {render_path(path)}"
         assert results[path].without_data() == shard.without_data(), f"{where}: found {results[path]}, expected {shard}"
         box = wholes[shard.key][shard.global_slice()]
-        own = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
-        expected = own if own.dtype == shard.dtype else own.to(shard.dtype)
+        part = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
+        expected = part if part.dtype == shard.dtype else part.to(shard.dtype)
         check_equal(where, results[path].data, expected)
 
 
 def _check_no_aliases(results: Mapping[int, Any], arguments: Sequence[Mapping[int, Any]]) -> None:
     """Raise if results of different ranks share memory, with each other or with the arguments."""
-    # Ranks in one process could: real ranks can't, so that a test on simulated ones would pass for the wrong reason.
-    owners = {_address(shard.data): "what was given" for trees in arguments for shard in _with_memory(trees.values())}
+    # Ranks in one process could share memory, but real ranks can't: a test on simulated ranks would pass by accident.
+    owners = {_address(shard.data): "an argument" for trees in arguments for shard in _with_memory(trees.values())}
     for rank, tree in results.items():
-        own = {_address(shard.data) for shard in _with_memory([tree])}
-        shared = [owners[address] for address in own if address in owners]
+        addresses = {_address(shard.data) for shard in _with_memory([tree])}
+        shared = [owners[address] for address in addresses if address in owners]
         assert not shared, f"rank {rank} shares memory with {shared[0]}"
-        owners |= dict.fromkeys(own, f"rank {rank}")
+        owners |= dict.fromkeys(addresses, f"rank {rank}")
 
 
 def _with_memory(trees: Any) -> list[ShardedTensor]:
@@ -280,4 +280,4 @@ def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
         tensors = assemble(list(trees))
     except AssertionError:
         return False
-    return {key: one.dtype for key, one in tensors.items()} == {key: one.dtype for key, one in wholes.items()}
+    return {key: found.dtype for key, found in tensors.items()} == {key: whole.dtype for key, whole in wholes.items()}

@@ -1,6 +1,6 @@
-"""The law of resumption: a job's state that was saved and restored is what it was, and if not, what became of it.
+"""The law of resumption: a restored job has the saved state; each difference has a cause, with advice.
 
-Pure: what ranks hold is gathered by key, and two gathered states are compared bit for bit.
+This is pure: the ranks' states are gathered by key, and two gathered states are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WEIGHT: Final = "weight"
 FIXES: Final = {
     "not restored": "Not restored: store this state, and load it after the job is built, over what `make` has set.",
     "stale": "Stale: wait for a save's copy before the next step, and write the state that belongs to the step.",
-    "ahead": "Ahead: the save has written after training went on, or data was drawn that no step has used.",
+    "ahead": "Ahead: the save wrote after training went on, or the loader had drawn data that no step has used.",
     "swapped": "Swapped: relate states to parameters by name; numbers depend on the order of groups and layers.",
     "another group's settings": "Another group's settings: relate groups to parameters by name, not by their order.",
     "permuted": "Permuted: rows are stored in another order than they are read; describe both, by a lens for example.",
     "scaled": "Scaled: look for a sum over data-parallel ranks where a mean or a copy was meant, or the reverse.",
     "rounded": "Rounded: store masters and moments in their own dtype, and don't make them anew from the weights.",
-    "replicas differ": "Replicas differ: restore every rank that holds a copy, or send it from one that was restored.",
-    "untied": "Untied: tie the weights again after the load, or let the load fill the tensors that are there.",
+    "replicas differ": "Replicas differ: restore every rank that holds a copy, or send the copy from a restored rank.",
+    "untied": "Untied: tie the weights again after the load, or let the load fill the existing tensors.",
     "repeated": "Repeated: store how far the data were read, in samples, and go on from there.",
     "skipped": "Skipped: store the samples that steps have used, not those that a loader has prefetched.",
     "another update": (
@@ -47,7 +47,7 @@ class ResumeProblem:
     """A difference of a resumed job from the one that was saved.
 
     Attributes:
-        keys: The parameters, buffers or members of the job to which the same has happened.
+        keys: Parameters, buffers or members of the job that have this difference.
         state: The name of the state, such as "exp_avg", "step", "group['lr']", "buffer" or "generator"; "update" for
             the next step's change of a parameter.
         cause: The likely cause, in a few words, such as "stale by 1 step" or "swapped".
@@ -74,7 +74,7 @@ class ResumeProblem:
 
 
 def report(problems: Sequence[ResumeProblem]) -> str:
-    """Return the text of an error about problems: each with its cause, and what to do about each cause.
+    """Return an error text that lists problems with their causes, and advice for each cause.
 
     Examples:
         >>> print(report([ResumeProblem(("w",), "exp_avg", "stale by 2 steps", "2 of 2 elements differ")]))
@@ -88,7 +88,7 @@ def report(problems: Sequence[ResumeProblem]) -> str:
     return error_text(what, offenders=lines, fix="\n  ".join(fixes) or None)
 
 
-# What ranks hold, and the whole of it.
+# Ranks' states, and the whole state gathered from them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class Reading:
     """One rank's state of a job.
 
     Attributes:
-        values: Values by place; a tensor of which the rank has parts is a tuple of shards.
-        ties: Groups of names that are one tensor.
+        values: Values by place; a partial tensor is a tuple of shards.
+        ties: Groups of names of the same tensor.
     """
 
     values: Mapping[Place, Any]
@@ -110,9 +110,9 @@ class JobState:
 
     Attributes:
         values: Whole values by place.
-        others: Values of ranks that hold something else than `values`, by place and rank; tensors are whole, with the
-            rank's own elements in their places.
-        ties: Groups of names that are one tensor, on any rank.
+        others: Values that differ from `values`, by place and rank; tensors are whole, with the rank's own elements
+            put in.
+        ties: Groups of names of the same tensor, on any rank.
         ranks: Number of ranks.
     """
 
@@ -122,15 +122,15 @@ class JobState:
     ranks: int = 1
 
     def of(self, place: Place, rank: int) -> Any:
-        """Return a rank's value."""
+        """Return a rank's value at a place."""
         return self.others.get(place, {}).get(rank, self.values[place])
 
 
 def gathered(readings: Sequence[Reading]) -> JobState:
-    """Return the whole state, given what the ranks hold.
+    """Return the whole state, gathered from the ranks' readings.
 
     Raises:
-        AssertionError: no rank holds some elements of a tensor; names it.
+        AssertionError: Some elements of a tensor are on no rank; names the tensor.
 
     Examples:
         >>> halves = [ShardedTensor.from_rank_offsets("w", torch.full((1,), n), (0, n, 2)) for n in range(2)]
@@ -140,11 +140,14 @@ def gathered(readings: Sequence[Reading]) -> JobState:
         >>> gathered([Reading({("data", "position"): number}) for number in (4, 4, 3)]).others
         {('data', 'position'): {2: 3}}
     """
-    held: dict[Place, dict[int, Any]] = {}
+    values_at: dict[Place, dict[int, Any]] = {}
     for rank, reading in enumerate(readings):
         for place, value in reading.values.items():
-            held.setdefault(place, {})[rank] = value
-    wholes = {place: (_whole_tensor(place, own) if _in_parts(own) else _common(own)) for place, own in held.items()}
+            values_at.setdefault(place, {})[rank] = value
+    wholes = {
+        place: (_whole_tensor(place, by_rank) if _in_parts(by_rank) else _common(by_rank))
+        for place, by_rank in values_at.items()
+    }
     return JobState(
         {place: main for place, (main, _) in wholes.items()},
         {place: others for place, (_, others) in wholes.items() if others},
@@ -153,36 +156,37 @@ def gathered(readings: Sequence[Reading]) -> JobState:
     )
 
 
-def _in_parts(held: Mapping[int, Any]) -> bool:
+def _in_parts(by_rank: Mapping[int, Any]) -> bool:
     return all(
         isinstance(value, tuple) and value and all(isinstance(part, ShardedTensor) for part in value)
-        for value in held.values()
+        for value in by_rank.values()
     )
 
 
-def _common(held: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
-    main = next(iter(held.values()))
-    return main, {rank: value for rank, value in held.items() if diff(value, main)}
+def _common(by_rank: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
+    main = next(iter(by_rank.values()))
+    return main, {rank: value for rank, value in by_rank.items() if diff(value, main)}
 
 
-def _whole_tensor(place: Place, held: Mapping[int, Sequence[ShardedTensor]]) -> tuple[torch.Tensor, dict[int, Any]]:
-    """Return a tensor whole, and with each rank's elements where they differ from a lower rank's."""
-    first = next(iter(held.values()))[0]
+def _whole_tensor(place: Place, by_rank: Mapping[int, Sequence[ShardedTensor]]) -> tuple[torch.Tensor, dict[int, Any]]:
+    """Return the whole tensor, and a copy with the elements of each rank that differs from a lower rank."""
+    first = next(iter(by_rank.values()))[0]
     shape, dtype = first.global_shape, first.dtype
     number = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)
     whole = carried(torch.zeros(number.numel(), dtype=dtype, device="cpu"))
     is_there = torch.zeros(number.numel(), dtype=torch.bool, device="cpu")
     differing: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for rank, shards in held.items():
+    for rank, shards in by_rank.items():
         for shard in shards:
             at = number[shard.global_slice()].reshape(-1)[shard.flattened_range or slice(None)]
-            new, old = carried(shard.data).reshape(-1), is_there[at]
-            if bool((new[old] != whole[at][old]).any()):
+            new, is_copy = carried(shard.data).reshape(-1), is_there[at]
+            if bool((new[is_copy] != whole[at][is_copy]).any()):
                 differing.setdefault(rank, []).append((at, new))
-            whole[at[~old]] = new[~old]
+            whole[at[~is_copy]] = new[~is_copy]
             is_there[at] = True
     missing = int((~is_there).sum())
-    assert not missing, f"check_resume: {missing} of {whole.numel()} elements of {place[0]!r} ({place[1]}) on no rank"
+    what = f"{missing} of {whole.numel()} elements of {place[0]!r} ({place[1]})"
+    assert not missing, f"check_resume: {what} are on no rank"
     others: dict[int, Any] = {}
     for rank, parts in differing.items():
         copy = whole.clone()
@@ -193,13 +197,13 @@ def _whole_tensor(place: Place, held: Mapping[int, Sequence[ShardedTensor]]) -> 
 
 
 def together(problems: Iterable[ResumeProblem]) -> list[ResumeProblem]:
-    """Return problems with those as one that differ in their key alone.
+    """Return problems, with those that differ only in their keys merged into one.
 
     Examples:
         >>> [problem.keys for problem in together(ResumeProblem((key,), "step", "stale", "") for key in "ab")]
         [('a', 'b')]
     """
-    found: dict[ResumeProblem, list[str]] = {}
+    keys_of: dict[ResumeProblem, list[str]] = {}
     for problem in problems:
-        found.setdefault(replace(problem, keys=()), []).extend(problem.keys)
-    return [replace(problem, keys=tuple(keys)) for problem, keys in found.items()]
+        keys_of.setdefault(replace(problem, keys=()), []).extend(problem.keys)
+    return [replace(problem, keys=tuple(keys)) for problem, keys in keys_of.items()]

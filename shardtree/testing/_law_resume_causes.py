@@ -19,12 +19,12 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """States of a job to which a restored one is compared.
+    """States of a job that a restored state is compared with.
 
     Attributes:
         saved: The state that was saved.
         fresh: The state of the job that resumes, before the load; None if unknown.
-        near: States of the saved job some steps before (-1) and after (1) the save.
+        near: States of the saved job by steps since the save: -1 is one step before, 1 is one step after.
     """
 
     saved: JobState
@@ -35,12 +35,12 @@ class Known:
 def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
     """Return the differences of a restored state from the saved one, bit for bit, with likely causes.
 
-    What ranks hold differently when it is saved, such as their generators, is compared rank by rank, and only on as
-    many ranks.
+    Saved values that differ between ranks, such as generators, are compared rank by rank, if the number of ranks is the
+    same, and else not at all.
 
     Args:
         found: The restored state.
-        known: The saved state, and others that explain differences.
+        known: The saved state, and other states that may explain differences.
 
     Examples:
         >>> steps = {number: JobState({("w", "step"): torch.tensor(number)}) for number in (3, 4, 5)}
@@ -57,7 +57,7 @@ def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
 
 
 def _problems_at(place: Place, found: JobState, known: Known) -> Iterator[ResumeProblem]:
-    """Yield the problems of one value: that of all ranks, then those of ranks that hold another one."""
+    """Yield the problems of one place: that of the common value, then those of ranks with another value."""
     saved = known.saved
     if place in saved.others:
         if saved.ranks == found.ranks:
@@ -109,8 +109,8 @@ def cause_of(place: Place, found: Any, known: Known, rank: int = 0) -> tuple[str
     Args:
         place: The key and the state.
         found: The restored value.
-        known: The saved state, and others that explain the difference.
-        rank: The rank whose values are compared where ranks hold different ones.
+        known: The saved state, and other states that may explain the difference.
+        rank: Rank whose values are compared if values differ between ranks.
 
     Examples:
         >>> saved = JobState({("w", "exp_avg"): torch.tensor([1.0, 2, 3]), ("v", "exp_avg"): torch.tensor([3.0, 4, 5])})
@@ -168,7 +168,7 @@ def _cause_of_another_kind(found: Any, expected: Any) -> str:
 
 
 def _explains(candidate: Any, found: Any, expected: Any) -> bool:
-    """Return whether all that differs from the expected value is the candidate's."""
+    """Return whether all elements that differ from the expected value are the candidate's."""
     if not _alike(candidate, found):
         return False
     if not isinstance(found, torch.Tensor):
@@ -179,7 +179,7 @@ def _explains(candidate: Any, found: Any, expected: Any) -> bool:
 
 
 def _earlier(place: Place, found: Any, known: Known, rank: int) -> str | None:
-    """Return the cause where a value is that of another time."""
+    """Return the cause if a value belongs to another step; None if it doesn't."""
     expected = known.saved.of(place, rank)
     fresh = known.fresh
     if fresh is not None and place in fresh.values and _explains(fresh.of(place, rank), found, expected):
@@ -196,15 +196,15 @@ def _earlier(place: Place, found: Any, known: Known, rank: int) -> str | None:
 
 
 def _elsewhere(place: Place, found: Any, saved: JobState) -> str | None:
-    """Return the cause where a value is that of another parameter, or another state of the same one."""
+    """Return the cause if a value belongs to another parameter, or to another state of the same one; else None."""
     key, state = place
     setting = state.startswith("group[")
-    # Numbers such as step counts are equal by accident.
+    # Single numbers, such as step counts, may be equal by accident.
     if not setting and not (isinstance(found, torch.Tensor) and found.numel() > 1):
         return None
     places = [(other, name) for other, name in saved.values if (other == key) != (name == state)]
-    # The same state of another parameter is likelier than another state of the same.
-    for other, name in sorted(places, key=lambda each: each[1] != state):
+    # The same state of another parameter is likelier than another state of the same parameter.
+    for other, name in sorted(places, key=lambda candidate: candidate[1] != state):
         value = saved.values[other, name]
         if _alike(value, found) and not diff(value, found):
             if setting:
@@ -214,7 +214,7 @@ def _elsewhere(place: Place, found: Any, saved: JobState) -> str | None:
 
 
 def _rearranged(found: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Return the cause where a value is a function of the expected one."""
+    """Return the cause if a value is the expected one rounded, permuted or scaled; else None."""
     if expected.is_floating_point():
         for dtype in _NARROW:
             narrower = dtype.itemsize < expected.dtype.itemsize
@@ -240,12 +240,12 @@ def _scaled(found: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def scale_of(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> float | None:
-    """Return the factor between two tensors; None if there is none, or it is 0 or 1.
+    """Return the factor by which a tensor is the expected one scaled; None if there is none, or it is 0 or 1.
 
     Args:
-        found: A tensor.
-        expected: Another of its shape.
-        tolerance: Relative error in norm; None for some roundings of the dtype.
+        found: The scaled tensor.
+        expected: The tensor before scaling, of the same shape.
+        tolerance: Allowed relative error in norm; by default four times the dtype's epsilon.
 
     Examples:
         >>> scale_of(torch.tensor([2.0, 0, 6]), torch.tensor([1.0, 0, 3]))
@@ -258,11 +258,11 @@ def scale_of(found: torch.Tensor, expected: torch.Tensor, tolerance: float | Non
     if not square or not bool(left.isfinite().all()):
         return None
     factor = float(left @ right) / square
-    most = 4 * torch.finfo(expected.dtype).eps if tolerance is None else tolerance
-    fits = float((left - factor * right).norm()) <= most * abs(factor) * square**0.5
-    return factor if fits and factor and abs(factor - 1) > most else None
+    allowed = 4 * torch.finfo(expected.dtype).eps if tolerance is None else tolerance
+    fits = float((left - factor * right).norm()) <= allowed * abs(factor) * square**0.5
+    return factor if fits and factor and abs(factor - 1) > allowed else None
 
 
 def _is_nothing(value: Any) -> bool:
-    """Return whether a state is as good as none: a load may create states that no step has used."""
+    """Return whether a state is None, zero or empty: a load may create states that no step has used."""
     return value is None or (not bool(torch.count_nonzero(value)) if isinstance(value, torch.Tensor) else not value)

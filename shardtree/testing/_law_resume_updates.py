@@ -1,4 +1,4 @@
-"""Comparing one step's updates, taken from the same state in two layouts, within what reordered sums allow."""
+"""Comparison of the updates of one step, taken from the same state in two layouts, up to the rounding of sums."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ._law_resume import WEIGHT, JobState, ResumeProblem, together
 from ._law_resume_causes import scale_of
 
 _SAFETY = 16
-"""Multiple of the updates' spread under changes of the last bit that another order of sums may cause."""
+"""Allowed difference of updates, as a multiple of their spread when weights change in their last bits."""
 
 
 def update_problems(
     before: JobState, after: JobState, found: JobState, nudged: Sequence[tuple[JobState, JobState]]
 ) -> list[ResumeProblem]:
-    """Return the parameters whose next update in the resumed job isn't that in the saved one.
+    """Return a problem for each parameter whose next update in the resumed job differs from that in the saved one.
 
-    Sums that are added up in another order change a gradient as much as a change of the last bits of the weights does.
-    A step from weights that were changed so shows what becomes of it: much where an optimizer divides a gradient by its
-    own size, and the gradient is 0 but for rounding. Updates may differ by some multiple of that, in norm.
+    Another order of sums changes a gradient about as much as changed last bits of the weights do. A step from such
+    weights shows the effect on updates. It is large where an optimizer divides a gradient by its own size, and the
+    gradient is 0 except for rounding. Updates may differ by a multiple of this effect, in norm.
 
     Args:
-        before: The saved state; the resumed job's is equal.
+        before: The saved state, which equals that of the resumed job.
         after: The saved job's state, one step later.
         found: The resumed job's state, one step later.
         nudged: States before and after a step of the saved job, from weights whose last bits were changed.
@@ -70,7 +70,7 @@ def _update(key: str, before: JobState, after: JobState) -> torch.Tensor:
 
 
 def nudge(tensor: torch.Tensor, seed: int) -> None:
-    """Change a tensor's elements by their last bit, in place, up or down: by their values, so that replicas stay equal.
+    """Change each element by its last bit in place, up or down depending on its value, so that replicas stay equal.
 
     Examples:
         >>> weight = torch.tensor([1.0, 1.0, 4.0])
@@ -92,11 +92,11 @@ def nudge(tensor: torch.Tensor, seed: int) -> None:
 def sample_problems(
     found: Sequence[Collection[Hashable] | None], samples: Mapping[int, Sequence[Collection[Hashable] | None]]
 ) -> list[ResumeProblem]:
-    r"""Return whether the first step after the resumption used other samples than in the saved job.
+    r"""Return the problem of a first step after the resumption that uses other samples than in the saved job.
 
     Args:
-        found: The samples that the step used, by rank; None if steps don't return any.
-        samples: The same of the saved job, by the step's number, where 0 is the first one after the save.
+        found: Samples that the step used, by rank; None if steps don't return any.
+        samples: Samples of the saved job's steps, by the step's number; 0 is the first step after the save.
 
     Examples:
         >>> samples = {-1: [{0, 1}], 0: [{2}, {3}], 1: [{4, 5}]}
@@ -121,11 +121,11 @@ def _misplaced(
             steps = f"{abs(offset)} step{'s' * (abs(offset) > 1)}"
             yield ("repeated", f"those of {steps} before") if offset < 0 else ("skipped", f"those of {steps} after")
     if mine < _united(samples[0]):
-        yield "skipped", f"{len(_united(samples[0]) - mine)} of the step's samples are used on no rank"
+        yield "skipped", f"{len(_united(samples[0]) - mine)} of the step's samples are used by no rank"
 
 
 def _united(samples: Sequence[Collection[Hashable] | None]) -> set[Hashable]:
-    return {sample for own in samples for sample in own or ()}
+    return {sample for of_rank in samples for sample in of_rank or ()}
 
 
 def _few(samples: set[Hashable]) -> str:

@@ -27,7 +27,7 @@ def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
         schedule: A schedule of the plan.
 
     Raises:
-        AssertionError: names the transfer, or the rank and the step.
+        AssertionError: The schedule is wrong; names the transfer, or the rank and the step.
 
     Examples:
         >>> import torch, shardtree as st
@@ -70,13 +70,13 @@ def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
     """
     before = [element_numbers(plan.source, row, plan.target.keys) for row in range(len(plan.source))]
     after = [np.full(count, _NOTHING) for count in plan.target.elements.tolist()]
-    transfers, own = plan.transfers, plan.transfers.from_rank == plan.transfers.to_rank
-    for row in np.flatnonzero(own & (transfers.hop == 0)).tolist():
+    transfers, is_local = plan.transfers, plan.transfers.from_rank == plan.transfers.to_rank
+    for row in np.flatnonzero(is_local & (transfers.hop == 0)).tolist():
         source, target = _positions(transfers, row)
         after[transfers.target[row]][target] = before[transfers.source[row]][source]
     for step in range(schedule.steps):
-        # All reads of a step come before its writes, as with ranks that exchange buffers: a relay that reads what
-        # arrives in the same step is a bug that this finds.
+        # All reads of a step come before its writes, as when ranks exchange buffers. So a relay that reads elements
+        # which arrive in the same step is found.
         writes = []
         for piece in np.flatnonzero(schedule.step == step):
             row = int(schedule.transfer[piece])
@@ -85,7 +85,7 @@ def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
             writes.append((transfers.target[row], target, memory[transfers.source[row]][source]))
         for shard, target, values in writes:
             after[shard][target] = values
-    for row in np.flatnonzero(own & (transfers.hop > 0)).tolist():  # by hop, as in every plan
+    for row in np.flatnonzero(is_local & (transfers.hop > 0)).tolist():  # in order of hops, as in every plan
         source, target = _positions(transfers, row)
         after[transfers.target[row]][target] = after[transfers.source[row]][source]
     return after
@@ -99,7 +99,7 @@ def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
         after: Numbers of the elements of each target shard, as `moved` returns them.
 
     Raises:
-        AssertionError: names the shard and the element.
+        AssertionError: An element is wrong; names it and its shard.
 
     Examples:
         >>> import torch, shardtree as st
@@ -115,19 +115,20 @@ def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
 
 
 def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: int = 1) -> None:
-    """Raise unless a plan with relays moves the same elements as the plan without, each once from the sources.
+    """Raise unless a plan with relays moves the same elements as the plan without, each once from its source.
 
-    Every rank receives as many bytes as before. Ranks that need the same elements get equal parts of them from the
-    sources, and a source that would send something to n of k ranks sends n / k of it; apart from a few rows of a box,
-    or a few times `shortest_cut`. The reference visits every element, so keep shapes small.
+    Every rank must receive as many bytes as without relays. Ranks that need the same elements must get equal parts of
+    them from the sources. If k ranks need elements, and n of them would get these from one source, that source must
+    send the fraction n / k of them. Parts may differ by a few rows of a box, or by a few times `shortest_cut`. The
+    reference visits every element, so keep shapes small.
 
     Args:
         plan: The plan without relays.
         passed_on: The plan with relays.
-        shortest_cut: The argument of `with_relays`.
+        shortest_cut: Argument of `with_relays` for this plan.
 
     Raises:
-        AssertionError: names the ranks, or the element.
+        AssertionError: The plan with relays is wrong; names the ranks, or the element.
 
     Examples:
         >>> import torch, shardtree as st
@@ -160,13 +161,13 @@ def _check_balanced(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, sh
             for sender in wants[element].values():
                 shares[sender] += item / len(wants[element])
     rows = [plan.transfers.nbytes[row] // plan.transfers.shape[row].max() for row, _ in _moving_elements(plan, hop=0)]
-    # Boxes are cut at whole rows, and not into parts smaller than `shortest_cut`: so parts are only about equal.
+    # Boxes are cut at whole rows, and not into parts smaller than `shortest_cut`, so that parts are only about equal.
     tolerance = 2 * (max(rows, default=0) + 1) + (4 * shortest_cut if shortest_cut > 1 else 0)
     for together, nbytes in gets.items():
         parts = [nbytes[rank] for rank in together]
         assert max(parts) - min(parts) <= tolerance, f"ranks {sorted(together)} get {parts} from the sources"
     for sender, amount in sends.items():
-        limit = shares[sender] + tolerance * sum(one == sender for group in groups for _, one in group)
+        limit = shares[sender] + tolerance * sum(source == sender for group in groups for _, source in group)
         assert amount <= limit, f"rank {sender} sends {amount} bytes, expected at most {limit}"
 
 
@@ -194,7 +195,7 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
 
 def _numbers(key: int, offset: Column, shape: Column) -> Column:
     """Return numbers of a box's elements, in row-major order."""
-    # Not their row-major index in the global tensor: a wrong shard may reach beyond it, and would get the numbers of
+    # Row-major indices in the global tensor won't do: a wrong shard may reach beyond it, and would get the numbers of
     # other elements.
     places = np.indices(shape.tolist()).reshape(len(shape), -1) + offset[:, None]
     return np.asarray(key * 10**15 + (places * 1000 ** np.arange(len(shape))[::-1, None]).sum(axis=0))
@@ -237,21 +238,21 @@ def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
     """Return the bytes in flight by (step, rank)."""
     nbytes_in_flight: Counter[tuple[int, int]] = Counter()
     columns = (schedule.step, schedule.from_rank, schedule.to_rank, schedule.nbytes)
-    for step, one, other, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        nbytes_in_flight[step, one] += nbytes
-        nbytes_in_flight[step, other] += nbytes
+    for step, source, target, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        nbytes_in_flight[step, source] += nbytes
+        nbytes_in_flight[step, target] += nbytes
     return nbytes_in_flight
 
 
 def _check_no_idle_pairs(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:
-    """Raise unless, whenever a pair of ranks has elements ready in a step, one of the two has no room for another."""
+    """Raise if a pair of ranks waits in a step although it has elements ready, and both ranks have room for one."""
     hop, size = plan.transfers.hop[schedule.transfer], plan.target.item_size[plan.transfers.key[schedule.transfer]]
     last: dict[tuple[int, int, int], tuple[int, int]] = {}  # (hop, from, to): the last step, the largest element
     for piece in range(len(schedule)):
         pair = int(hop[piece]), int(schedule.from_rank[piece]), int(schedule.to_rank[piece])
         last[pair] = int(schedule.step[piece]), max(int(size[piece]), last.get(pair, (0, 0))[1])
-    for (number, one, other), (end, item) in last.items():
-        comes = [step for (earlier, _, to), (step, _) in last.items() if to == one and earlier < number]
-        for step in range(max(comes, default=-1) + 1, end):
-            room = schedule.max_bytes_in_flight - max(used[step, one], used[step, other])
-            assert room < item, f"step {step}: ranks {one} and {other} have {room} bytes of room, and wait"
+    for (number, source, target), (end, item) in last.items():
+        arrivals = [step for (earlier, _, to), (step, _) in last.items() if to == source and earlier < number]
+        for step in range(max(arrivals, default=-1) + 1, end):
+            room = schedule.max_bytes_in_flight - max(used[step, source], used[step, target])
+            assert room < item, f"step {step}: ranks {source} and {target} have {room} bytes of room, and wait"

@@ -1,7 +1,7 @@
-"""The laws of traces, for one's own loading code, and of quantised weights, whose forms are such code.
+"""The laws of traces, for your own loading code, and of quantised weights, whose forms are such code.
 
-Traced, cut and turned round, code gives what it gives when it runs. Values and scales that belong together are cut
-together, and come back.
+A trace gives the same tensors as the code, also for a part of an output, and its inverse gives back the sources. Values
+and their scales are cut together, and come back unchanged.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def check_trace(
 ) -> Trace:
     """Check the laws of traces for code that loads or converts tensors, and return its trace.
 
-    - *Traced is eager*: evaluated, the trace gives what the code gives, bit for bit.
-    - *The same each time*: traced again, it is an equal trace.
-    - *Parts are cuts*: what the trace of a box makes, of the boxes of sources that it reads, is that box of the whole.
-    - *The way back*: where the trace has an inverse, it gives the sources; its own inverse is the trace.
+    - *Traced is eager*: the evaluated trace gives the same tensors as the code, bit for bit.
+    - *The same each time*: a second trace of the code equals the first.
+    - *Parts are cuts*: the trace of a box of an output, given the boxes of sources that it reads, gives that box.
+    - *The way back*: if the trace has an inverse, that gives back the sources.
 
     Args:
         function: Function from tensors by name to tensors by name; it may be called several times.
         sources: Tensors with data, best with elements that all differ.
 
     Raises:
-        AssertionError: names the law, and says what differs.
-        TraceError: the code asks for elements.
+        AssertionError: The code breaks a law; names the law and the difference.
+        TraceError: The code reads values of elements.
 
     Examples:
         >>> def load(tensors):
@@ -52,7 +52,7 @@ def check_trace(
     outputs = result(sources)
     check_same("traced isn't eager", outputs, eager)
     if again := result.diff(trace(function, sources)):
-        raise AssertionError(f"the code does something else each time: {next(iter(again.values()))[0]}")
+        raise AssertionError(f"two traces of the code differ: {next(iter(again.values()))[0]}")
     for name, tensor in eager.items():
         for offset, shape in chain.from_iterable(layouts_of(tuple(tensor.shape))):
             local = localized(result, name, offset, shape)
@@ -69,7 +69,7 @@ def check_trace(
 
 
 def layouts_of(shape: tuple[int, ...]) -> Iterator[list[Box]]:
-    """Yield boxes that make up a tensor: the whole, and its halves and thirds along each axis."""
+    """Yield lists of boxes that tile a tensor: the whole, and its halves and thirds along each axis."""
     zeros = (0,) * len(shape)
     yield [Box(zeros, shape)]
     for axis, size in enumerate(shape):
@@ -98,11 +98,12 @@ def check_quantised(
 ) -> dict[str, torch.Tensor]:
     """Check the laws of quantised weights, and return the weights, as float32, by key.
 
-    - *It is the form*: dtypes and shapes of all of a weight's tensors.
-    - *Cuts commute*: dequantised after any cut is cut after dequantised, through blocks too; a trace says the same.
-    - *Values and scales are cut together*: what ranks hold is, put together, what is stored.
-    - *Recoding comes back*: what was dequantised, and is quantised again, has the same values.
-    - *Scales are the values' own*: weights are about what they were made of.
+    - *It is the form*: all of a weight's tensors have the dtypes and shapes of the form.
+    - *Cuts commute*: a cut of a weight, dequantised, equals the cut of the dequantised weight, also if it crosses
+      blocks; and so it does in a trace.
+    - *Values and scales are cut together*: the parts of all ranks, put together, are the stored tensors.
+    - *Recoding comes back*: a dequantised weight that is quantised again has the same values.
+    - *Scales are the values' own*: dequantised weights are close to the original ones.
 
     Args:
         form: The form of the weights.
@@ -110,13 +111,13 @@ def check_quantised(
         held: Function from a box of a weight (a shard without data) to your code's tensors on that rank, by key. None
             cuts by the form, for boxes whose edges lie between packed values.
         expected: The weights that were quantised, by key.
-        most: Upper bound of an element's error, as a fraction of the largest of its block: half of a step of FP4 is
-            a quarter, of FP8 a sixteenth.
-        same_codes: whether what comes back must be stored as it was, not only have the same values: for what the form
-            itself has quantised.
+        most: Upper bound of an element's error, as a fraction of the largest element of its block: half a step is a
+            quarter for FP4, a sixteenth for FP8.
+        same_codes: Whether recoding must give the same codes and scales, not only the same values; for tensors that the
+            form itself has quantised.
 
     Raises:
-        AssertionError: names the law, and says what differs.
+        AssertionError: A law is broken; names the law and the difference.
 
     Examples:
         >>> from shardtree.quantised import FORMS
@@ -136,26 +137,26 @@ def check_quantised(
     except CheckpointingException as error:
         raise AssertionError(f"it isn't the form: {error}") from error
     assert weights, f"it isn't the form: {sorted(tensors)} are no tensors of {form.name}"
-    own = {key: {name: tensors[name] for name in form.keys(key)} for key in weights}
+    parts_of = {key: {name: tensors[name] for name in form.keys(key)} for key in weights}
     for key, weight in weights.items():
-        _ = check_trace(dense, own[key])
+        _ = check_trace(dense, parts_of[key])
         for boxes in layouts_of(tuple(weight.shape)):
             shape = tuple(weight.shape)
             shards = [ShardedTensor(key, None, weight.dtype, box.shape, shape, box.offset, None) for box in boxes]
             for shard in shards:
                 lens = form.lens(shard)
-                merge = lens.merge([own[key][part.key][part.global_slice()] for part in lens.shards])
+                merge = lens.merge([parts_of[key][part.key][part.global_slice()] for part in lens.shards])
                 what = f"cuts don't commute on {key!r} at {shard.global_offset}"
                 check_equal(what, merge, weight[shard.global_slice()])
-            _check_cut_together(form, own[key], shards, held)
+            _check_cut_together(form, parts_of[key], shards, held)
         if form.encode is not None and bool(torch.isfinite(weight).all()):
             _check_comes_back(form, key, weight)
             if same_codes:
                 codes, again = (
-                    {name: as_integers(tensor) for name, tensor in each.items()}
-                    for each in (own[key], form.quantise({key: weight}))
+                    {name: as_integers(tensor) for name, tensor in stored.items()}
+                    for stored in (parts_of[key], form.quantise({key: weight}))
                 )
-                check_same(f"recoding {key!r} doesn't come back: of codes and scales", again, codes)
+                check_same(f"recoding {key!r} doesn't come back in codes and scales", again, codes)
         if expected is not None:
             _check_expected(form, key, weight, expected[key].to(torch.float32), most)
     return weights
@@ -186,7 +187,7 @@ def _check_comes_back(form: Form, key: str, weight: torch.Tensor) -> None:
     if all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in scales):
         check_equal(f"recoding {key!r} doesn't come back", once, weight)
         return
-    # Other scales are rounded themselves, in the last bit of float32; and what was rounded once isn't again.
+    # Scales that aren't powers of two are rounded too, in the last bit of float32; rounded values aren't rounded again.
     again = form.dequantise(form.quantise({key: once}), torch.float32)[key]
     wrong = int(((again - once).abs() > once.abs() * 2**-20).sum())
     assert not wrong, f"recoding {key!r} doesn't come back: {wrong} of {once.numel()} elements differ"
@@ -194,11 +195,11 @@ def _check_comes_back(form: Form, key: str, weight: torch.Tensor) -> None:
 
 def _check_expected(form: Form, key: str, weight: torch.Tensor, expected: torch.Tensor, most: float) -> None:
     turn = (-1, -2) if form.is_turned else (-2, -1)
-    error, size = ((each).abs().movedim(turn, (-2, -1)) for each in (weight - expected, expected))
-    rows, columns = (each or length for each, length in zip(form.block, size.shape[-2:], strict=True))
+    error, size = (tensor.abs().movedim(turn, (-2, -1)) for tensor in (weight - expected, expected))
+    rows, columns = (block or length for block, length in zip(form.block, size.shape[-2:], strict=True))
     blocks = torch.nn.functional.pad(size, (0, -size.shape[-1] % columns, 0, -size.shape[-2] % rows))
     largest = torch.unflatten(torch.unflatten(blocks, -1, (-1, columns)), -3, (-1, rows)).amax((-3, -1))
     bound = largest.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., : size.shape[-2], : size.shape[-1]]
     wrong = int((~(error <= most * bound)).sum())
-    what = f"{wrong} of {error.numel()} elements of {key!r} are further than {most:g} of their block's largest from it"
+    what = f"{wrong} of {error.numel()} elements of {key!r} are off by more than {most:g} of their block's largest"
     assert not wrong, f"scales aren't the values' own: {what}"

@@ -1,6 +1,6 @@
 """`Layout` and `Piece`: which rank holds which pieces of a global tensor, as plain data; and strategies for them.
 
-Regular, uneven and irregular grids, prepended axes, flat ranges, replicas, idle ranks.
+The strategies draw regular, uneven and irregular grids, prepended axes, flat ranges, replicas and idle ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from ..core.mapping import ReplicaId, ShardedTensor
 from ._bits import carried
 
-# Printing by Hypothesis and IPython: by a value's own repr, which is much shorter than all of a dataclass's fields.
+# Hypothesis and IPython print these classes by their repr, which is much shorter than all fields of a dataclass.
 
 
 def pretty_repr(value: Any, printer: Any, cycle: bool) -> None:
@@ -37,11 +37,11 @@ class Piece:
     """A box of a global tensor, or a flat range of it, held by one rank.
 
     Attributes:
-        rank: that holds it.
-        offset: the box's first index, prepended axes included.
-        shape: the box's, 1 along prepended axes.
-        flat: (start, stop) in the flattened box; None for the whole box.
-        replica: 0, or zeros, for the main replica.
+        rank: Rank that holds the piece.
+        offset: Offset of the box, prepended axes included.
+        shape: Shape of the box; 1 along prepended axes.
+        flat: Range (start, stop) of the flattened box; None for the whole box.
+        replica: Replica number, as in `ShardedTensor`; 0, or only zeros, for the main replica.
     """
 
     rank: int
@@ -53,10 +53,10 @@ class Piece:
     _repr_pretty_ = pretty_repr
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without defaults: failing examples contain many of them."""
+        """Return the call that builds the piece, without defaults, since failing examples contain many pieces."""
         options = [("flat", self.flat, None), ("replica", self.replica, 0)]
-        rest = "".join(f", {name}={value!r}" for name, value, default in options if value != default)
-        return f"Piece({self.rank}, {self.offset}, {self.shape}{rest})"
+        keywords = "".join(f", {name}={value!r}" for name, value, default in options if value != default)
+        return f"Piece({self.rank}, {self.offset}, {self.shape}{keywords})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Layout:
     """The pieces of a global tensor on all ranks.
 
     Attributes:
-        ranks: the number of ranks, including those without pieces.
+        ranks: Number of ranks, including those without pieces.
         global_shape: Shape of the global tensor.
         pieces: Pieces of all ranks; their main replicas tile the tensor.
         prepended: Number of leading axes that the local tensors lack.
@@ -80,10 +80,10 @@ class Layout:
     _repr_pretty_ = pretty_repr
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without defaults."""
+        """Return the call that builds the layout, without defaults."""
         options = [("prepended", self.prepended, 0), ("grid", self.grid, None)]
-        rest = "".join(f", {name}={value!r}" for name, value, default in options if value != default)
-        return f"Layout(ranks={self.ranks}, global_shape={self.global_shape}, pieces={self.pieces}{rest})"
+        keywords = "".join(f", {name}={value!r}" for name, value, default in options if value != default)
+        return f"Layout(ranks={self.ranks}, global_shape={self.global_shape}, pieces={self.pieces}{keywords})"
 
 
 def cut(layout: Layout, key: str, whole: torch.Tensor, rank: int) -> list[ShardedTensor]:
@@ -91,9 +91,9 @@ def cut(layout: Layout, key: str, whole: torch.Tensor, rank: int) -> list[Sharde
 
     Args:
         layout: Layout of a tensor of that shape.
-        key: the tensor's name.
-        whole: the global tensor.
-        rank: the rank.
+        key: Name of the tensor.
+        whole: The global tensor.
+        rank: Index of the rank.
 
     Examples:
         >>> halves = Layout(2, (4,), (Piece(0, (0,), (2,)), Piece(1, (2,), (2,), flat=(1, 2))))
@@ -126,7 +126,7 @@ def _shard(layout: Layout, key: str, whole: torch.Tensor, piece: Piece) -> Shard
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements in row-major order, with one axis."""
-    # By way of integers, since torch can't copy every dtype.
+    # Elements are copied as integers, since torch can't copy every dtype.
     return carried(tensor).contiguous().view(math.prod(tensor.shape)).view(tensor.dtype)
 
 
@@ -136,7 +136,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 # Cutting a box into boxes: regular grids, uneven grids, and boxes without a grid.
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
-Cells = tuple[list[Box], tuple[int, ...] | None]  # boxes; for a regular grid also the number of cuts of each axis
+Cells = tuple[list[Box], tuple[int, ...] | None]  # boxes; for a regular grid also the number of parts of each axis
 
 
 def places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -167,7 +167,7 @@ def uneven_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
 
 @st.composite
 def irregular_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
-    """Return a strategy for boxes made by cutting one of them in two, several times."""
+    """Return a strategy for boxes that come from cutting a box in two, several times."""
     boxes: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
         offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -187,10 +187,10 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
     """Return a strategy for layouts of every kind; it shrinks to one whole box on rank 0.
 
     Args:
-        draw: Hypothesis's own.
+        draw: Hypothesis's draw function, which callers don't pass.
         global_shape: Shape of the global tensor.
-        ranks: the number of ranks; some may hold nothing.
-        prepended: Number of leading axes that are prepended; any number by default.
+        ranks: Number of ranks; some may hold nothing.
+        prepended: Number of prepended leading axes; any number by default.
 
     Examples:
         >>> from hypothesis import find
@@ -199,8 +199,8 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
     """
     if prepended is None:
         prepended = draw(st.integers(0, prependable(global_shape, _MOST_PREPENDED)))
-    front, rest = global_shape[:prepended], global_shape[prepended:]
-    cells, grid = draw(st.one_of(regular_cells(rest), uneven_cells(rest), irregular_cells(rest)))
+    front, local = global_shape[:prepended], global_shape[prepended:]
+    cells, grid = draw(st.one_of(regular_cells(local), uneven_cells(local), irregular_cells(local)))
     boxes = [((*place, *offset), (*(1,) * prepended, *shape)) for place in places(front) for offset, shape in cells]
     ranges = [(box, flat) for box in boxes for flat in draw(_flat_ranges(math.prod(box[1])))]
     holders = draw(_holders(len(ranges), ranks))
@@ -239,9 +239,9 @@ def flat_layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> 
     """Return a strategy for layouts of flat ranges of equal boxes, as with ZeRO; ranges may be empty.
 
     Args:
-        draw: Hypothesis's own.
+        draw: Hypothesis's draw function, which callers don't pass.
         global_shape: Shape of the global tensor.
-        ranks: the number of ranks.
+        ranks: Number of ranks.
 
     Examples:
         >>> from hypothesis import find
@@ -260,11 +260,11 @@ def flat_layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> 
 
 @st.composite
 def replicas(draw: st.DrawFn, layout: Layout) -> Layout:
-    """Return a strategy for a layout with replicas of its pieces on other ranks added; it shrinks to none.
+    """Return a strategy for layouts with added replicas of pieces on other ranks; it shrinks to no replicas.
 
     Args:
-        draw: Hypothesis's own.
-        layout: without replicas.
+        draw: Hypothesis's draw function, which callers don't pass.
+        layout: Layout without replicas.
 
     Examples:
         >>> from hypothesis import find
@@ -293,8 +293,8 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
 
     Args:
         global_shape: Shape of the global tensor.
-        ranks: the number of ranks; must divide the axis.
-        axis: the one that is cut; None for replicas.
+        ranks: Number of ranks; must divide the length of the axis.
+        axis: Axis that is cut; None for replicas on all ranks.
 
     Examples:
         >>> [piece.offset for piece in even_layout((4, 6), 2, axis=1).pieces]
@@ -304,8 +304,8 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
     if axis is None:
         copies = tuple(Piece(rank, zeros, global_shape, replica=rank) for rank in range(ranks))
         return Layout(ranks, global_shape, copies, grid=tuple(grid))
-    size, left = divmod(global_shape[axis], ranks)
-    assert not left, f"{ranks} ranks don't divide axis {axis} of {global_shape}"
+    size, remainder = divmod(global_shape[axis], ranks)
+    assert not remainder, f"{ranks} ranks don't divide axis {axis} of {global_shape}"
     shape = (*global_shape[:axis], size, *global_shape[axis + 1 :])
     grid[axis] = ranks
     offsets = [(*zeros[:axis], rank * size, *zeros[axis + 1 :]) for rank in range(ranks)]
@@ -313,7 +313,7 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
 
 
 def prependable(shape: tuple[int, ...], most: int) -> int:
-    """Return the largest number of leading axes to prepend, given that each index along them is a shard."""
+    """Return the largest number of leading axes whose prepending gives at most `most` shards, one for each index."""
     return next((axes for axes in range(len(shape), 0, -1) if 0 < math.prod(shape[:axes]) <= most), 0)
 
 

@@ -42,12 +42,12 @@ class OptimizerState:
     Each index along prepended axes is a separate parameter, on a separate rank.
 
     Attributes:
-        params: global parameters by name, in order.
-        prepended: Number of leading axes of each parameter that are prepended.
+        params: Global parameters by name, in order.
+        prepended: Number of prepended leading axes of each parameter.
         moments: Moments by parameter and state key: tensors of the parameter's global shape and any dtype.
-        numbers: States by parameter and state key of the shape of the prepended axes; scalars if there are none.
+        numbers: Numbers by parameter and state key: tensors of the shape of the prepended axes, scalars without any.
         values: Python values by parameter and state key, one for each index along prepended axes.
-        groups: hyperparameters, with the names of their parameters as ``params``.
+        groups: Hyperparameters of each group, with the names of its parameters as ``params``.
     """
 
     params: Mapping[str, torch.Tensor]
@@ -65,8 +65,8 @@ def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
     Parameters often have the same shape, so that mixing up their states isn't an error by itself.
 
     Args:
-        draw: Hypothesis's own.
-        max_params: the most parameters.
+        draw: Hypothesis's draw function, which callers don't pass.
+        max_params: Upper bound on the number of parameters.
 
     Examples:
         >>> from hypothesis import given, settings
@@ -102,9 +102,9 @@ def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
 @st.composite
 def _groups(draw: st.DrawFn, names: tuple[str, ...]) -> tuple[Mapping[str, Any], ...]:
     count = draw(st.integers(1, len(names)))
-    of = [draw(st.integers(0, count - 1)) for _ in names]
-    members = [[name for name, one in zip(names, of, strict=True) if one == group] for group in range(count)]
-    return tuple({**draw(_HYPER), "params": draw(st.permutations(each))} for each in members)
+    numbers = [draw(st.integers(0, count - 1)) for _ in names]
+    members = [[name for name, number in zip(names, numbers, strict=True) if number == group] for group in range(count)]
+    return tuple({**draw(_HYPER), "params": draw(st.permutations(parameters))} for parameters in members)
 
 
 @st.composite
@@ -115,8 +115,8 @@ def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layou
     pipeline parallelism.
 
     Args:
-        draw: Hypothesis's own.
-        state: the optimizer state.
+        draw: Hypothesis's draw function, which callers don't pass.
+        state: The optimizer state.
 
     Examples:
         >>> from hypothesis import given, settings
@@ -144,22 +144,21 @@ def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -
 
 def _is_unambiguous(layout: Layout) -> bool:
     """Return whether there are few pieces, and shards determine how states are stored."""
-    # Excluded: several main pieces of a tensor without elements, each of which looks like the first one; and flat
-    # ranges of tensors without axes, whose moments are stored like numbers.
+    # Two cases are excluded: a tensor without elements in several main pieces, which look alike, and flat ranges of
+    # tensors without axes, whose moments are stored like numbers.
     mains = sum(piece.replica in (0, (0, 0)) for piece in layout.pieces)
-    front, rest = layout.global_shape[: layout.prepended], layout.global_shape[layout.prepended :]
-    once = prod(rest) > 0 or mains == prod(front)
-    return (
-        len(layout.pieces) <= _MOST_PIECES and once and (bool(rest) or all(one.flat is None for one in layout.pieces))
-    )
+    front, local = layout.global_shape[: layout.prepended], layout.global_shape[layout.prepended :]
+    once = prod(local) > 0 or mains == prod(front)
+    has_flat = any(piece.flat is not None for piece in layout.pieces)
+    return len(layout.pieces) <= _MOST_PIECES and once and (bool(local) or not has_flat)
 
 
 def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout]:
     """Return the layout that cuts each parameter's first axis evenly, or replicates parameters that can't be cut so.
 
     Args:
-        state: the optimizer state, without prepended axes.
-        ranks: the number of ranks.
+        state: The optimizer state, without prepended axes.
+        ranks: Number of ranks.
 
     Examples:
         >>> state = OptimizerState({"w": torch.zeros(4)}, {"w": 0}, {"w": {}}, {"w": {}}, {"w": {}}, ())
@@ -167,10 +166,10 @@ def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout
         (2,)
     """
 
-    def one(shape: tuple[int, ...]) -> Layout:
+    def layout_of(shape: tuple[int, ...]) -> Layout:
         return even_layout(shape, ranks, 0 if shape and shape[0] and shape[0] % ranks == 0 else None)
 
-    return {name: one(tuple(param.shape)) for name, param in state.params.items()}
+    return {name: layout_of(tuple(param.shape)) for name, param in state.params.items()}
 
 
 def rank_optimizer(
@@ -179,9 +178,9 @@ def rank_optimizer(
     """Return a rank's part of an optimizer: its state dict by ids, and the sharded parameter and name of each id.
 
     Args:
-        state: the global values.
+        state: The global values.
         layout: Layout of each parameter, by name; at most one piece on each rank.
-        rank: the rank.
+        rank: Index of the rank.
 
     Examples:
         >>> whole = {"w": {"exp_avg": torch.arange(4)}}
@@ -196,7 +195,7 @@ def rank_optimizer(
     order = [name for group in state.groups for name in group["params"] if name in mine]
     ids = {name: number for number, name in enumerate(order)}
     groups = [{**group, "params": [ids[name] for name in group["params"] if name in mine]} for group in state.groups]
-    states = {ids[name]: own for name in order if (own := _rank_states(state, layout[name], name, rank))}
+    states = {ids[name]: part for name in order if (part := _rank_states(state, layout[name], name, rank))}
     params = {ids[name]: cut(layout[name], name, state.params[name], rank)[0] for name in order}
     return {"state": states, "param_groups": groups}, params, {ids[name]: name for name in order}
 
@@ -209,7 +208,7 @@ def _rank_states(state: OptimizerState, layout: Layout, name: str, rank: int) ->
     number = sum(index * prod(layout.global_shape[axis + 1 : front]) for axis, index in enumerate(place))
     moments = {key: cut(layout, name, whole, rank)[0].data for key, whole in state.moments[name].items()}
     numbers = {key: whole[place] if front else whole for key, whole in state.numbers[name].items()}
-    values = {key: each[number] for key, each in state.values[name].items()}
+    values = {key: cells[number] for key, cells in state.values[name].items()}
     return {**moments, **numbers, **values}
 
 
@@ -232,16 +231,16 @@ def check_optimizer_roundtrip(
     bit; each element and object must have exactly one main replica. Each layout is run on simulated ranks.
 
     Args:
-        state: the global values.
+        state: The global values.
         save_layout: Layout of each parameter while saving, by name; a rank has at most one piece of each parameter.
         load_layout: Layout of each parameter while loading, by name.
-        by_name: whether state dicts use names rather than ids.
-        directory: where the checkpoint goes; memory by default.
-        convert: Function in the place of `optim_state_to_sharding_state`.
-        back: Function in the place of `sharding_state_to_optim_state`.
+        by_name: Whether state dicts use names rather than ids.
+        directory: Place of the checkpoint; memory by default.
+        convert: Function under test for saves, such as `optim_state_to_sharding_state`.
+        back: Function under test for loads, such as `sharding_state_to_optim_state`.
 
     Raises:
-        AssertionError: names the rank and the state that differs, or what doesn't have one main replica.
+        AssertionError: A state differs, or an element or object hasn't exactly one main replica; names it.
 
     Examples:
         >>> import torch
@@ -263,7 +262,7 @@ def check_optimizer_roundtrip(
         return optim_state_by_id(tree, rank_optimizer(state, load_layout, world.rank)[2]) if by_name else tree
 
     trees = [tree_of(save_layout, rank) for rank in range(ranks_of(save_layout))]
-    # Before saving, so that a failure names the shards: a save would report it as an integrity error of its own.
+    # Checked before the save, which would report this fault as its own integrity error, without the law's name.
     check_held_once(trees)
     simulate(len(trees), lambda world: save({"o": trees[world.rank]}, place, world=world))
     for rank, found in enumerate(simulate(ranks_of(load_layout), load_rank)):
@@ -277,7 +276,7 @@ def check_held_once(trees: list[Any]) -> None:
         trees: Trees of all ranks, without factories.
 
     Raises:
-        AssertionError: names what doesn't.
+        AssertionError: An element or object has no main replica, or several; names it.
 
     Examples:
         >>> import torch
@@ -296,12 +295,12 @@ def check_same_state(found: Any, expected: Any, rank: int) -> None:
     """Raise unless a state dict equals the expected one, bit for bit; empty states are ignored.
 
     Args:
-        found: a rank's state dict.
-        expected: what it should be.
-        rank: the rank, for the message.
+        found: A rank's state dict.
+        expected: Expected state dict.
+        rank: Index of the rank, for the message.
 
     Raises:
-        AssertionError: names the first paths that differ.
+        AssertionError: The state dicts differ; names the first paths that differ.
 
     Examples:
         >>> check_same_state({"state": {0: {"step": 1}}}, {"state": {0: {"step": 1}}}, 0)
@@ -309,4 +308,4 @@ def check_same_state(found: Any, expected: Any, rank: int) -> None:
     wrong = diff(found, expected)
     kinds = {"missing": wrong.only_right, "unexpected": wrong.only_left, "different": wrong.mismatch}
     lines = [f"{what} {render_path(path)}" for what, paths in kinds.items() for path in paths[:3]]
-    assert not wrong, f"rank {rank}: the optimizer's state isn't what it was\n  " + "\n  ".join(lines)
+    assert not wrong, f"rank {rank}: the optimizer's state has changed\n  " + "\n  ".join(lines)

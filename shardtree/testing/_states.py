@@ -1,4 +1,4 @@
-"""States, each rank's sharded tree of one in a layout, and the law of round trips through a checkpoint."""
+"""Global states, ranks' sharded trees of a state in a layout, and the law of round trips through a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ._tensors import PRINTABLE_DTYPES, tensors
 # Common states.
 
 
-@cache  # making the strategy takes longer than drawing from it
+@cache  # building the strategy takes longer than drawing from it
 def common_states() -> st.SearchStrategy[dict[str, Any]]:
     """Return a strategy for common states: nested containers of numbers, text, bytes and tensors.
 
@@ -55,7 +55,7 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(many, mappings, many.map(tuple), mappings.map(OrderedDict), many.map(deque))
 
 
-# Global states, and a rank's tree of one.
+# Global states, and ranks' trees of them.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,9 +63,9 @@ class GlobalState:
     """The state of all ranks together: the oracle that loads are compared with.
 
     Attributes:
-        tensors: global tensors by key.
+        tensors: Global tensors by key.
         objects: Objects of each key's array, in order.
-        common: values that are the same on every rank.
+        common: Values that are the same on every rank.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -76,7 +76,7 @@ class GlobalState:
 
     def __repr__(self) -> str:
         """Return the tensors' shapes and dtypes, and the objects and common values themselves."""
-        # Not the tensors' values: torch can't print tensors of some dtypes.
+        # Tensors' values are left out, since torch can't print some dtypes.
         kinds = {key: f"{str(whole.dtype)[6:]} {tuple(whole.shape)}" for key, whole in self.tensors.items()}
         return f"GlobalState(tensors={kinds}, objects={self.objects}, common={self.common})"
 
@@ -99,7 +99,7 @@ def global_states(*, max_tensors: int = 3) -> st.SearchStrategy[GlobalState]:
 
 @st.composite
 def state_layouts(draw: st.DrawFn, state: GlobalState, ranks: int) -> dict[str, Layout]:
-    """Return a strategy for a layout of each of a state's tensors.
+    """Return a strategy for layouts of a state's tensors, by key.
 
     Examples:
         >>> state = GlobalState({"w": torch.zeros(2)}, {}, {})
@@ -111,15 +111,15 @@ def state_layouts(draw: st.DrawFn, state: GlobalState, ranks: int) -> dict[str, 
 
 
 def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:
-    """Return a rank's sharded tree of a state, as it would save it.
+    """Return the sharded tree that a rank saves for a state.
 
-    Without common values it has only shards and objects, so that formats of nothing but tensors can be tested too; with
-    common values it also has a local one.
+    Without common values the tree has only shards and objects, so that formats which store nothing but tensors can be
+    tested too; with common values it also has a local value.
 
     Args:
-        state: the global values.
+        state: The global values.
         layout: Layout of each tensor, by key.
-        rank: the rank.
+        rank: Index of the rank.
 
     Examples:
         >>> from shardtree.testing import even_layout
@@ -131,9 +131,9 @@ def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> di
     ranks = ranks_of(layout)
     shards = {key: cut(layout[key], key, whole, rank) for key, whole in state.tensors.items()}
     objects = [item for key, values in state.objects.items() for item in _objects(key, values, rank, ranks)]
-    parts = {"model": {key: own for key, own in shards.items() if own}, "objects": objects}
-    rest = {"common": dict(state.common), "local": [7, LocalNonpersistentObject(rank)]} if state.common else {}
-    return {name: tree for name, tree in parts.items() if tree} | rest
+    parts = {"model": {key: of_key for key, of_key in shards.items() if of_key}, "objects": objects}
+    plain = {"common": dict(state.common), "local": [7, LocalNonpersistentObject(rank)]} if state.common else {}
+    return {name: tree for name, tree in parts.items() if tree} | plain
 
 
 def target_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class ShardedTrees:
     """All ranks' trees of a state: arguments for the function under test, together with the oracle.
 
     Attributes:
-        state: the global values, the oracle.
+        state: The global values, which are the oracle.
         layout: Layout of each tensor, by key.
         trees: Trees by rank.
     """
@@ -194,12 +194,12 @@ class ShardedTrees:
 def sharded_trees(
     draw: st.DrawFn, *, ranks: int | None = None, state: st.SearchStrategy[GlobalState] | None = None
 ) -> ShardedTrees:
-    """Return a strategy for all ranks' trees of a state, in layouts of every kind, with the state itself.
+    """Return a strategy for all ranks' trees of a state, in any layouts, with the state itself.
 
     Args:
-        draw: Hypothesis's own.
-        ranks: the number of ranks; 1 to 4 by default.
-        state: a strategy for the state; tensors of any shape and dtype, objects and a common state by default.
+        draw: Hypothesis's draw function, which callers don't pass.
+        ranks: Number of ranks; 1 to 4 by default.
+        state: Strategy for the state; by default tensors of any shape and dtype, objects and a common state.
 
     Examples:
         >>> from hypothesis import given, settings
@@ -236,20 +236,21 @@ def check_roundtrip(
     Each layout is run on as many simulated ranks as it has.
 
     Args:
-        state: the global values.
+        state: The global values.
         save_layout: Layout of each tensor while saving, by key.
         load_layout: Layout of each tensor while loading, by key.
-        backend: the format; the native one by default.
-        version: the format's version.
-        strategies: the dispatch table that has its rows.
-        directory: where the checkpoint goes; memory by default.
-        save: called as ``save(tree, directory, world=world)`` on each rank, with the format as third argument and with
-            ``strategies`` if they are passed.
-        load: called as ``load(target, directory, world=world)`` on each rank, with ``strategies`` likewise.
-        prepare_target: applied to each rank's target, whose shards have no data.
+        backend: Name of the format; the native one by default.
+        version: Version of the format.
+        strategies: Dispatch table with the format's rows; None for the process's.
+        directory: Place of the checkpoint; memory by default.
+        save: Function under test, called as ``save(tree, directory, world=world)`` on each rank, with the format as
+            third argument and with ``strategies`` if these are passed.
+        load: Function under test, called as ``load(target, directory, world=world)`` on each rank, with ``strategies``
+            if these are passed.
+        prepare_target: Function that is applied to each rank's target, whose shards have no data.
 
     Raises:
-        AssertionError: names the tensor, object or rank, and the difference.
+        AssertionError: The state differs; names the tensor, object or rank, and the difference.
 
     Examples:
         >>> import torch
@@ -269,16 +270,16 @@ def check_roundtrip(
 
 
 def check_loaded(state: GlobalState, targets: Sequence[Any], results: Sequence[Any]) -> None:
-    """Raise unless ranks loaded a state, each what its target asks for."""
-    # Assembled rather than compared shard by shard: that finds replicas that differ, and elements on no rank, too.
+    """Raise unless each rank loaded the part of a state that its target asks for."""
+    # Tensors are assembled rather than compared shard by shard, to find differing replicas and missing elements too.
     check_same("tensors differ from what was saved", assemble(map(refilled, targets, results)), state.tensors)
     for rank, (target, result) in enumerate(zip(targets, results, strict=True)):
         check_rest(state, target, result, rank)
 
 
 def ranks_of(layout: Mapping[str, Layout]) -> int:
-    """Return the number of ranks that all layouts are for."""
-    counts = {each.ranks for each in layout.values()}
+    """Return the number of ranks, which all layouts must share."""
+    counts = {of_key.ranks for of_key in layout.values()}
     assert len(counts) == 1, f"layouts are for different numbers of ranks: {sorted(counts)}"
     return counts.pop()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ..core.trees import empty_data
 from ..meshes import AxisSplit, Mesh, PartitionSpec, SpecEntry
 
-# Dtypes: all of this torch, by name, so that a new release's dtypes are tested without a change here.
+# Dtypes are all those of the installed torch, so that a new release's dtypes are tested without a change here.
 
 _WITH_SCALES = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 
@@ -27,13 +27,13 @@ STORABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
         key=str,
     )
 )
-"""All dtypes of this torch except quantised ones, whose values depend on a scale beside their bits."""
+"""All dtypes of the installed torch except quantised ones, whose values depend on a scale beside their bits."""
 
 
 PRINTABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
     dtype for dtype in STORABLE_DTYPES if not re.fullmatch(r"torch\.(u?int[1-7]|bits\w+|float4\w+)", str(dtype))
 )
-"""Dtypes whose tensors torch can print, which Hypothesis does for a failing example."""
+"""Dtypes whose tensors torch can print, as Hypothesis does for a failing example."""
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
@@ -57,8 +57,8 @@ def shapes(*, max_axes: int = 4, sizes: tuple[int, ...] = _SIZES) -> st.SearchSt
     """Return a strategy for global shapes, scalars and shapes without elements included.
 
     Args:
-        max_axes: the most axes.
-        sizes: Sizes of an axis to draw from; it shrinks to the first one.
+        max_axes: Upper bound on the number of axes.
+        sizes: Sizes of an axis to draw from; the strategy shrinks to the first one.
 
     Examples:
         >>> from hypothesis import find
@@ -73,8 +73,8 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
 
     Args:
         shape: Shape of the tensor.
-        dtype: any that isn't quantised.
-        seed: with 0, bytes count up instead of being random, so that a failure is easy to read.
+        dtype: Any dtype that isn't quantised.
+        seed: Seed of the random bits; with 0 the bytes count up instead, so that a failure is easy to read.
 
     Examples:
         >>> random_bits((2, 2), torch.int16)
@@ -101,7 +101,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
 
 @cache
 def _trigger_warnings(dtype: torch.dtype) -> None:
-    """Make a tensor, so that torch's warning about its dtype, once in each process, doesn't appear during a test."""
+    """Trigger torch's warning about a dtype, which appears once in each process, so that no test shows it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.empty(0, dtype=dtype, device="cpu")
@@ -115,8 +115,8 @@ def tensors(
     """Return a strategy for contiguous CPU tensors of any storable dtype, NaN payloads included.
 
     Args:
-        shape: a strategy for shapes; any by default.
-        dtype: one, or a strategy for some; all that can be stored by default, some of which torch can't print.
+        shape: Strategy for shapes; any shape by default.
+        dtype: A dtype, or a strategy for dtypes; by default all that can be stored, although torch can't print some.
 
     Examples:
         >>> from hypothesis import find
@@ -138,13 +138,13 @@ _MESH_SIZES = (2, 1, 3, 4)
 def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bool = False) -> Mesh:
     """Return a strategy for meshes; it shrinks to one axis of one rank.
 
-    Ranks may be in any order, and begin with any number.
+    Ranks may be in any order, and begin at any number.
 
     Args:
-        draw: Hypothesis's own.
-        max_ranks: the most ranks.
-        max_axes: the most axes, up to five.
-        simple: whether ranks count up from 0.
+        draw: Hypothesis's draw function, which callers don't pass.
+        max_ranks: Upper bound on the number of ranks.
+        max_axes: Upper bound on the number of axes, up to five.
+        simple: Whether ranks count up from 0.
 
     Examples:
         >>> from hypothesis import find
@@ -154,7 +154,7 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bo
     sizes: dict[str, int] = {}
     size = 1
     for name in draw(st.lists(st.sampled_from(_MESH_AXES), min_size=1, max_size=max_axes, unique=True)):
-        fitting = [one for one in sorted(_MESH_SIZES) if size * one <= max_ranks]
+        fitting = [length for length in sorted(_MESH_SIZES) if size * length <= max_ranks]
         sizes[name] = draw(st.sampled_from(fitting))
         size *= sizes[name]
     mesh = Mesh(**sizes)
@@ -170,14 +170,14 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bo
 def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simple: bool = False) -> PartitionSpec:
     """Return a strategy for specs that fit a tensor and a mesh; it shrinks to one that cuts nothing.
 
-    An axis is cut by no mesh axis, one or several, jointly or one after the other, also strided; its size needn't be a
-    multiple of the cuts. A tensor may be on only some of the ranks, by `at`.
+    A tensor axis may be cut by no mesh axis, by one, or by several jointly, in turn or strided; its size needn't be a
+    multiple of the number of parts. A tensor may be on only some of the ranks, by `at`.
 
     Args:
-        draw: Hypothesis's own.
+        draw: Hypothesis's draw function, which callers don't pass.
         shape: Shape of the tensor.
-        mesh: the ranks.
-        simple: whether each axis is cut by at most one mesh axis, into equal parts, on all ranks.
+        mesh: Mesh of the ranks.
+        simple: Whether each axis is cut by at most one mesh axis, into equal parts, on all ranks.
 
     Examples:
         >>> from hypothesis import find
@@ -186,11 +186,11 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simp
     """
     if simple:
         entries: list[SpecEntry] = []
-        left = dict(mesh.shape)
+        unused = dict(mesh.shape)
         for size in shape:
-            fitting = [name for name, parts in left.items() if size % parts == 0]
+            fitting = [name for name, parts in unused.items() if size % parts == 0]
             entries.append(draw(st.sampled_from([None, *fitting])))
-            left.pop(str(entries[-1]), None)
+            unused.pop(str(entries[-1]), None)
         return PartitionSpec(*entries)
     cuts: list[list[str]] = [[] for _ in shape]
     at: dict[str, int] = {}
@@ -220,8 +220,8 @@ class MeshCase:
     """Tensors by key, a mesh, and partition specs.
 
     Attributes:
-        whole: global tensors by key, the oracle for `shard`.
-        mesh: the ranks.
+        whole: Global tensors by key, which are the oracle for `shard`.
+        mesh: Mesh of the ranks.
         specs: Spec of each tensor, by key.
     """
 
@@ -237,9 +237,9 @@ def mesh_cases(draw: st.DrawFn, *, max_ranks: int = 12, max_axes: int = 2) -> Me
     A rank may hold one box of a tensor, several, or none.
 
     Args:
-        draw: Hypothesis's own.
-        max_ranks: the most ranks of the mesh.
-        max_axes: the most axes of a tensor.
+        draw: Hypothesis's draw function, which callers don't pass.
+        max_ranks: Upper bound on the number of ranks of the mesh.
+        max_axes: Upper bound on the number of axes of a tensor.
 
     Examples:
         >>> from hypothesis import find

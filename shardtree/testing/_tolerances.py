@@ -1,4 +1,4 @@
-"""Comparing tensors that were computed in another order: elements within tolerances, by dtype, or bit for bit."""
+"""Comparison of tensors whose sums were added in another order: within tolerances by dtype, or bit for bit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DEFAULTS: Final = {
     torch.complex64: (1.3e-6, 1e-5),
     torch.complex128: (1e-7, 1e-7),
 }
-"""Relative and absolute tolerance by dtype, as `torch.testing.assert_close` has them; any other dtype is exact.
+"""Relative and absolute tolerance by dtype, as in `torch.testing.assert_close`; any other dtype is compared exactly.
 
-The absolute one is an upper bound: see `Tolerances`.
+The absolute tolerance is an upper bound: see `Tolerances`.
 """
 
 
@@ -35,11 +35,12 @@ class Tolerances:
 
     Attributes:
         rtol: Relative tolerance; None for the default of each dtype.
-        atol: Absolute tolerance; None for the default of each dtype, but at most the dtype's relative tolerance of the
-            tensor's largest element: else all of a small tensor, such as an optimizer's second moments, could be wrong.
+        atol: Absolute tolerance; None for the default of each dtype, but at most its relative tolerance times the
+            tensor's largest element. A higher bound would accept any values in a tensor of small elements, such as an
+            optimizer's second moments.
 
     Raises:
-        MetadataError: a tolerance isn't a finite number of at least 0.
+        MetadataError: A tolerance isn't a finite number of at least 0.
 
     Examples:
         >>> Tolerances().of(torch.bfloat16), Tolerances(0, 0).of(torch.bfloat16), Tolerances(rtol=0.1).of(torch.int64)
@@ -64,7 +65,7 @@ class Tolerances:
 
         Args:
             dtype: The dtype of the elements.
-            largest: The largest absolute value in the whole tensor; None if it is large.
+            largest: Largest absolute value in the whole tensor; None for the dtype's own `atol`.
         """
         if not (dtype.is_floating_point or dtype.is_complex) or not torch_converts(dtype, _wide(dtype)):
             return 0.0, 0.0
@@ -116,9 +117,9 @@ def deviation(
     Args:
         found: The tensor under test.
         expected: The reference, of the same dtype and shape.
-        tolerances: What elements may differ by.
-        largest: The `largest_element` of the whole tensor, where the expected one is a shard; None for the expected
-            tensor's own.
+        tolerances: Allowed deviation of each element.
+        largest: The `largest_element` of the whole tensor if the expected one is a shard; None for that of the expected
+            tensor.
 
     Examples:
         >>> one = torch.tensor([1.0, 2.0])

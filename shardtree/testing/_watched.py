@@ -18,7 +18,7 @@ class Call:
     """A call of a storage.
 
     Attributes:
-        number: counted from 0.
+        number: Number of the call, from 0.
         method: Method of `Storage`, of `Capabilities`, or, as ``sibling.exchange``, of a `Sibling`.
         name: Name of the file or folder, or of the save that makes the sibling.
     """
@@ -35,12 +35,13 @@ def _do_nothing(_: Call) -> None:
 def watched(
     storage: Storage, before: Callable[[Call], None] = _do_nothing, after: Callable[[Call], None] = _do_nothing
 ) -> Any:
-    """Return a storage that calls functions before and after each call of another one; one call at a time.
+    """Return a storage that calls another one, one call at a time, and runs functions before and after each call.
 
     Args:
-        storage: the storage with the files, which the result has as its ``inner``.
-        before: may raise; then the call isn't made, except that a write leaves half of its bytes, as if interrupted.
-        after: may raise.
+        storage: Storage with the files; the ``inner`` of the result.
+        before: Function of each coming call. If it raises, the call isn't made, except that a write leaves half of its
+            bytes, as if interrupted.
+        after: Function of each finished call; may raise.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -53,16 +54,16 @@ def watched(
     # Reentrant: `before` and `after` may look at the storage themselves.
     numbers, lock = count(), RLock()
 
-    def called(method: str, function: Function, name: Any = "", *rest: Any, **options: Any) -> Any:
+    def called(method: str, function: Function, name: Any = "", *arguments: Any, **options: Any) -> Any:
         with lock:
             call = Call(next(numbers), method, name if isinstance(name, str) else ", ".join(name))
             try:
                 before(call)
             except BaseException:
                 if method in _HALVES:
-                    _HALVES[method](function, name, *rest)
+                    _HALVES[method](function, name, *arguments)
                 raise
-            result = function(name, *rest, **options)
+            result = function(name, *arguments, **options)
             after(call)
         return result
 
@@ -73,8 +74,8 @@ def watched(
 
     def beside(function: Callable[[str], Sibling], name: str) -> Any:
         inner = function(name)
-        functions = {each: _without_name(getattr(inner, each)) for each in _BESIDE}
-        calls = {each: partial(called, f"sibling.{each}", functions[each], name) for each in _BESIDE}
+        functions = {action: _without_name(getattr(inner, action)) for action in _BESIDE}
+        calls = {action: partial(called, f"sibling.{action}", functions[action], name) for action in _BESIDE}
         return SimpleNamespace(storage=around(inner.storage, watch), **calls)
 
     return around(storage, watch)
@@ -84,10 +85,10 @@ _BESIDE = "make note is_exchanged changed old_names check_shareable share exchan
 
 
 def _without_name(function: Function) -> Function:
-    return lambda _, *rest, **options: function(*rest, **options)
+    return lambda _, *arguments, **options: function(*arguments, **options)
 
 
-# Half of the file, since that is what a process leaves that is killed while it writes.
+# An interrupted write leaves half of the file, like a process that is killed while it writes.
 
 
 def _write_half(write: Function, name: str, buffers: Iterable[Buffer]) -> None:

@@ -1,4 +1,4 @@
-"""The law of one engine: whatever way tensors take into another layout, bits are the same, and bytes are the plan's."""
+"""The law of one engine: every way into another layout gives the same bits, and moves the bytes of its plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._bits import outline
 from ._law_reshard import check_reshard
 
 Way = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Any, Any]]
-"""From each rank's tree and target to what each gets, the bytes that went, and those of the plan."""
+"""Function from all ranks' trees and targets to all results, the moved bytes, and the bytes of the plan."""
 
 Send = Callable[[World, Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], None]
 
@@ -45,27 +45,28 @@ def check_ways(
     """Raise unless each way into another layout gives the same bits, and moves the bytes of its plan.
 
     - *Memory to memory*: `reshard`, which `check_reshard` compares element by element.
-    - *Ranks to ranks*: `redistribute`, also in small steps, and with ranks that pass on what they got. Between each two
-      ranks go the bytes of the plan, together as few as must.
-    - *Memory to file to memory*: `save` and `load`, also saved in the background, and with ranks that read for each
-      other. Each rank sends and gets what `explain_ranks` says.
+    - *Ranks to ranks*: `redistribute`, also in small steps, and with relays. The bytes between each pair of ranks are
+      those of the plan, and all together are the lower bound.
+    - *Memory to file to memory*: `save` and `load`, also with a save in the background, and with ranks that read for
+      each other. Each rank sends and receives as many bytes as `explain_ranks` predicts.
 
     Values are converted to the dtypes of the targets. The trees together must hold whole tensors; keep shapes small.
 
     Args:
-        trees: each rank's.
+        trees: Tree of each rank.
         targets: Target tree of each rank, for any number of ranks.
-        backend: the files' format; the native one by default.
-        version: the format's version.
-        strategies: the dispatch table that has its rows.
-        directory: returns a new place for a checkpoint on each call: a path, a URL or a `Storage`.
-        transport: called as ``transport(world, outgoing, incoming)`` on each rank, once a step, with buffers of bytes
-            by peer; ``world.exchange`` by default.
-        ways: other ways, by name, that are tried instead: each a function of the trees and targets, to what each rank
-            gets, the bytes that went, and those of a plan, in any form that `==` compares.
+        backend: Format of the files; the native one by default.
+        version: Version of the format.
+        strategies: Dispatch table with the format's rows; None for the process's.
+        directory: Function that returns a new place for a checkpoint at each call: a path, a URL or a `Storage`.
+        transport: Function that exchanges buffers of bytes by peer, called as ``transport(world, outgoing, incoming)``
+            on each rank once a step; ``world.exchange`` by default.
+        ways: Other ways by name, to try instead: functions of the trees and targets that return all ranks' results, the
+            moved bytes, and the bytes of a plan, in any form that `==` can compare.
 
     Raises:
-        AssertionError: names the way, and the rank and the paths that differ, or both counts of bytes.
+        AssertionError: A way gives other bits or moves other bytes; names the way, and the rank and the paths that
+            differ, or both counts of bytes.
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, abstract, shard
@@ -86,11 +87,11 @@ def check_ways(
         ways = own_ways((backend, version) if backend else None, strategies, directory, transport)
     expected = reshard(trees, targets, cast=True)
     for name, way in ways.items():
-        results, went, plan_bytes = way(trees, targets)
-        assert len(results) == len(targets), f"{name}: {len(results)} ranks get something, expected {len(targets)}"
+        results, moved, plan_bytes = way(trees, targets)
+        assert len(results) == len(targets), f"{name}: results of {len(results)} ranks, expected {len(targets)}"
         for rank, (left, right) in enumerate(zip(results, expected, strict=True)):
             _check_same(f"{name}: rank {rank}", unbox(left), unbox(right))
-        assert went == plan_bytes, f"{name}: {went} bytes went, and the plan says {plan_bytes}"
+        assert moved == plan_bytes, f"{name}: {moved} bytes moved, and the plan says {plan_bytes}"
 
 
 def _check_same(where: str, found: Any, expected: Any) -> None:
@@ -108,7 +109,7 @@ def own_ways(
     directory: Callable[[], Directory] = MemoryStorage,
     transport: Send | None = None,
 ) -> dict[str, Way]:
-    """Return our ways by name, through files of a format and by a transport."""
+    """Return the library's ways by name, for a format of files and a transport."""
     ranks = partial(_between_ranks, transport)
     files = partial(_through_files, save_format, strategies, directory)
     return {
@@ -174,8 +175,8 @@ def _through_files(
 
     simulate(len(trees), save)
     options = LoadOptions(exchange=exchange, verify=None)
-    foretold = explain_ranks(targets, place, cast=True, strategies=strategies, options=options)
-    assert foretold.ok is not False, f"the load is said to fail: {foretold}"  # None where only values tell
+    prediction = explain_ranks(targets, place, cast=True, strategies=strategies, options=options)
+    assert prediction.ok is not False, f"the load is predicted to fail: {prediction}"  # None if only values can tell
     results = simulate(len(targets), load)
-    went = [(one.bytes_sent, one.bytes_received) for _, one in sorted(reports.items())]
-    return results, went, [(one.sent, one.received) for one in foretold.reads]
+    moved = [(report.bytes_sent, report.bytes_received) for _, report in sorted(reports.items())]
+    return results, moved, [(read.sent, read.received) for read in prediction.reads]

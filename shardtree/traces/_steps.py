@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.codec import dtype_name
+from ..core.codec import dtype_name, kind_from_file
 from ..core.lazy import as_integers, flat_bytes, is_exact, steady
 from ..errors import shorten
 
@@ -34,6 +34,9 @@ class Kind:
 
 def kind_of(like: Any) -> Kind:
     """Return the kind of an object with a shape and a dtype; of a shard, that of its whole tensor."""
+    if not hasattr(like, "dtype"):  # a slice of a safetensors file
+        dtype, shape = kind_from_file(like.get_dtype(), tuple(like.get_shape()))
+        return Kind(shape, dtype)
     shape = like.global_shape if hasattr(like, "global_shape") else like.shape
     return Kind(tuple(map(int, shape)), like.dtype)
 

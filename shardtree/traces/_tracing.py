@@ -36,8 +36,8 @@ def trace(
     Args:
         function: Function that takes a dict of tensors by name. It returns tensors by name; or it fills the tensors
             that `into` returns, as a model's own loader does: ``lambda tensors: model.load_weights(tensors.items())``.
-        sources: Objects with a shape and a dtype, by name: an open checkpoint, shards, or tensors. Other objects are
-            left out.
+        sources: Objects with a shape and a dtype, by name: an open checkpoint, shards, tensors, or safetensors slices.
+            Other objects are left out.
         into: Function that returns the destinations, such as ``model.state_dict``; it is called after `function`. The
             destinations' previous elements count as never written.
         may_catch: Names of operations, such as "max", whose refusal the code may catch to use a fallback. Any other
@@ -68,20 +68,21 @@ def trace(
     record = RecordingMode()
     # Only the metadata of an open checkpoint are used: its values would be built, and its objects read.
     entries = getattr(sources, "metadata", sources)
-    kinds = {name: kind_of(entry) for name, entry in entries.items() if hasattr(entry, "dtype")}
+    tensors = {name: entry for name, entry in entries.items() if hasattr(entry, "dtype") or hasattr(entry, "get_dtype")}
+    kinds = {name: kind_of(tensor) for name, tensor in tensors.items()}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
     for module in (*modules_of(function), *modules_of(into)):
         note_module(record, module)
     with recorded(Watch(record)):
         try:
             result = function(dict(tracers))
-            tensors = into() if into is not None else result
+            outputs = into() if into is not None else result
         except Exception as error:
             if not isinstance(error, TraceError):
                 record.refusals.check_raised(error, may_catch)
             raise
         record.refusals.check_caught(may_catch)
-        outputs = checked_outputs(tensors)
+        outputs = checked_outputs(outputs)
         with record.lock, torch._C.DisableTorchFunction():
             traced = collected(record, kinds, outputs, fills=into is not None)
             record.check_unchanged()  # before models are restored, which would count as changes

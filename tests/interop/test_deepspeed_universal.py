@@ -113,7 +113,7 @@ def test_groups_of_parameters_are_written_as_they_are_given() -> None:
 @pytest.mark.parametrize(
     ("tree", "error", "match"),
     [
-        ({"optimizer.state.exp_avg.v": torch.ones(2)}, KeyMismatch, "there is no 'v'"),
+        ({"optimizer.state.exp_avg.v": torch.ones(2)}, KeyMismatch, "there is no parameter 'v'"),
         ({"optimizer.buckets": torch.ones(2)}, KeyMismatch, "not a tensor of the model"),
         ({"rng": st.ShardedObject("rng", 5, (1,), (0,))}, KeyMismatch, "'rng/shard_0_1'"),
         ({"a/b": torch.ones(2)}, UnsupportedValue, "'a/b'"),

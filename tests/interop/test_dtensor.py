@@ -299,7 +299,7 @@ def check_fsdp2(convert: Callable[[Any], Any], case: Case) -> None:
 def test_the_law_of_fsdp2_catches_cuts_from_left_to_right() -> None:
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     uneven = Case(numbered((7,)), torch.arange(6).view(3, 2), ("dp", "tp"), placements)
-    with pytest.raises(ShapeError, match="it doesn't match its placements"):
+    with pytest.raises(ShapeError, match="the local tensor doesn't match its placements"):
         check_fsdp2(from_written, uneven)
 
 
@@ -331,13 +331,13 @@ def test_a_local_tensor_of_another_shape_is_refused() -> None:
     # Without shape=, torch takes each rank's part for one of several equal ones.
     guessed = DTensor.from_local(numbered((2,)), slice_of_square(3, 1), [Shard(0)], shape=(5,), stride=(1,))
     short = DTensor.from_local(numbered((2,)), slice_of_square(2, 1), [Shard(0)], shape=(5,), stride=(1,))
-    with pytest.raises(ShapeError, match=r"it doesn't match its placements(.|\n)*\(3,\) of \(5,\)"):
+    with pytest.raises(ShapeError, match=r"the local tensor doesn't match its placements(.|\n)*\(3,\) of \(5,\)"):
         from_dtensors({"w": short})
     assert from_dtensors({"w": guessed})["w"].global_offset == (3,)
 
 
 WRONG: Mapping[str, tuple[type[CheckpointingException], str, Callable[[Any], Any]]] = {
-    "nothing there": (TreeError, "nothing where a DTensor should be", lambda tree: {"other": 1}),
+    "nothing there": (TreeError, "missing values for DTensors", lambda tree: {"other": 1}),
     "no data": (UnsupportedValue, "NoneType", lambda tree: st.without_data(from_dtensors(tree))),
     "a DTensor": (UnsupportedValue, "found DTensor, expected this rank's own tensor", lambda tree: tree),
     "another shape": (ShapeError, r"found \(3, 2\), expected \(2, 2\)", lambda tree: {"w": numbered((3, 2))}),

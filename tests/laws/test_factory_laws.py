@@ -66,7 +66,7 @@ def cut_by_dtype(factory: ShardedTensorFactory) -> ShardedTensorFactory:
     [
         (swapped, "merge doesn't undo build for 'w'"),
         (forgetful, "merge doesn't undo build for 'optimizer"),
-        (cut_by_dtype, "is cut otherwise than 'w'"),
+        (cut_by_dtype, "is cut differently from 'w'"),
     ],
 )
 def test_the_law_catches(fault: Callable[[ShardedTensorFactory], ShardedTensorFactory], message: str) -> None:

@@ -94,7 +94,7 @@ def sending_twice(way: Way, trees: Sequence[Any], targets: Sequence[Any]) -> tup
 @pytest.mark.parametrize("fault", [losing_a_plain_value, exchanging_ranks, by_way_of_bfloat16, sending_twice])
 def test_the_law_catches(way: str, fault: Callable[..., Any]) -> None:
     ends = CAST_ENDS if fault is by_way_of_bfloat16 else ENDS
-    with pytest.raises(AssertionError, match=r"faulty: (rank 0 gets other values|.* bytes went)"):
+    with pytest.raises(AssertionError, match=r"faulty: (rank 0 gets other values|.* bytes moved)"):
         check_ways(*ends, ways={"faulty": partial(fault, WAYS[way])})
 
 

@@ -170,7 +170,7 @@ FAULTS: list[tuple[Lens, str]] = [
     (plain_rows, "boxes don't agree"),
     (swapped, "merge doesn't undo build"),
     (twice, "build doesn't undo merge"),
-    (by_dtype, "is cut otherwise"),
+    (by_dtype, "is cut differently"),
     (only_with_data, "without data"),
     (forgets_rows, "are on no rank"),
 ]

@@ -187,10 +187,10 @@ def check_both(trees: Any, targets: tuple[Any, Any], reshard: Callable[..., Any]
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (sharing, "rank 0 shares memory with what was given"),
+        (sharing, "rank 0 shares memory with an argument"),
         (scaling, "changed its argument 0"),
         (flipping, "1 of 4 elements differ"),
-        (one_way, "there and back, tree..step.. is another"),
+        (one_way, "there and back, tree..step.. differs"),
     ],
 )
 def test_the_law_catches(fault: Callable[..., Any], message: str) -> None:

@@ -327,7 +327,7 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         Save,
         hasty,
         DEATHS,
-        r"dies at \w+ of .*: what is left counts as a checkpoint, and isn't whole",
+        r"dies at \w+ of .*: the remains count as a checkpoint, but aren't whole",
     ),
     "writes while it prepares": (Save, eager, "nothing is written before the request runs", "preparing wrote"),
     "removes too much": (
@@ -350,11 +350,14 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     ),
     "expects what doesn't go wrong": (
         Metadata,
-        lambda checkpoint: replace(native(Metadata)(checkpoint), refused=lambda keys: dict.fromkeys(keys, "planted")),
+        lambda checkpoint: replace(
+            native(Metadata)(checkpoint),
+            refused=lambda shards: dict.fromkeys([shard.key for shard in shards], "planted"),
+        ),
         "explain says what a load would do",
         "a target that fits: says",
     ),
-    "works in the caller's memory": (Save, mangled, "any strides are saved", "changed the tensor that it was given"),
+    "works in the caller's memory": (Save, mangled, "any strides are saved", "the save changed the tensor"),
     "cuts what is long": (
         Save,
         saving(tensors_alone(cut_at_64_kib)),
@@ -573,12 +576,12 @@ def test_deaths_on_purpose_are_not_logged(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_an_unknown_promise_is_an_error() -> None:
-    with pytest.raises(StrategyError, match=r"no such promise\n  'scalars'\n[\s\S]*scalars come back"):
+    with pytest.raises(StrategyError, match=r"unknown promises in only=\n  'scalars'\n[\s\S]*scalars come back"):
         check_strategy(*NATIVE, only=["scalars"])
 
 
 def test_a_name_without_rows_is_an_error() -> None:
-    with pytest.raises(StrategyError, match=r"no row is for \('punch cards', 1\)"):
+    with pytest.raises(StrategyError, match=r"no rows for \('punch cards', 1\)"):
         check_strategy("punch cards", 1)
 
 

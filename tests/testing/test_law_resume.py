@@ -176,7 +176,7 @@ def test_copies_of_a_part_that_differ_are_found() -> None:
     state = gathered(readings)
     assert state.values["w", "weight"].tolist() == [1, 1, 2, 2]
     assert {rank: whole.tolist() for rank, whole in state.others["w", "weight"].items()} == {3: [1, 1, 3, 3]}
-    with pytest.raises(AssertionError, match=r"2 of 4 elements of 'w' \(weight\) on no rank"):
+    with pytest.raises(AssertionError, match=r"2 of 4 elements of 'w' \(weight\) are on no rank"):
         gathered(readings[:2])
 
 

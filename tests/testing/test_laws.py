@@ -70,7 +70,7 @@ def test_the_law_of_layouts_catches_halves_described_as_rows() -> None:
         (lambda local, rank, ranks: as_rows(local, 0, 2 * ranks), "saved on 1 rank: .* of 'w' are on no rank"),
         (
             lambda local, rank, ranks: replace(as_rows(local, rank, ranks), key=f"w.{ranks}"),
-            r"saved on 1 rank, loaded on 2: 'w.2' isn't stored, but \['w.1'\]",
+            r"saved on 1 rank, loaded on 2: 'w.2' isn't stored; stored are \['w.1'\]",
         ),
     ],
 )
@@ -145,11 +145,11 @@ def sliding(factory: ShardedTensorFactory) -> ShardedTensorFactory:
 
 FAULTS: dict[str, tuple[Callable[[ShardedTensorFactory], ShardedTensorFactory], str]] = {
     "remembered": (remembering, r"build doesn't undo merge for 'w': 'w' at built\[0\]\[0\]: 6 of 6 elements differ"),
-    "cut by dtype": (cut_by_dtype, "'optimizer.state.1.w' is cut otherwise than 'w'"),
-    "in the caller's memory": (writing, "building 'w' changed what it was given"),
+    "cut by dtype": (cut_by_dtype, "'optimizer.state.1.w' is cut differently from 'w'"),
+    "in the caller's memory": (writing, "building 'w' changed the factory's tensor"),
     "a range that slides": (
         sliding,
-        r"'w' on slice\(2, 7, None\) isn't the part of the whole that it should be: "
+        r"'w' on slice\(2, 7, None\) isn't that part of the whole: "
         r"'w'\[0, 0\] is element 2, of the whole it is element 0",
     ),
 }

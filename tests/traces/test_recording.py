@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import shardtree as st
@@ -520,8 +522,11 @@ def test_sources_may_be_shards_checkpoints_and_kinds(tmp_path: Any) -> None:
     opened = st.open_checkpoint(tmp_path)
     shards = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))}
     kinds = {"w": st.traces.Kind((4, 3), torch.float32)}
-    traces = [st.trace(dict, each) for each in (opened, shards, kinds, {"w": GIVEN["w"]})]
-    assert all(each == traces[0] for each in traces)
+    save_file({"w": GIVEN["w"]}, tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        slices = {"w": file.get_slice("w")}
+        traces = [st.trace(dict, each) for each in (opened, shards, kinds, {"w": GIVEN["w"]}, slices)]
+    assert all(each == traces[0] for each in traces) and traces[0].sources.keys() == {"w"}
 
 
 @pytest.mark.parametrize("result", [None, [1], {"w": 1}])

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint's calls over our checkpoints: a `StorageReader` for its load, a writer for its save.
+"""A `StorageReader` and a `StorageWriter` by which torch.distributed.checkpoint (DCP) loads and saves our checkpoints.
 
-Unlike other modules of this room, this one imports its library at once, since its classes are derived from the
-library's. The room imports it when it is first asked for.
+Unlike most modules of `shardtree.interop`, this one imports its library at once, since its classes derive from the
+library's. It is imported when it is first asked for.
 """
 
 from ._reader import CheckpointReader

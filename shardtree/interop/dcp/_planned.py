@@ -1,4 +1,4 @@
-"""Shared by the reader and the writer: DCP's names of plain values, and what DCP takes a rank's part for."""
+"""Helpers of the reader and the writer: DCP's names of plain values, and checks of the boxes in its plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..dtensor import from_dtensors
 
 
 def named(directory: Directory | None) -> Directory:
-    """Return the place of the checkpoint, once one is named."""
+    """Return the place of the checkpoint; raise if none is named."""
     if directory is None:
         fix = "Pass checkpoint_id= to DCP's call, or checkpoint_dir to the reader or writer."
         raise MetadataError(error_text("dcp: no checkpoint is named", fix=fix))
@@ -29,7 +29,7 @@ def flattened(common: Any) -> tuple[dict[str, Any], dict[str, TreePath]]:
     """Return plain values by name, and their paths, as DCP flattens a state.
 
     Args:
-        common: A common state; holes in its lists are where tensors were.
+        common: Common state, whose lists have holes in place of tensors.
     """
     pairs, rebuild = flatten_with_paths(common if isinstance(common, Mapping) else {})
     # DCP names the entries of a list by their positions if there is a tensor among them.
@@ -53,18 +53,18 @@ def _box(shard: ShardedBase) -> Box | None:
 
 
 def refuse_other_boxes(what: str, planner: Any, boxes: Sequence[tuple[str, Box]]) -> None:
-    """Raise UnsupportedValue if DCP takes a rank's part of a DTensor for a box that it isn't.
+    """Raise UnsupportedValue if a rank's part of a DTensor isn't the box that DCP assumes.
 
     Args:
         what: Name of the call.
-        planner: DCP's planner; of one that doesn't keep the state as its default does, nothing is known.
-        boxes: Name of each tensor that this rank has a part of, with the box that DCP takes the part for.
+        planner: DCP's planner; nothing is checked unless it keeps the state, as DCP's default planner does.
+        boxes: Names of the tensors in this rank's plan, each with the box that DCP assumes for the rank's part.
     """
     kept = getattr(planner, "state_dict", None)
     state: Mapping[str, Any] = kept if isinstance(kept, Mapping) else {}
     counts, problems = Counter(name for name, _ in boxes), []
     for name, box in boxes:
-        # A part with several boxes in DCP's plan is of a tensor subclass that says so itself.
+        # Several boxes for a part in DCP's plan come from a tensor subclass that states its boxes itself.
         if counts[name] > 1 or 0 in box[1]:
             continue
         try:
@@ -75,8 +75,8 @@ def refuse_other_boxes(what: str, planner: Any, boxes: Sequence[tuple[str, Box]]
         if isinstance(shard, ShardedBase) and _box(shard) != box:
             problems.append(f"{name}: {state[name].placements}")
     if problems:
-        heading = f"{what}: DTensors whose parts aren't the single boxes that DCP takes them for"
-        fix = "Use st.save and st.load with shardtree.interop.dtensor.from_dtensors(state), which know such parts."
+        heading = f"{what}: DTensors whose parts aren't the single boxes that DCP assumes"
+        fix = "Use st.save and st.load with shardtree.interop.dtensor.from_dtensors(state), which handle such parts."
         raise UnsupportedValue(error_text(heading, offenders=problems, fix=fix))
 
 

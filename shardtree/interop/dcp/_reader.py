@@ -1,4 +1,4 @@
-"""Any checkpoint, read by DCP's load."""
+"""`CheckpointReader`, through which DCP's load reads any checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ._planned import Box, done, flattened, named, refuse_other_boxes
 
 @dataclass(frozen=True, eq=False)
 class _Contents:
-    """Contents of a checkpoint by the names under which DCP asks for them.
+    """Contents of a checkpoint, by the names under which DCP asks for them.
 
     Attributes:
         checkpoint: The open checkpoint; None until it is opened.
@@ -58,23 +58,23 @@ class _Contents:
 
 
 class CheckpointReader(StorageReader):
-    """Any checkpoint that shardtree opens, of any format, as the ``storage_reader`` of `dcp.load`.
+    """A ``storage_reader`` for `dcp.load` that reads any checkpoint that shardtree can open, of any format.
 
-    Each rank reads its own boxes by one plan, as `load` does, straight into the tensors of the state. Stored values are
-    decoded by shardtree's own reader, and pickled ones only with ``allow_pickle``: DCP's planner unpickles bytes that
-    were made here. A stored dtype is converted to the target's, as DCP does.
+    Each rank reads its own boxes by one plan, as `load` does, straight into the tensors of the state. Shardtree's own
+    reader decodes stored values, and pickled ones only with ``allow_pickle``: DCP's planner unpickles only bytes that
+    this reader has made. Stored dtypes are converted to the target's, as by DCP.
 
     Args:
         checkpoint_dir: The checkpoint's folder, URL or `Storage`; the ``checkpoint_id`` of `dcp.load` replaces it.
-        rename: Function from a stored key to the name that it has in the state; by default they are the same.
-        plain: Patterns of keys of values that may be converted without the scales stored beside them, as in `load`.
+        rename: Function from a stored key to its name in the state; by default they are the same.
+        plain: Patterns of stored keys whose values may be converted without their stored scales, as in `load`.
         strategies: The dispatch table; None for the process's.
         options: Options of the read.
 
     Raises:
         MetadataError: `rename` isn't a function.
         CheckpointingException: In `dcp.load`, inside its `CheckpointException`: the errors of `open_checkpoint` and
-            `load`; a part of several boxes, which DCP takes for one, is an UnsupportedValue.
+            `load`; a rank's part of several boxes, for which DCP assumes one, is an UnsupportedValue.
 
     Examples:
         >>> import tempfile, warnings, torch.distributed.checkpoint as dcp, shardtree as st
@@ -111,22 +111,22 @@ class CheckpointReader(StorageReader):
         self._error: CheckpointingException | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another checkpoint from now on, where one is named."""
+        """Read from another checkpoint from now on, if one is named."""
         if checkpoint_id is not None:
             self.checkpoint_dir = checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether there is a checkpoint that shardtree opens."""
+        """Return whether a path has a checkpoint that shardtree can open."""
         return is_checkpoint(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata of all that is stored; each tensor is one chunk, however it was saved."""
+        """Return DCP's metadata of all stored values; each tensor is one chunk, however it was saved."""
         self._contents, self._error = _Contents(), None
         try:
             self._contents = self._open()
         except CheckpointingException as error:
-            # DCP takes an error here for a checkpoint without global metadata, and hides its class in a text.
+            # DCP takes any error here for missing global metadata, and hides the error's class in a text.
             self._error = error
         contents = self._contents
         entries = {name: _entry(value) for name, value in {**contents.values, **contents.shards}.items()}
@@ -143,9 +143,9 @@ class CheckpointReader(StorageReader):
             warnings.warn(error_text(what, found=error), stacklevel=2)
             common = {}
         values, paths = flattened(common)
-        values, paths = ({self.rename(name): value for name, value in each.items()} for each in (values, paths))
-        names = len(tree.metadata) + len(values)
-        if names > len({**shards, **values}):
+        values, paths = ({self.rename(name): item for name, item in items.items()} for items in (values, paths))
+        count = len(tree.metadata) + len(values)
+        if count > len({**shards, **values}):
             fix = "Pass rename=, a function that gives each stored key a name of its own."
             twice = sorted(shards.keys() & values.keys())
             raise TreeError(error_text("dcp.load: two stored values have one name", offenders=twice, fix=fix))
@@ -157,18 +157,18 @@ class CheckpointReader(StorageReader):
             raise self._error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is: what is read together is planned where it is read."""
+        """Return the plan unchanged: `read_data` plans the reads."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are: no rank reads for another one."""
+        """Return the plans unchanged: no rank reads for another one."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that a rank asks for, by one plan, and hand it to the planner; the future is done."""
+        """Read all items of a rank's plan together, and hand them to the planner; the future is done."""
         tensors = {number: item for number, item in enumerate(plan.items) if item.type is LoadItemType.TENSOR}
         refuse_other_boxes("dcp.load", planner, [(item.dest_index.fqn, _read_box(item)) for item in tensors.values()])
-        # A planner that transforms tensors returns new memory at each call, so each is asked for once.
+        # A planner that transforms tensors returns new memory at each call, so that each tensor is resolved once.
         memories = {number: planner.resolve_tensor(item).detach() for number, item in tensors.items()}
         target = {number: self._target(item, memories.get(number)) for number, item in enumerate(plan.items)}
         loaded = self._load({number: leaf for number, leaf in target.items() if leaf is not None})
@@ -185,7 +185,7 @@ class CheckpointReader(StorageReader):
         return done(None)
 
     def _target(self, item: ReadItem, memory: torch.Tensor | None) -> ShardedBase | None:
-        """Return the leaf that asks for an item, None for a value of the common state."""
+        """Return the target leaf of an item; None for a value of the common state."""
         shard = self._contents.shards.get(item.storage_index.fqn)
         if not isinstance(shard, ShardedTensor) or memory is None:
             return shard
@@ -196,7 +196,7 @@ class CheckpointReader(StorageReader):
         loaded: dict[int, Any] = load(
             target,
             self._contents.checkpoint or named(self.checkpoint_dir),
-            # The common state was read with the metadata; the target here has other names than its own.
+            # The common state was read with the metadata, and its names aren't those of this target.
             common_strategy=lambda checkpoint: {},
             validate_access_integrity=False,
             world=one_process(),
@@ -210,7 +210,7 @@ class CheckpointReader(StorageReader):
 
 
 def _stored_name(name: str, shard: ShardedBase) -> str:
-    """Return a key; of an array of several objects, the name of the cell."""
+    """Return the key of a shard, or the name of the cell in an array of several objects."""
     alone = not isinstance(shard, ShardedObject) or prod(shard.global_shape) == 1
     return shard.key if alone else name
 
@@ -224,7 +224,7 @@ def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _archive(value: Any) -> io.BytesIO:
-    """Return the bytes that DCP's planner unpickles, whatever they hold: made here, of a value that was decoded."""
+    """Return a decoded value as bytes for DCP's planner, which may unpickle them safely, since they are made here."""
     archive = io.BytesIO()
     torch.save(value, archive)
     archive.seek(0)

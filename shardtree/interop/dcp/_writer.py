@@ -1,4 +1,4 @@
-"""A save of ours, by DCP's save."""
+"""`CheckpointWriter`, through which DCP's save saves by shardtree."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ._planned import Box, done, flattened, named, refuse_other_boxes
 
 
 class CheckpointWriter(StorageWriter):
-    """A save of shardtree's, in any format that it writes, as ``storage_writer`` of `dcp.save` and `dcp.async_save`.
+    """A ``storage_writer`` for `dcp.save` and `dcp.async_save` that saves by shardtree, in any format that it writes.
 
-    DCP's planner says which rank writes what. Ranks then save together, as `save` does: all or nothing, with hashes,
-    errors on every rank. The commit is inside of this, since DCP's `finish` is called on one rank alone: once one
-    rank's write has returned, the checkpoint is there, and before that the old one.
+    DCP's planner decides which rank writes what. Ranks then save together, as in `save`: all or nothing, with hashes,
+    and with errors on every rank. The write commits the checkpoint, since DCP calls `finish` on one rank alone: once
+    the write has returned on any rank, the new checkpoint is there, and before that the old one.
 
     Args:
         checkpoint_dir: The checkpoint's folder, URL or `Storage`; the ``checkpoint_id`` of `dcp.save` replaces it.
         backend: The format, as `sharded_strategy` of `save`; the native one by default.
-        process_group: The process group of DCP's call, if it is given one.
-        overwrite: Whether a checkpoint that is already there may be replaced.
+        process_group: The process group of DCP's call, if that has one.
+        overwrite: Whether an existing checkpoint may be replaced.
         strategies: The dispatch table; None for the process's.
         options: Options of the save.
 
@@ -77,31 +77,31 @@ class CheckpointWriter(StorageWriter):
         self.options = options
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Save to another place from now on, where one is named."""
+        """Save to another place from now on, if one is named."""
         if checkpoint_id is not None:
             self.checkpoint_dir = checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a path or a URL."""
+        """Return whether a checkpoint id is a path or a URL."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse a save in which ranks don't meet.
+        """Refuse a save without collectives.
 
         Raises:
             WorldError: ``use_collectives=False``.
         """
         if not kwargs.get("use_collectives", True):
             fix = "Leave it out: ranks commit one checkpoint together."
-            raise WorldError(error_text("dcp.save: use_collectives=False", fix=fix))
+            raise WorldError(error_text("dcp.save: unsupported use_collectives=False", fix=fix))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is: files are laid out where they are written."""
+        """Return the plan unchanged: the save lays out the files."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, each with the number of ranks: nothing else tells a writer of ``no_dist``."""
+        """Return the plans, each with the number of ranks, from which alone a writer learns of ``no_dist``."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -114,7 +114,7 @@ class CheckpointWriter(StorageWriter):
             {**common, **shards},
             named(self.checkpoint_dir),
             self.backend,
-            # Rank 0 has the plain values of all ranks, the others have none.
+            # Rank 0 has all ranks' plain values, the other ranks have none.
             preprocess_common_before_consistancy_check=_nothing,
             world=world,
             overwrite=self.overwrite,
@@ -126,15 +126,15 @@ class CheckpointWriter(StorageWriter):
     def _world(self, ranks: Any) -> World:
         if ranks == 1:
             return one_process()
-        found = torch.distributed.get_world_size(self.process_group)
-        if found != ranks:
+        size = torch.distributed.get_world_size(self.process_group)
+        if size != ranks:
             what, fix = "dcp.save: the writer has another process group than the save", "Pass it process_group= too."
-            raise WorldError(error_text(what, found=f"{found} ranks", expected=ranks, fix=fix))
-        # A gloo group for this purpose: asynchronous saves run in a thread beside other calls.
+            raise WorldError(error_text(what, found=f"{size} ranks", expected=ranks, fix=fix))
+        # A separate gloo group is used, since asynchronous saves run in a thread beside other calls.
         return distributed(self.process_group, purpose="dcp")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: the ranks have committed the checkpoint together, and its own index is its metadata."""
+        """Do nothing: the ranks have committed the checkpoint together, with its own metadata."""
 
 
 _Archives = dict[str, tuple[TreePath, bytes]]
@@ -151,10 +151,10 @@ def _resolved(plan: SavePlan, planner: Any) -> tuple[dict[str, list[ShardedTenso
     refuse_other_boxes("dcp.save", planner, [(item.index.fqn, _write_box(item)) for item in tensors])
     shards: dict[str, list[ShardedTensor]] = {}
     for item in tensors:
-        name, data, told = item.index.fqn, planner.resolve_data(item).detach(), item.tensor_data
+        name, data, description = item.index.fqn, planner.resolve_data(item).detach(), item.tensor_data
         offset, shape = _write_box(item)
-        shard = ShardedTensor(name, data, data.dtype, shape, tuple(told.size), offset, None)  # type: ignore[union-attr]
-        shards.setdefault(name, []).append(shard)
+        whole = tuple(description.size)  # type: ignore[union-attr]
+        shards.setdefault(name, []).append(ShardedTensor(name, data, data.dtype, shape, whole, offset, None))
     paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     values = {item.index.fqn: item for item in plan.items if item.type is WriteItemType.BYTE_IO}
     return shards, {
@@ -168,14 +168,14 @@ def _write_box(item: WriteItem) -> Box:
 
 
 def _common(world: World, gathered: Sequence[_Archives]) -> dict[str, Any]:
-    """Return the common state on rank 0, nothing on the others.
+    """Return the common state on rank 0, an empty one on the others.
 
-    A value is where it was in the state if DCP's load finds it there again, else it is under its name: of a list that
-    holds tensors too, positions would be lost.
+    A value keeps its path in the state if DCP's load finds it there again; otherwise it is stored under its name, since
+    positions in a list that also holds tensors would be lost.
     """
     if world.rank != 0:
         return {}
-    # The bytes never lay in a file: ranks of this job have made them of their own values.
+    # Unpickling is safe: ranks of this job made the bytes from their own values, and they never were in a file.
     pairs = {
         name: (path, torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
         for archives in gathered
@@ -197,9 +197,9 @@ def _nested(values: Mapping[TreePath, Any]) -> Any:
     if () in values:
         return values[()]
     children: dict[Any, dict[TreePath, Any]] = {}
-    for (entry, *rest), value in values.items():
-        children.setdefault(entry, {})[tuple(rest)] = value
-    made = {entry: _nested(below) for entry, below in children.items()}
-    if all(isinstance(entry, int) for entry in made):
-        return [made.get(position) for position in range(max(made) + 1)]
-    return made
+    for (entry, *inner), value in values.items():
+        children.setdefault(entry, {})[tuple(inner)] = value
+    nested = {entry: _nested(below) for entry, below in children.items()}
+    if all(isinstance(entry, int) for entry in nested):
+        return [nested.get(position) for position in range(max(nested) + 1)]
+    return nested

@@ -42,23 +42,23 @@ def from_dtensors(
     on a mesh that this rank isn't in is left out.
 
     Args:
-        tree: dicts, lists and tuples with DTensors of any placements except `Partial`, such as torch's
-            `get_model_state_dict` and `get_optimizer_state_dict` return.
-        key: returns the key of the tensor at a path; by default the path joined by dots.
-        within: the DeviceMesh whose ranks all hold this tree. A DTensor on a slice of it is replicated along its
-            other axes. By default it is each DTensor's root mesh; with pipeline parallelism pass that of the stage, as
-            in ``root["dp", "tp"]``. Where there is no such DeviceMesh, a `layouts.Mesh` of global ranks will do.
-        strided: "fsdp2" if a `_StridedShard` is FSDP2's, which cuts tensor-parallel shards further; "dtensor" if
-            placements apply left to right. By default, sizes for which that makes a difference are an error.
-        replicated: returns for a key and a plain tensor whether it is the same on all ranks of `within`, which is then
-            needed, and should be a shard, as for parameters that tensor parallelism alone leaves plain. By default none
-            is.
+        tree: Dicts, lists and tuples with DTensors of any placements except `Partial`, such as the results of torch's
+            `get_model_state_dict` and `get_optimizer_state_dict`.
+        key: Function that returns the key of the tensor at a path; by default the path joined by dots.
+        within: DeviceMesh whose ranks all hold this tree. A DTensor on a slice of it is replicated along its other
+            axes. By default it is each DTensor's root mesh; with pipeline parallelism pass that of the stage, as in
+            ``root["dp", "tp"]``. Without such a DeviceMesh, pass a `layouts.Mesh` of global ranks.
+        strided: Meaning of a `_StridedShard`: "fsdp2" if it is FSDP2's, which cuts tensor-parallel shards further;
+            "dtensor" if placements apply left to right. By default, sizes for which these differ are an error.
+        replicated: Function of a key and a plain tensor that returns whether the tensor becomes a shard, since it is
+            the same on all ranks of `within`, which is then required. It serves for parameters that tensor parallelism
+            leaves plain. By default no plain tensor becomes a shard.
 
     Raises:
-        UnsupportedValue: a DTensor is `Partial`.
-        ShapeError: a local tensor doesn't match the placements, or these are ambiguous.
-        TreeError: two paths have the same key.
-        MetadataError: a DTensor's mesh isn't a slice of `within`; an option is invalid, or needs `within`.
+        UnsupportedValue: A DTensor is `Partial`.
+        ShapeError: A local tensor doesn't match the placements, or these are ambiguous.
+        TreeError: Two paths have the same key.
+        MetadataError: A DTensor's mesh isn't a slice of `within`; an option is invalid, or needs `within`.
 
     Examples:
         >>> from_dtensors({"step": torch.tensor(3)})
@@ -69,7 +69,7 @@ def from_dtensors(
     """
     parts = all_parts()
     reading = ReadOptions(key, within, strided, replicated)
-    shards = {each.path: _shard(each, parts) for each in placed_tensors(tree, reading, parts)}
+    shards = {placed.path: _shard(placed, parts) for placed in placed_tensors(tree, reading, parts)}
     pairs, rebuild = flatten_with_paths(tree)
     new = rebuild([shards.get(path, leaf) for path, leaf in pairs])
     return without_holes(new) if any(shard is HOLE for shard in shards.values()) else new
@@ -83,9 +83,10 @@ def _shard(source: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorF
     part = next(part for part in parts(whole, source.mesh, source.spec) if part.rank == rank)
     local = local_tensor(source.tensor)
     if tuple(local.shape) != part.shape:
-        what = f"from_dtensors: {source.key!r} at {render_path(source.path)}: it doesn't match its placements"
+        where = f"{source.key!r} at {render_path(source.path)}"
+        what = f"from_dtensors: {where}: the local tensor doesn't match its placements"
         found, expected = f"a local tensor of shape {tuple(local.shape)}", f"{part.shape} of {whole}"
-        # from_local assumes that all ranks' local tensors have the same shape, and guesses the global one from it.
+        # from_local assumes that all ranks' local tensors have the same shape, and derives the global shape from it.
         fix = "Pass the global shape= and stride= to DTensor.from_local if ranks hold shards of different sizes."
         raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
     return rank_leaf(source.key, local, local.dtype, part)
@@ -95,7 +96,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     """Return this rank's local part of a tensor, detached from autograd."""
     with torch.no_grad():
         local: Any = tensor.to_local() if is_dtensor(tensor) else tensor
-        # to_local may return the result of a collective that is still in progress, a tensor that can be waited for.
+        # to_local may return a tensor to wait for, the result of a collective that is still in progress.
         done: torch.Tensor = local.wait() if hasattr(local, "wait") else local
         return done.detach()
 
@@ -106,17 +107,17 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 def to_dtensors(tree: Any, like: Any) -> Any:
     """Return the tree with a DTensor wherever `like` has one: with its mesh, placements, shape and stride.
 
-    Nothing is communicated, and tensors on the mesh's kind of device aren't copied. The result requires a gradient if
-    that of `like` does and its dtype can have one; it is a DTensor, not a parameter.
+    Nothing is communicated, and tensors on the mesh's kind of device aren't copied. A result requires a gradient if the
+    DTensor in `like` does, and its dtype can have one; it is a DTensor, not a parameter.
 
     Args:
-        tree: what `load` returned for the target `from_dtensors(like)`, or that target itself.
-        like: the tree with DTensors. Its other leaves are ignored.
+        tree: Result of `load` for the target `from_dtensors(like)`, or that target itself.
+        like: Tree with DTensors. Its other leaves are ignored.
 
     Raises:
-        TreeError: the tree has nothing at the path of a DTensor.
-        ShapeError: a tensor doesn't have the shape of this rank's local part of the DTensor.
-        UnsupportedValue: the value at that path isn't a tensor, or is a shard without data.
+        TreeError: The tree has nothing at the path of a DTensor.
+        ShapeError: A tensor doesn't have the shape of this rank's local part of the DTensor.
+        UnsupportedValue: The value at that path isn't a tensor, or is a shard without data.
 
     Examples:
         >>> to_dtensors({"step": 3}, like={"step": 0})
@@ -130,7 +131,7 @@ def to_dtensors(tree: Any, like: Any) -> Any:
     if lacking - absent:
         offenders = sorted(render_path(path) for path in lacking - absent)
         fix = "Pass what load returned for from_dtensors(like)."
-        raise TreeError(error_text("to_dtensors: nothing where a DTensor should be", offenders=offenders, fix=fix))
+        raise TreeError(error_text("to_dtensors: missing values for DTensors", offenders=offenders, fix=fix))
     new = rebuild(
         [dtensors[path] if path in absent else _dtensor(path, leaf, dtensors.get(path)) for path, leaf in pairs]
     )
@@ -142,29 +143,31 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
     if like is None:
         return leaf
     local = leaf.data if isinstance(leaf, ShardedBase) else leaf
-    what = f"to_dtensors: {render_path(path)}"
+    where = f"to_dtensors: {render_path(path)}"
     if not isinstance(local, torch.Tensor) or is_dtensor(local):
         fix = "Load it first: pass what load returned."
-        raise UnsupportedValue(error_text(what, found=type(local).__name__, expected="this rank's own tensor", fix=fix))
-    own = local_tensor(like)
-    if local.shape != own.shape:
+        what, expected = f"{where}: not a local tensor", "this rank's own tensor"
+        raise UnsupportedValue(error_text(what, found=type(local).__name__, expected=expected, fix=fix))
+    like_local = local_tensor(like)
+    if local.shape != like_local.shape:
         fix = "Load into from_dtensors(like), whose shards are this rank's local parts."
-        raise ShapeError(error_text(what, found=tuple(local.shape), expected=tuple(own.shape), fix=fix))
+        found, expected_shape = tuple(local.shape), tuple(like_local.shape)
+        raise ShapeError(error_text(f"{where}: wrong local shape", found=found, expected=expected_shape, fix=fix))
     with torch.no_grad():
-        return _make_dtensor(local.detach(), own, like).requires_grad_(
+        return _make_dtensor(local.detach(), like_local, like).requires_grad_(
             like.requires_grad and (local.is_floating_point() or local.is_complex())
         )
 
 
-def _make_dtensor(local: torch.Tensor, own: torch.Tensor, like: Any) -> Any:
-    """Return the DTensor, on the mesh's kind of device, or on that of `like` if it differs, as with CPU offload."""
+def _make_dtensor(local: torch.Tensor, like_local: torch.Tensor, like: Any) -> Any:
+    """Return the DTensor on the mesh's kind of device, or on that of `like` if it differs, as with CPU offload."""
     from torch.distributed.tensor import DTensor
 
     mesh = like.device_mesh
-    if own.is_meta or own.device.type == mesh.device_type:
+    if like_local.is_meta or like_local.device.type == mesh.device_type:
         return DTensor.from_local(local, mesh, like.placements, shape=like.shape, stride=like.stride())
     make: Any = DTensor  # not from_local, which would move it to the mesh's kind of device
-    return make(local.to(own.device), like._spec, requires_grad=False)
+    return make(local.to(like_local.device), like._spec, requires_grad=False)
 
 
 # All ranks' shards, computed from one rank's DTensors.
@@ -178,9 +181,9 @@ def dtensor_layout(
     strided: Strided = None,
     replicated: Callable[[str, torch.Tensor], bool] | None = None,
 ) -> ShardColumns:
-    """Return all ranks' shards of a tree's DTensors, as columns; every rank computes the same without communication.
+    """Return all ranks' shards of a tree's DTensors, as columns that every rank computes alike without communication.
 
-    Passed as ``layout=``, it lets `save` and `load` do without exchanging layouts. The arguments and errors are those
+    With the result as ``layout=``, `save` and `load` exchange no layouts. The arguments and errors are those
     of `from_dtensors`, whose trees on all ranks have these shards; local tensors aren't accessed.
 
     Args:
@@ -195,7 +198,7 @@ def dtensor_layout(
         0
     """
     by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
-    for each in placed_tensors(tree, ReadOptions(key, within, strided, replicated), all_parts()):
-        kind = TensorKind(each.tensor.dtype, tuple(each.tensor.shape), 0)
-        by_mesh[each.mesh].append(Placement(each.key, kind, each.spec))
+    for placed in placed_tensors(tree, ReadOptions(key, within, strided, replicated), all_parts()):
+        kind = TensorKind(placed.tensor.dtype, tuple(placed.tensor.shape), 0)
+        by_mesh[placed.mesh].append(Placement(placed.key, kind, placed.spec))
     return join_columns([placed_columns(placements, mesh) for mesh, placements in by_mesh.items()])

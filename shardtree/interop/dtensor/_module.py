@@ -1,4 +1,4 @@
-"""`load_module`: a checkpoint's tensors go into a module's parameters and buffers by their names, however it is cut."""
+"""`load_module`, which fills a module's parameters and buffers, however they are cut, from a checkpoint by name."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class ModuleKeys:
     """Keys that only one of a module and a checkpoint has.
 
     Attributes:
-        missing: Stored keys, sorted, of the module's tensors that aren't stored and keep their values; also names that
-            a hook reports.
-        unused: Keys, sorted, of stored tensors that the module has no name for or its `load_state_dict` doesn't take.
-        kept: Keys, sorted, of other values that aren't stored and stay: extra states without tensors, and the counter
-            that a batch norm of an old checkpoint lacks.
+        missing: Keys, sorted, under which tensors of the module aren't stored, so that these keep their values; also
+            names that a hook reports as missing.
+        unused: Keys, sorted, of stored tensors that no name in the module has, or that its `load_state_dict` doesn't
+            take.
+        kept: Keys, sorted, of other values that aren't stored and are kept: extra states without tensors, and the
+            counter that a batch norm lacks in an old checkpoint.
     """
 
     missing: tuple[str, ...]
@@ -70,47 +71,47 @@ def load_module(
 
     The module may be cut by FSDP2, tensor parallelism or `distribute_tensor`, and the checkpoint may be in any format
     and layout, such as a Hugging Face model's folder. Each rank reads the bytes of its own part. Several names of one
-    tensor (tied weights) need one stored tensor; where more are stored, they have to be equal. What isn't stored as a
-    tensor of its own is looked for in the common state, where plain buffers and extra states may be. Buffers that
-    `state_dict` leaves out (``persistent=False``) keep their values. If it fails, what the module holds is lost.
+    tensor (tied weights) need one stored tensor; if several are stored, they must be equal. Values that aren't stored
+    as tensors are looked for in the common state, where plain buffers and extra states may be. Buffers that
+    `state_dict` leaves out (``persistent=False``) keep their values. If the load fails, the module's values are lost.
 
-    Hooks do what they do in ``module.load_state_dict(...)`` of what is stored. A module with load pre-hooks or a
-    `_load_from_state_dict` of its own loads itself, from a state dict that reads a tensor when its value is asked for:
-    as a DTensor with the placements of the module's own, or whole, on the CPU. Of its children it reads what the hook
-    asks for. Post-hooks and setters of extra states are called when the tensors before them are filled. The hooks of
-    torch that look at no element, as FSDP2's, cost nothing. If `module` overrides `load_state_dict`, that is called,
-    and may read everything that is stored.
+    Hooks run as in ``module.load_state_dict(...)`` with the stored values. A module with load pre-hooks or an own
+    `_load_from_state_dict` loads itself, from a state dict that reads a tensor when its value is asked for: as a
+    DTensor with the placements of the module's own, or whole, on the CPU. Tensors of its children are read so only if
+    the hook asks for them. Post-hooks and setters of extra states are called when the tensors before them are
+    filled. Torch's own hooks that look at no element, such as FSDP2's, cost nothing. If `module` overrides
+    `load_state_dict`, the override is called, and may read everything that is stored.
 
     Args:
-        module: with memory on any device: after ``module.to_empty(device=...)`` if it was made on the meta device, and
-            with its weights tied again, which that takes apart.
-        checkpoint_dir: a path or URL that all ranks see, or a `Storage`.
-        key: returns the stored key for a name of the module's `state_dict`; by default they are the same. Tensors with
-            one stored key are all filled with it, if they are of one size and cut alike.
-        strict: whether a tensor that isn't stored, or isn't taken by the module's own `load_state_dict`, is an error,
-            and what hooks report as missing. If False, the module keeps its values; its key is returned.
-        cast: whether what is stored in another dtype is converted, as `load` does; else it is an error. Hooks get a
-            parameter's values in the dtype that is stored.
-        plain: patterns of stored keys of values that need no scales, as for `load`.
-        world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        within: the DeviceMesh whose ranks all hold this module, as for `from_dtensors`. Plain tensors are taken to be
-            whole on each rank.
-        strided: the meaning of a `_StridedShard`, as for `from_dtensors`.
-        strategies: the dispatch table; None for the process's.
+        module: Module with memory on any device: after ``module.to_empty(device=...)`` if it was built on the meta
+            device, and with tied weights tied again, since `to_empty` unties them.
+        checkpoint_dir: Path or URL that all ranks see, or a `Storage`.
+        key: Function from a name in the module's `state_dict` to the stored key; by default they are the same. Tensors
+            with the same stored key are all filled from it, if they have the same size and are cut alike.
+        strict: Whether it is an error if a tensor isn't stored, if the module's own `load_state_dict` doesn't take it,
+            or if a hook reports it as missing. If False, the module keeps its values, and their keys are returned.
+        cast: Whether values of another stored dtype are converted, as by `load`; otherwise they are an error. Hooks get
+            a parameter's values in the stored dtype.
+        plain: Patterns of stored keys whose values need no scales, as for `load`.
+        world: World of the ranks that take part; by default torch.distributed's default group, or this process alone.
+        within: DeviceMesh whose ranks all hold this module, as for `from_dtensors`. Plain tensors are taken to be whole
+            on each rank.
+        strided: Meaning of a `_StridedShard`, as for `from_dtensors`.
+        strategies: Dispatch table; None for the process's.
         options: Options of the load.
 
     Returns:
-        The keys that only one of the two has.
+        The keys that only the module or only the checkpoint has.
 
     Raises:
-        KeyMismatch: a tensor has no name that is stored, or the module doesn't take it, and `strict` is True; or `key`
-            returns one stored key for tensors that differ in size, dtype or placements.
-        UnsupportedValue: the module is on the meta device, or has parameters that aren't initialised yet.
-        MetadataError: the module has plain tensors, and this rank isn't in the mesh `within`.
-        IntegrityError: a tensor's several names are stored with different values.
-        ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it; or quantised values
+        KeyMismatch: A tensor isn't stored under any of its names, or the module doesn't take it, and `strict` is True;
+            or `key` returns one stored key for tensors that differ in size, dtype or placements.
+        UnsupportedValue: The module is on the meta device, or has parameters that aren't initialised yet.
+        MetadataError: The module has plain tensors, and this rank isn't in the mesh `within`.
+        IntegrityError: A tensor's several names are stored with different values.
+        ShapeError: Stored values don't fit the module, or its own `load_state_dict` refuses them; or quantised values
             would be cast without their scales.
-        CheckpointingException: what `load` raises; or a hook raises, which is named.
+        CheckpointingException: An error of `load`, or of a hook, which is named.
 
     Examples:
         >>> import tempfile, shardtree as st
@@ -144,29 +145,29 @@ def load_module(
 
     def finish() -> ModuleKeys:
         settle(loading.walk, lambda _: None)
-        found = IncompatibleKeys(loading.walk.missing, loading.walk.unexpected)
-        return _report(loading, found, shapes, strict=strict)
+        final_keys = IncompatibleKeys(loading.walk.missing, loading.walk.unexpected)
+        return _report(loading, final_keys, shapes, strict=strict)
 
     return agree(ranks, "load_module: load the rest", finish)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loading:
-    """A module, and what is stored for it.
+    """A module, and the values that are stored for it.
 
     Attributes:
-        module: the module.
-        keys: stored keys by name, for names of `state_dict` and those that `load_state_dict` looks for.
-        rest: entries of its `state_dict` that are neither parameters nor buffers, by name.
-        hidden: names of parameters and buffers that a hook leaves out of `state_dict`.
-        entries: what is stored, by name.
-        common: values of the common state, by stored key.
-        walk: what is done with the entries.
+        module: The module.
+        keys: Stored keys by name, for names of `state_dict` and those that `load_state_dict` looks for.
+        extras: Entries of its `state_dict` that are neither parameters nor buffers, by name.
+        hidden: Names of parameters and buffers that a hook leaves out of `state_dict`.
+        entries: Stored values by name.
+        common: Values of the common state, by stored key.
+        walk: Walk over the module, with the entries that it takes.
     """
 
     module: torch.nn.Module
     keys: Mapping[str, str]
-    rest: Mapping[str, Any]
+    extras: Mapping[str, Any]
     hidden: frozenset[str]
     entries: Mapping[str, UnreadValue]
     common: Mapping[str, Any]
@@ -174,23 +175,23 @@ class _Loading:
 
 
 def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], str], shapes: Shapes) -> _Loading:
-    """Return the state of a load into a module that has matched names and read no tensor yet."""
+    """Return the state of a load that has matched names and read no tensor yet."""
     state = module.state_dict(keep_vars=True)
-    every = dict(all_tensors(module))
-    tensors = {name: tensor for name, tensor in every.items() if not is_lazy(tensor)}
+    named_tensors = dict(all_tensors(module))
+    tensors = {name: tensor for name, tensor in named_tensors.items() if not is_lazy(tensor)}
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:
         fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
         raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=meta, fix=fix))
-    own = {*map(id, every.values())}
-    rest = {name: value for name, value in state.items() if id(value) not in own}
+    tensor_ids = {*map(id, named_tensors.values())}
+    extras = {name: value for name, value in state.items() if id(value) not in tensor_ids}
     # A hook may give tensors other names in `state_dict`, or leave them out.
     shown = {id(value): name for name, value in state.items()}
     other_names = {name: shown.get(id(tensor)) for name, tensor in tensors.items() if name not in state}
     hidden = frozenset(name for name, other in other_names.items() if other is None)
     keys = {name: key(name) for name in (*state, *hidden)}
     modules = module.named_modules(remove_duplicate=False)
-    hooked = [f"{path}." if path else "" for path, each in modules if has_renaming_hooks(each)]
+    hooked = [f"{path}." if path else "" for path, child in modules if has_renaming_hooks(child)]
     hooked += [""] * overrides_loading(module)
     common = _common_of(source, {*keys.values()} - shapes.keys(), shapes, any_tensor=bool(hooked))
     stored = {name: UnreadValue(name, shape) for name, shape in shapes.items()} | {
@@ -198,14 +199,14 @@ def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], s
         for name, value in common.items()
     }
     entries = stored_by_name(keys, key, stored, hooked)
-    dtypes = {name: value.dtype for name, value in rest.items() if isinstance(value, torch.Tensor)}
+    dtypes = {name: value.dtype for name, value in extras.items() if isinstance(value, torch.Tensor)}
     state_walk = Walk(partial(read_value, source, common, tensors, dtypes), partial(fill_alone, source, common))
     labels = {name: keys[other] for name, other in other_names.items() if other is not None}
-    return _Loading(module, keys | labels, rest, hidden, entries, common, state_walk)
+    return _Loading(module, keys | labels, extras, hidden, entries, common, state_walk)
 
 
 def _common_of(source: ModuleSource, lacking: set[str], shapes: Shapes, *, any_tensor: bool) -> dict[str, Any]:
-    """Return the values of the common state that the module lacks; any tensor, where hooks know other names."""
+    """Return the common state's values for keys that aren't stored; also its tensors, if hooks may know other names."""
     if not (lacking or any_tensor):
         return {}
 
@@ -216,7 +217,7 @@ def _common_of(source: ModuleSource, lacking: set[str], shapes: Shapes, *, any_t
 
 
 def _load_hooked(loading: _Loading) -> None:
-    """Have modules with hooks of their own load themselves, and note what the others take."""
+    """Let modules with hooks of their own load themselves, and record what the other modules take."""
     module, state = loading.module, loading.walk
     if overrides_loading(module):
         load_by_override(module, loading.entries, state)
@@ -230,19 +231,19 @@ def _load_hooked(loading: _Loading) -> None:
 
 def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, strict: bool) -> ModuleKeys:
     """Return the keys without a counterpart, or raise if they are an error."""
-    rest = loading.rest
-    # Of extra states torch itself says whether they are missing, and hooks may have changed that.
-    others = (name for name in rest if name.rpartition(".")[2] != EXTRA_STATE)
+    extras = loading.extras
+    # Torch itself reports missing extra states, and hooks may have changed its report.
+    others = (name for name in extras if name.rpartition(".")[2] != EXTRA_STATE)
     absent = {name: loading.keys[name] for name in others if name not in loading.entries}
     if found.missing_keys:
         absent |= unfilled(dict(all_tensors(loading.module)), found.missing_keys, loading.keys)
-    empty = {name for name in absent if name in rest and not has_elements(rest[name])}
+    empty = {name for name in absent if name in extras and not has_elements(extras[name])}
     missing = {key: name for name, key in absent.items() if name not in empty}
     kept = {absent[name] for name in empty} | {loading.keys[name] for name in loading.walk.kept}
     if strict:
-        unknown = sorted(loading.keys[name] for name in found.unexpected_keys if name in rest)
+        unknown = sorted(loading.keys[name] for name in found.unexpected_keys if name in extras)
         if unknown:
-            what = "load_module: the module's own load_state_dict doesn't know what is stored: nothing of it was loaded"
+            what = "load_module: the module's own load_state_dict doesn't take these stored values: none was loaded"
             expected = "a load hook that undoes what the state_dict hook does"
             fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
             raise KeyMismatch(error_text(what, offenders=unknown, expected=expected, fix=fix))
@@ -267,7 +268,7 @@ def _refuse_missing(missing: Mapping[str, str], loading: _Loading, shapes: Shape
 
 
 def _unused(loading: _Loading, unexpected: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
-    """Return the keys of stored tensors that the module has no name for; a hook's names, where it made some."""
+    """Return the keys of stored tensors that the module has no name for; or names that a hook has given them."""
     entries, moved = loading.entries, loading.walk.moved
     spare = {moved.get(name) or (entries[name].key if name in entries else name) for name in unexpected}
     tensors = {key for key, shape in shapes.items() if shape is not None}

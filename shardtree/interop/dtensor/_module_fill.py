@@ -26,7 +26,7 @@ from ._placed import Strided, is_dtensor
 
 @dataclass(frozen=True, eq=False)
 class ModuleSource:
-    """A checkpoint with the arguments of `load_module`, which are its fields."""
+    """A checkpoint, and how to read it, in fields that are arguments of `load_module`."""
 
     checkpoint_dir: Directory
     cast: bool
@@ -43,33 +43,37 @@ class ModuleSource:
 
     @cached_property
     def objects(self) -> Mapping[str, str]:
-        """The names in the open checkpoint of objects, by key; of cells with one key, one of them."""
-        return {each.key: name for name, each in self.tree.metadata.items() if isinstance(each, ShardedObject)}
+        """Names of the open checkpoint's objects, by key; one name for several cells with the same key."""
+        return {shard.key: name for name, shard in self.tree.metadata.items() if isinstance(shard, ShardedObject)}
 
 
 def stored_shapes(source: ModuleSource) -> dict[str, tuple[int, ...] | None]:
     """Return the shape of each stored tensor by key, and None for each object that is the only one of its key."""
     shards = load_sharded_metadata(source.checkpoint_dir, strategies=source.strategies, options=source.options).values()
-    tensors = {each.key: each.global_shape for each in shards if isinstance(each, ShardedTensor)}
-    objects = (each for each in shards if not isinstance(each, ShardedTensor))
-    return {**dict.fromkeys(each.key for each in objects if prod(each.global_shape) == 1), **tensors}
+    tensors = {shard.key: shard.global_shape for shard in shards if isinstance(shard, ShardedTensor)}
+    objects = (shard for shard in shards if not isinstance(shard, ShardedTensor))
+    return {**dict.fromkeys(cell.key for cell in objects if prod(cell.global_shape) == 1), **tensors}
 
 
 def common_values(
     source: ModuleSource, wanted: Callable[[str, Any], bool], stored_keys: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the wanted values of the common state by key; none where reading it takes pickled code."""
+    """Return the wanted values of the common state by key; none if reading it would run pickled code."""
     with suppress(UnsafeFile, UnsupportedValue):
         tree = load_common_state_dict(source.checkpoint_dir, strategies=source.strategies, options=source.options)
         values = {name: value for name, value in _by_key(tree) if wanted(name, value)}
-        # Of a container whose tensors are stored by themselves only the rest is here.
-        containers = {name for name in values if any(each.startswith(f"{name}.") for each in stored_keys)}
-        return {n: each for n, each in values.items() if n not in containers or isinstance(each, torch.Tensor)}
+        # Containers are left out if some of their tensors are stored separately, and so are missing here.
+        partial_names = {name for name in values if any(key.startswith(f"{name}.") for key in stored_keys)}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in partial_names or isinstance(value, torch.Tensor)
+        }
     return {}
 
 
 def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is in dicts and lists, and these too, by the keys of their paths: an extra state may be one."""
+    """Yield dicts, lists and their contents by key, since an extra state may be a dict or list."""
     children = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     for entry, child in children:
         if child is not HOLE:
@@ -86,10 +90,10 @@ def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], wor
     Raises:
         MetadataError: The module has plain tensors, and this rank isn't in the mesh `within`.
     """
-    own = {name: tensor for name, tensor in (names.targets | names.aliases).items() if name not in common}
+    tensors = {name: tensor for name, tensor in (names.targets | names.aliases).items() if name not in common}
     replicated = None if source.within is None else lambda *_: True
-    shards = from_dtensors(own, within=source.within, strided=source.strided, replicated=replicated)
-    outside = [name for name, each in own.items() if name not in shards and not is_dtensor(each)]
+    shards = from_dtensors(tensors, within=source.within, strided=source.strided, replicated=replicated)
+    outside = [name for name, tensor in tensors.items() if name not in shards and not is_dtensor(tensor)]
     if outside:
         what = "load_module: plain tensors of a rank that isn't in the mesh within="
         found, expected = f"rank {source.within.get_rank()}", f"one of {source.within.mesh.tolist()}"
@@ -102,7 +106,8 @@ def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], wor
         else leaf
         for name, leaf in shards.items()
     }
-    # Only to be compared: the first name fills the memory. Views of one memory are filled one after the other.
+    # Aliases are loaded only to be compared, since the first name fills the memory, and overlapping views are filled in
+    # turn: both get memory of their own.
     apart = {*names.aliases, *overlapping(names.targets)}
     return target | {name: map_data(torch.empty_like, target[name]) for name in apart if name in target}
 
@@ -126,16 +131,16 @@ def fill_alone(source: ModuleSource, common: Mapping[str, Any], fills: Sequence[
         return
     names, alone = by_stored_key(fills), one_process()
     target = target_of(source, names, common, alone)
-    # Other ranks' parts are not asked for.
+    # Integrity isn't checked, since other ranks' parts aren't requested.
     values = loader_of(source)(target, world=alone, validate_access_integrity=False)
     deliver(names, {**common, **values}, cast=source.cast)
 
 
 def deliver(names: Named, values: Mapping[str, Any], *, cast: bool) -> None:
-    """Put what isn't in a tensor's memory yet there, and raise where its other stored keys have other values."""
+    """Copy values that aren't in their tensor's memory yet, and raise if the stored keys of a tensor disagree."""
     for name, tensor in names.targets.items():
         local = local_tensor(tensor)
-        # Several boxes were put together, elsewhere. A rank that a tensor's mesh doesn't have holds nothing of it.
+        # A part of several boxes was merged in other memory. A rank outside a tensor's mesh has no value for it.
         if name not in values or values[name].data_ptr() == local.data_ptr():
             continue
         _check_fits(name, values[name], local.shape, local.dtype, cast=cast)
@@ -169,19 +174,20 @@ def read_value(
     name: str,
     stored: UnreadValue,
 ) -> Any:
-    """Return a stored value as a module's own loading gets it; torch copies it into a tensor.
+    """Return a stored value for a module's own loading, which copies it into a tensor.
 
-    In the dtype that is stored. A DTensor gets one with the same placements; what else a module of DTensors asks for
-    is replicated on their mesh, since torch doesn't mix the two.
+    A value for a parameter or buffer has the stored dtype; another tensor has the dtype that it has in `state_dict`. A
+    DTensor gets a DTensor with the same placements; other values for a module of DTensors are replicated on their mesh,
+    since torch doesn't mix DTensors and plain tensors.
 
     Args:
-        source: the checkpoint.
-        common: values of the common state, by stored key.
-        tensors: the tensors that `load_state_dict` fills, by name.
-        dtypes: the dtypes of other tensors of the module's `state_dict`, by name.
-        module: the module that asks.
-        name: the name by which it asks.
-        stored: what it asks for.
+        source: The checkpoint.
+        common: Values of the common state, by stored key.
+        tensors: Tensors that `load_state_dict` fills, by name.
+        dtypes: Dtypes of other tensors of the module's `state_dict`, by name.
+        module: The module that asks.
+        name: Name by which it asks.
+        stored: Stored value that it asks for.
 
     Raises:
         ShapeError: The stored dtype differs, and the value isn't converted, or would be without its scales.
@@ -205,17 +211,18 @@ def read_value(
 
 
 def _refuse_without_scales(source: ModuleSource, key: str, dtype: torch.dtype) -> None:
-    """Raise where values that a hook asks for in another dtype are numbers by scales that are stored beside them."""
+    """Raise if a hook asks for another dtype of values that need the scales stored beside them."""
     stored = source.tree.metadata
     if not plain_matcher("load_module", source.plain, stored.keys)(key):
-        dtypes = those_of({name: each.dtype for name, each in stored.items() if isinstance(each, ShardedTensor)})
+        dtypes = those_of({name: shard.dtype for name, shard in stored.items() if isinstance(shard, ShardedTensor)})
         refuse_scaled("load_module", {key: dtype}, scaled_values({key: dtype}, dtypes))
 
 
 def _replicated(module: torch.nn.Module, value: torch.Tensor) -> Any:
     """Return a tensor on the mesh of a module's DTensors; unchanged if it has none, or several meshes."""
-    own = [each for each in module.parameters(recurse=False) if is_dtensor(each)]
-    meshes: set[Any] = {each.device_mesh for each in own or filter(is_dtensor, module.parameters())}  # type: ignore[attr-defined]
+    direct = [*filter(is_dtensor, module.parameters(recurse=False))]
+    dtensors: Any = direct or filter(is_dtensor, module.parameters())
+    meshes: set[Any] = {dtensor.device_mesh for dtensor in dtensors}
     if len(meshes) != 1:
         return value
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,4 +1,4 @@
-"""The load hooks of a module: those of torch that are known by name, and its own."""
+"""A module's load hooks: torch's, which are known by name, and the module's own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-# torch's own hooks, which run around our fill: they look at no element. They are private, and named as they have been
-# since torch 2.6. One that has another name there is run as any hook is: right, but the module reads its tensors whole.
+# torch's own hooks, which may run around our fill, since they look at no element. They are private; their names are
+# those of torch 2.6 and later. A hook of another name runs like any other: correctly, but its module reads its tensors
+# whole.
 
 _KNOWN_HOOKS = {
     # FSDP2: parameters must be sharded before, and are padded again after a load that replaced them.
@@ -24,7 +25,7 @@ _KNOWN_HOOKS = {
     ("torch.nn.modules.lazy", "LazyModuleMixin._lazy_load_hook"),
 }
 
-_FSDP_HOOKS = {each for each in _KNOWN_HOOKS if each[0].startswith("torch.distributed.fsdp")}
+_FSDP_HOOKS = {(module, name) for module, name in _KNOWN_HOOKS if module.startswith("torch.distributed.fsdp")}
 
 _KNOWN_OVERRIDES = {
     ("torch.nn.modules.module", "Module._load_from_state_dict"),
@@ -34,9 +35,9 @@ _KNOWN_OVERRIDES = {
 
 
 def loads_itself(module: torch.nn.Module, entries: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a module has hooks, or an own loading, that may look at what is stored."""
+    """Return whether a module has hooks, or a loading method of its own, that may look at stored values."""
     return bool(own_hooks(module)) or (
-        # An old checkpoint's statistics, of which torch's own loading has its opinion.
+        # Torch's own loading refuses running statistics of old checkpoints here, or reports them.
         isinstance(module, _NormBase)
         and not module.track_running_stats
         and any(f"{prefix}running_{name}" in entries for name in ("mean", "var"))
@@ -54,14 +55,14 @@ def own_hooks(module: torch.nn.Module) -> list[str]:
         >>> own_hooks(model)
         ['print']
     """
-    override = module._load_from_state_dict  # the instance's: it may have one of its own
-    found = [] if _identity(override) in _KNOWN_OVERRIDES else [name_of(override)]
+    override = module._load_from_state_dict  # the instance may have one of its own
+    names = [] if _identity(override) in _KNOWN_OVERRIDES else [name_of(override)]
     hooks = module._load_state_dict_pre_hooks.values()
-    return found + [name_of(hook) for hook in hooks if _identity(hook) not in _KNOWN_HOOKS]
+    return names + [name_of(hook) for hook in hooks if _identity(hook) not in _KNOWN_HOOKS]
 
 
 def has_renaming_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a module's hooks may take entries of other names than those of its state dict."""
+    """Return whether a module's hooks may take entries whose names aren't in its state dict."""
     hooks = module._load_state_dict_pre_hooks.values()
     return bool(own_hooks(module)) or not all(map(is_of_fsdp2, hooks))
 
@@ -72,7 +73,7 @@ def is_of_fsdp2(hook: Any) -> bool:
 
 
 def _identity(function: Any) -> tuple[Any, Any]:
-    function = getattr(function, "hook", function)  # torch wraps pre-hooks, to give them their module
+    function = getattr(function, "hook", function)  # torch wraps pre-hooks, to pass them their module
     return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
 
 
@@ -83,5 +84,5 @@ def name_of(function: Any) -> str:
 
 
 def overrides_loading(module: torch.nn.Module) -> bool:
-    """Return whether a module has a `load_state_dict` of its own; torch asks the outermost module alone for it."""
+    """Return whether a module overrides `load_state_dict`, which torch calls on the outermost module alone."""
     return _identity(module.load_state_dict) != ("torch.nn.modules.module", "Module.load_state_dict")

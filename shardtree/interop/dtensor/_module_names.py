@@ -80,20 +80,21 @@ def stored_by_name(
     """
     if key is str:
         return dict(stored)
-    named = {name: stored[each] for name, each in keys.items() if each in stored}
+    named = {name: stored[stored_key] for name, stored_key in keys.items() if stored_key in stored}
     spare = stored.keys() - set(keys.values())
     for prefix in hooked:
-        # A function of names has no inverse. What comes before a module's names is found by those that are known.
-        own = ((name[len(prefix) :], keys[name]) for name in keys if name.startswith(prefix))
-        before = {each.removesuffix(local) for local, each in own if each.endswith(local)}
-        for start in before:
-            tails = ((f"{prefix}{each.removeprefix(start)}", each) for each in spare if each.startswith(start))
-            named |= {name: stored[each] for name, each in tails if name not in named and _has_key(key, name, each)}
+        # `key` has no inverse. The stored counterparts of a module's prefix are found by its known names.
+        known = ((name[len(prefix) :], keys[name]) for name in keys if name.startswith(prefix))
+        stored_prefixes = {stored_key.removesuffix(local) for local, stored_key in known if stored_key.endswith(local)}
+        for start in stored_prefixes:
+            pairs = ((f"{prefix}{name.removeprefix(start)}", name) for name in spare if name.startswith(start))
+            new = ((name, stored_key) for name, stored_key in pairs if name not in named)
+            named |= {name: stored[stored_key] for name, stored_key in new if _has_key(key, name, stored_key)}
     return named
 
 
 def _has_key(key: Callable[[str], str], name: str, stored_key: str) -> bool:
-    with suppress(Exception):  # it may be a table of the known names
+    with suppress(Exception):  # `key` may be a table of the known names alone
         return key(name) == stored_key
     return False
 
@@ -106,9 +107,9 @@ class Named:
     """A module's tensors by stored key.
 
     Attributes:
-        targets: each memory once, by the first of its keys.
-        aliases: tensors with more stored keys, by the others.
-        copies: pairs of a tensor and another one of other memory that has the same key.
+        targets: Tensors by stored key; each memory once, under the first of its keys.
+        aliases: Tensors with several stored keys, by the further keys.
+        copies: Pairs of a filled tensor and a tensor in other memory that has the same stored key.
     """
 
     targets: Tensors
@@ -120,7 +121,7 @@ def by_stored_key(fills: Iterable[Fill]) -> Named:
     """Return the tensors that are filled, by stored key.
 
     Raises:
-        KeyMismatch: tensors that differ have one stored key.
+        KeyMismatch: Tensors that differ in shape, dtype or placements have the same stored key.
     """
     names: dict[Any, list[str]] = {}
     keys: dict[Any, list[str]] = {}
@@ -130,52 +131,52 @@ def by_stored_key(fills: Iterable[Fill]) -> Named:
         tensors.setdefault(memory, fill.tensor.detach())
         names.setdefault(memory, []).append(fill.name)
         keys.setdefault(memory, []).append(fill.stored.key)
-    return _sort_out({memory: [*dict.fromkeys(each)] for memory, each in keys.items()}, tensors, names)
+    return _sort_out({memory: [*dict.fromkeys(of_memory)] for memory, of_memory in keys.items()}, tensors, names)
 
 
 def _sort_out(
     stored_keys: Mapping[Any, list[str]], tensors: Mapping[Any, torch.Tensor], names: Mapping[Any, list[str]]
 ) -> Named:
-    """Return the tensors to fill, those to compare with them, and the copies to make, from memories and stored keys."""
+    """Return the tensors to fill, the aliases to compare and the copies to make, given each memory's stored keys."""
     targets, aliases, copies = Tensors(), Tensors(), list[tuple[torch.Tensor, torch.Tensor]]()
     holder: dict[str, Any] = {}
-    for number, keys in stored_keys.items():
-        before = [name for name in keys if name in holder]
-        free = [name for name in keys if name not in holder]
-        if before:
-            source = holder[before[0]]
-            _refuse_unlike(before[0], {names[source][0]: tensors[source], names[number][0]: tensors[number]})
-            copies.append((tensors[source], tensors[number]))
+    for memory, keys in stored_keys.items():
+        taken = [key for key in keys if key in holder]
+        free = [key for key in keys if key not in holder]
+        if taken:
+            source = holder[taken[0]]
+            _refuse_unlike(taken[0], {names[source][0]: tensors[source], names[memory][0]: tensors[memory]})
+            copies.append((tensors[source], tensors[memory]))
         else:
-            targets[free.pop(0)] = tensors[number]
-        aliases |= dict.fromkeys(free, tensors[number])
-        holder |= dict.fromkeys([name for name in keys if name not in holder], number)
+            targets[free.pop(0)] = tensors[memory]
+        aliases |= dict.fromkeys(free, tensors[memory])
+        holder |= dict.fromkeys([key for key in keys if key not in holder], memory)
     return Named(targets, aliases, copies)
 
 
 def _refuse_unlike(key: str, tensors: Tensors) -> None:
-    """Raise unless what is stored for one of two tensors can be copied to the other, as each rank holds them."""
+    """Raise unless each rank can copy its part of one of two tensors to the other."""
     kinds = []
     for tensor in tensors.values():
         local, cut = local_tensor(tensor), (getattr(tensor, name, None) for name in ("device_mesh", "placements"))
         kinds.append((tensor.shape, local.shape, local.stride(), local.dtype, *cut))
     if kinds[0] != kinds[1]:
         what = f"load_module: key= returns {key!r} for tensors that differ in shape, dtype or placements"
-        found = " and ".join(f"{tuple(each.shape)} {each.dtype}" for each in tensors.values())
-        fix = "Return a stored key of its own for each."
-        raise KeyMismatch(error_text(what, offenders=[*tensors], found=found, expected="tensors alike", fix=fix))
+        found = " and ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors.values())
+        expected, fix = "equal shapes, dtypes and placements", "Return a different stored key for each."
+        raise KeyMismatch(error_text(what, offenders=[*tensors], found=found, expected=expected, fix=fix))
 
 
 # What isn't filled
 
 
 def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored keys of missing names, by one of the names; a tensor that has other names is filled by them.
+    """Return the stored keys of tensors that stay unfilled, by one of their names; any stored name fills a tensor.
 
     Args:
-        tensors: the module's tensors by all of their names.
-        missing: names that aren't stored.
-        keys: stored keys by name.
+        tensors: The module's tensors by all of their names.
+        missing: Names that aren't stored.
+        keys: Stored keys by name.
     """
     absent = dict.fromkeys(missing)
     names: dict[Any, list[str]] = {}
@@ -184,14 +185,14 @@ def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) 
     groups = {name: group for group in names.values() for name in group}
     lacking = {name: groups.get(name, [name]) for name in absent}
     return {
-        group[0]: " = ".join(dict.fromkeys(keys.get(each, each) for each in group))
+        group[0]: " = ".join(dict.fromkeys(keys.get(name, name) for name in group))
         for group in lacking.values()
-        if all(each in absent for each in group)
+        if all(name in absent for name in group)
     }
 
 
 def has_elements(value: Any) -> bool:
-    """Return whether a value holds tensors; a tensor without elements, as an empty extra state is, doesn't count."""
+    """Return whether a value holds tensors; a tensor without elements, such as an empty extra state, doesn't count."""
     return holds_tensors(value) and not (isinstance(value, torch.Tensor) and not is_lazy(value) and not value.numel())
 
 

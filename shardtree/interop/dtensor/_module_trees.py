@@ -22,11 +22,11 @@ def from_module(
     """Return a module's parameters and persistent buffers as shards by name, which share the module's memory.
 
     DTensors become shards as by `from_dtensors`. A plain tensor is taken to be whole on every rank, and rank 0's is its
-    main replica. A tensor with several names (tied weights) is there once, under its first name. Undone by
-    `module_tensors`; `load_module` loads what `save` made of it.
+    main replica. A tensor with several names (tied weights) appears once, under its first name. `module_tensors` is the
+    inverse; a saved result is loaded by `load_module` too.
 
     Args:
-        module: A module of any kind, also cut by FSDP2 or tensor parallelism. It isn't changed.
+        module: Any module, also one cut by FSDP2 or tensor parallelism. It isn't changed.
         key: A function from names to the shards' keys; by default they are the same.
         within: The DeviceMesh whose ranks all hold this module, as for `from_dtensors`; by default the ranks of
             torch.distributed's default group, or this process alone.
@@ -63,7 +63,7 @@ def _tensors_once(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def module_tensors(tree: Any, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a tree of shards as a module's tensors by name, DTensors where the module has some; nothing is copied.
+    """Return a tree of shards as tensors by name, DTensors where the module has DTensors; nothing is copied.
 
     `torch.func.functional_call(module, module_tensors(tree, module), inputs)` runs the module on the tree. The module
     keeps its own tensors.
@@ -71,7 +71,7 @@ def module_tensors(tree: Any, module: torch.nn.Module) -> dict[str, torch.Tensor
     Args:
         tree: Shards, or tensors, by the names that `from_module` gives: its result after any tree functions, or what
             `load` returned for it.
-        module: The module. Its DTensors give meshes and placements, and its parameters say what requires a gradient.
+        module: Module whose DTensors give meshes and placements, and whose parameters decide what requires a gradient.
 
     Raises:
         KeyMismatch: The tree has no tensor for some of the names; each is named.
@@ -88,18 +88,18 @@ def module_tensors(tree: Any, module: torch.nn.Module) -> dict[str, torch.Tensor
     References:
         flax.nnx.merge.
     """
-    own = _tensors_once(module)
-    dtensors = {name: tensor for name, tensor in own.items() if is_dtensor(tensor)}
+    originals = _tensors_once(module)
+    dtensors = {name: tensor for name, tensor in originals.items() if is_dtensor(tensor)}
     tensors: dict[str, Any] = unbox(to_dtensors(dict(tree), like=dtensors))
-    missing = [repr(name) for name in own if not isinstance(tensors.get(name), torch.Tensor)]
+    missing = [repr(name) for name in originals if not isinstance(tensors.get(name), torch.Tensor)]
     if missing:
         fix = "Pass what `from_module` returns for this module, with data."
         raise KeyMismatch(error_text("module_tensors: no tensor for these names", offenders=missing, fix=fix))
-    return {name: tensor if name in dtensors else _as_leaf(tensor, own[name]) for name, tensor in tensors.items()}
+    return {name: tensor if name in dtensors else _as_leaf(tensor, originals[name]) for name, tensor in tensors.items()}
 
 
 def _as_leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that requires a gradient if the module's own does; what has one to compute already stays."""
+    """Return a tensor that requires a gradient if the module's own does; one that requires it already is unchanged."""
     if tensor.requires_grad or not like.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.detach().requires_grad_()

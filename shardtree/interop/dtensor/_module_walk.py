@@ -1,7 +1,7 @@
-"""The walk of `torch.nn.Module.load_state_dict` over a module, whose own hooks run as they do there.
+"""The walk of `torch.nn.Module.load_state_dict` over a module, with hooks run in the same order.
 
-What a module without hooks of its own takes is noted and filled later, all at once and from the bytes of this rank's
-part. Any other module loads itself, from a state dict that reads what it is asked for.
+The entries that a module without hooks of its own takes are recorded, and filled later, all at once and from the bytes
+of this rank's part. Any other module loads itself, from a state dict that reads values when they are asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._module_hooks import is_of_fsdp2, loads_itself, name_of, own_hooks
 from ._module_names import Fill, Tensors, UnreadValue, own_tensors
 
 Read = Callable[[torch.nn.Module, str, UnreadValue], Any]
-"""Reads a stored value that a module's own loading asks for by a name."""
+"""Function that reads a stored value, which a module's own loading asks for by a name."""
 
 EXTRA_STATE = "_extra_state"
 
@@ -30,7 +30,7 @@ EXTRA_STATE = "_extra_state"
 if TYPE_CHECKING:
     _State = OrderedDict[str, Any]
 else:
-    # Hooks may want either class. The methods of the first one ask for values by `__getitem__` alone.
+    # Hooks may check for either class. The methods of MutableMapping read values by `__getitem__` alone.
     class _State(MutableMapping, OrderedDict):
         pass
 
@@ -65,7 +65,7 @@ class StoredState(_State):
     def __contains__(self, name: object) -> bool:
         return OrderedDict.__contains__(self, name)
 
-    # With its own iterator, `dict(state)` and `{**state}` ask for each value instead of copying what is here.
+    # With its own iterator, `dict(state)` and `{**state}` ask for each value instead of copying unread ones.
     def __iter__(self) -> Iterator[str]:
         return OrderedDict.__iter__(self)
 
@@ -83,7 +83,7 @@ class StoredState(_State):
         return OrderedDict, ([*self.items()],)
 
     def entries(self) -> dict[str, Any]:
-        """Return the values, and what hasn't been read as `UnreadValue`."""
+        """Return the values by name; those that haven't been read are `UnreadValue`."""
         return {name: OrderedDict.__getitem__(self, name) for name in self}
 
 
@@ -96,7 +96,7 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Visit:
-    """A module without hooks of its own: what it takes, and what else `load_state_dict` says of it."""
+    """A module without hooks of its own: the entries that it takes, and the keys that `load_state_dict` reports."""
 
     module: torch.nn.Module
     prefix: str
@@ -120,14 +120,14 @@ class Walk:
     """The state of a walk.
 
     Attributes:
-        read: reads a value for a module's own loading.
-        fill: fills tensors on this rank alone, before hooks that may look at them.
-        pending: what is filled and called later, in torch's order.
-        missing: names that aren't in the state dict.
-        unexpected: names that the module doesn't have.
-        errors: messages of modules that loaded themselves.
-        moved: the stored keys of unexpected names.
-        kept: names of buffers that torch lets a module keep.
+        read: Function that reads a value for a module's own loading.
+        fill: Function that fills tensors on this rank alone, before hooks that may look at them.
+        pending: Visits to fill and hooks to call later, in torch's order.
+        missing: Names that aren't in the state dict.
+        unexpected: Names that the module doesn't have.
+        errors: Error messages of modules that loaded themselves.
+        moved: Stored keys of unexpected names.
+        kept: Names of buffers that torch lets a module keep.
     """
 
     read: Read
@@ -141,16 +141,16 @@ class Walk:
 
 
 def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> None:
-    """Note what a module and its children take of a state dict, in torch's order; those with own hooks load it.
+    """Record the entries that a module and its children take, in torch's order; modules with hooks load themselves.
 
     Args:
-        module: the module.
-        entries: the state dict, with values of type `UnreadValue` or what a hook made; it is emptied.
-        prefix: the beginning of the names of the module's entries.
-        state: receives the result.
+        module: The module.
+        entries: State dict, with values of type `UnreadValue` or from a hook; it is emptied.
+        prefix: Prefix of the names of the module's entries.
+        state: Walk that receives the result.
 
     Raises:
-        CheckpointingException: a hook raises, or what it asks for can't be read.
+        CheckpointingException: A hook raises, or a value that it asks for can't be read.
     """
     tensors = dict(own_tensors(module, prefix))
     if loads_itself(module, entries, prefix) or _is_partly_read(tensors, entries, prefix):
@@ -159,8 +159,8 @@ def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: W
         with _naming(module, prefix, ["torch's hook"]):
             for hook in module._load_state_dict_pre_hooks.values():
                 hook(entries, prefix, {}, True, [], [], [])
-        own, below = _split(entries, prefix)
-        state.pending.append(_visit(module, tensors, own, below, prefix, state))
+        direct, below = _split(entries, prefix)
+        state.pending.append(_visit(module, tensors, direct, below, prefix, state))
     entries.clear()  # so that a child's values are freed when it has taken them
     for name, child in module._modules.items():
         if child is not None:
@@ -170,7 +170,7 @@ def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: W
 
 
 def settle(state: Walk, fill: Callable[[Sequence[Fill]], None]) -> None:
-    """Fill what is pending, then call extra states' setters and post-hooks, in torch's order."""
+    """Fill the pending tensors, then call extra states' setters and post-hooks, in torch's order."""
     pending = [*state.pending]
     state.pending.clear()
     fill(fills_of(pending))
@@ -190,11 +190,11 @@ def settle(state: Walk, fill: Callable[[Sequence[Fill]], None]) -> None:
 
 def fills_of(pending: Iterable[_Visit | _PostHook]) -> list[Fill]:
     """Return the fills of the pending visits."""
-    return [each for step in pending if isinstance(step, _Visit) for each in step.fills]
+    return [fill for step in pending if isinstance(step, _Visit) for fill in step.fills]
 
 
 def foreseen(state: Walk) -> IncompatibleKeys | None:
-    """Return the lists of keys as they will be; None if hooks that are still to come may change them."""
+    """Return the final lists of keys; None if pending hooks may change them."""
     hooks = (step for step in state.pending if isinstance(step, _PostHook))
     if any(not is_of_fsdp2(step.hook) for step in hooks):
         return None
@@ -206,24 +206,24 @@ def foreseen(state: Walk) -> IncompatibleKeys | None:
 
 def load_by_override(module: torch.nn.Module, entries: Mapping[str, UnreadValue], state: Walk) -> None:
     """Call a module's own `load_state_dict`, which may read everything that is stored."""
-    given = StoredState(entries, lambda name, stored: state.read(module, name, stored))
+    state_dict = StoredState(entries, lambda name, stored: state.read(module, name, stored))
     accepted = signature(module.load_state_dict).parameters
-    lenient = "strict" in accepted or any(each.kind is Parameter.VAR_KEYWORD for each in accepted.values())
+    lenient = "strict" in accepted or any(value.kind is Parameter.VAR_KEYWORD for value in accepted.values())
     with _naming(module, "", [name_of(module.load_state_dict)]):
         try:
-            found = module.load_state_dict(given, **({"strict": False} if lenient else {}))
-        except RuntimeError as error:  # what torch raises for other sizes
+            keys = module.load_state_dict(state_dict, **({"strict": False} if lenient else {}))
+        except RuntimeError as error:  # torch's error for tensors of other sizes
             state.errors.append(str(error))
             return
-    state.missing.extend(getattr(found, "missing_keys", ()))
-    state.unexpected.extend(getattr(found, "unexpected_keys", ()))
+    state.missing.extend(getattr(keys, "missing_keys", ()))
+    state.unexpected.extend(getattr(keys, "unexpected_keys", ()))
 
 
 # One module
 
 
 def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether entries of a module are values that a hook made, or one element for a tensor without axes."""
+    """Return whether a module's entries include values of a hook, or one element for a tensor without axes."""
     return any(
         not isinstance(entries[name], UnreadValue)
         or (entries[name].shape == (1,) and not is_lazy(tensor) and not tensor.dim())
@@ -233,29 +233,29 @@ def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -
 
 
 def _load_itself(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> dict[str, Any]:
-    """Have a module load its own tensors, and return the state dict as it left it."""
-    settle(state, state.fill)  # its hooks may look at what was before
-    given = StoredState(entries, lambda name, stored: state.read(module, name, stored))
+    """Let a module load its own tensors, and return the state dict as the module leaves it."""
+    settle(state, state.fill)  # since the module's hooks may look at tensors that come before
+    state_dict = StoredState(entries, lambda name, stored: state.read(module, name, stored))
     with _naming(module, prefix, own_hooks(module)):
-        module._load_from_state_dict(given, prefix, {}, True, state.missing, state.unexpected, state.errors)
-    return given.entries()
+        module._load_from_state_dict(state_dict, prefix, {}, True, state.missing, state.unexpected, state.errors)
+    return state_dict.entries()
 
 
 def _split(entries: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return a module's own entries, and those of its children by the child's name."""
-    own: dict[str, Any] = {}
+    direct: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, entry in entries.items():
         child, dot, _ = name[len(prefix) :].partition(".")
         if name.startswith(prefix):
-            (below[child] if dot else own)[name] = entry
-    return own, below
+            (below[child] if dot else direct)[name] = entry
+    return direct, below
 
 
 def _visit(
     module: torch.nn.Module,
     tensors: Tensors,
-    own: Mapping[str, Any],
+    direct: Mapping[str, Any],
     below: Mapping[str, Mapping[str, Any]],
     prefix: str,
     state: Walk,
@@ -263,28 +263,33 @@ def _visit(
     """Return the visit of a module: the entries that torch's `_load_from_state_dict` takes, and the keys it reports."""
     extra = f"{prefix}{EXTRA_STATE}"
     takes_extra = type(module).set_extra_state is not torch.nn.Module.set_extra_state
-    fills = [Fill(name, each, own[name]) for name, each in tensors.items() if name in own and _fits(each, own[name])]
-    missing = [*(tensors.keys() - {fill.name for fill in fills})] + [extra] * (takes_extra and extra not in own)
+    fills = [
+        Fill(name, tensor, direct[name])
+        for name, tensor in tensors.items()
+        if name in direct and _fits(tensor, direct[name])
+    ]
+    missing = [*(tensors.keys() - {fill.name for fill in fills})] + [extra] * (takes_extra and extra not in direct)
     counter = f"{prefix}num_batches_tracked"
-    # Checkpoints of torch 0.3 had none, and those without a version are taken for such.
-    if isinstance(module, _NormBase) and module.track_running_stats and counter in missing and counter not in own:
+    # Checkpoints of torch 0.3 had no counter, and torch takes checkpoints without a version for such.
+    if isinstance(module, _NormBase) and module.track_running_stats and counter in missing and counter not in direct:
         missing.remove(counter)
         state.kept.append(counter)
     strangers = [entries for child, entries in below.items() if child not in module._modules]
-    strangers.append({name: own[name] for name in own.keys() - tensors.keys() - ({extra} if takes_extra else set())})
+    known = tensors.keys() | ({extra} if takes_extra else set())
+    strangers.append({name: direct[name] for name in direct.keys() - known})
     unexpected = {name: entry for entries in strangers for name, entry in entries.items()}
     state.moved.update((name, entry.key) for name, entry in unexpected.items() if isinstance(entry, UnreadValue))
-    return _Visit(module, prefix, fills, own.get(extra) if takes_extra else None, missing, [*unexpected])
+    return _Visit(module, prefix, fills, direct.get(extra) if takes_extra else None, missing, [*unexpected])
 
 
 def _fits(tensor: torch.Tensor, stored: UnreadValue) -> bool:
-    """Return whether a stored value can be filled into a tensor: plain values of the common state into plain ones."""
+    """Return whether a stored value can fill a tensor; a value of the common state can't fill a DTensor."""
     return stored.shape is not None and not (stored.common and hasattr(tensor, "placements"))
 
 
 @contextmanager
 def _naming(module: torch.nn.Module, prefix: str, hooks: Sequence[str]) -> Iterator[None]:
-    """Name the module and its hooks in any exception that they raise."""
+    """Name the module and its hooks in any exception that is raised inside."""
     where = f"{', '.join(hooks) or 'load_state_dict'} of {prefix[:-1] or 'the module'} ({type(module).__name__})"
     try:
         yield
@@ -292,6 +297,6 @@ def _naming(module: torch.nn.Module, prefix: str, hooks: Sequence[str]) -> Itera
         error.add_note(f"asked for by {where}")
         raise
     except Exception as error:
-        fix = "Load what the hook expects, or remove it. What the module holds is lost."
+        fix = "Load what the hook expects, or remove it. The module's values are lost."
         found = f"{type(error).__name__}: {error}"
         raise CheckpointingException(error_text(f"load_module: {where} raised", found=found, fix=fix)) from error

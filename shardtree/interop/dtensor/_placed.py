@@ -24,7 +24,7 @@ from ...errors import (
 )
 from ...meshes import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
 
-# DeviceMeshes as meshes; sub-meshes as part of the mesh that they are a slice of.
+# DeviceMeshes as meshes; sub-meshes as slices of a larger mesh.
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
@@ -33,10 +33,10 @@ def mesh_of(device_mesh: Any) -> Mesh:
     Axes without names are called "axis0", "axis1", and so on. For a sub-mesh it is this process's own slice.
 
     Args:
-        device_mesh: torch.distributed's.
+        device_mesh: DeviceMesh of torch.distributed.
 
     Raises:
-        MetadataError: it isn't a mesh, or is a slice that this process isn't in: torch doesn't know its ranks.
+        MetadataError: It isn't a DeviceMesh, or is a slice without this process, whose ranks torch doesn't know.
 
     Examples:
         >>> import torch
@@ -62,11 +62,11 @@ def axis_names(device_mesh: Any) -> tuple[str, ...]:
 
 
 def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
-    """Return the mesh of all ranks that hold a tensor: its slice and all parallel ones, which the first axis counts.
+    """Return the mesh of all ranks that hold a tensor: its slice, and a first axis over all parallel slices.
 
     Args:
         device_mesh: DeviceMesh of the tensor.
-        within: The mesh that it is a slice of, as a DeviceMesh or a `Mesh`; its root mesh by default.
+        within: Mesh of which the DeviceMesh is a slice, as a DeviceMesh or a `Mesh`; its root mesh by default.
 
     Raises:
         MetadataError: The DeviceMesh isn't a slice of that mesh.
@@ -85,13 +85,13 @@ def root_of(device_mesh: Any) -> Any:
 
 
 def widened(own: Mesh, outer: Mesh) -> Mesh:
-    """Return a slice of a mesh behind one axis more, which counts its parallel slices.
+    """Return a slice of a mesh with a new first axis over its parallel slices.
 
-    Its ranks are every so many places apart, in the order of the outer mesh's ranks. The axes of that mesh don't
-    matter: the slice may be of other ones over the same ranks, unflattened, flattened or concatenated.
+    The slice's ranks must have even strides in the order of the outer mesh's ranks. The axes of the outer mesh don't
+    matter: the slice may have other axes over the same ranks, unflattened, flattened or concatenated.
 
     Raises:
-        MetadataError: the one isn't a slice of the other.
+        MetadataError: The mesh isn't a slice of the outer one.
 
     Examples:
         >>> widened(Mesh(dp=2).on_ranks([1, 3]), Mesh(world=4))
@@ -102,7 +102,7 @@ def widened(own: Mesh, outer: Mesh) -> Mesh:
         raise _not_a_slice(own, outer)
     places = np.array([place[rank] for rank in own.ranks])
     steps, free, slices = places - places.min(), np.ones(outer.size, dtype=bool), list[list[int]]()
-    # Parallel slices are the same steps from other places. The first place that no slice has yet begins the next one.
+    # Parallel slices take the same steps from other places. The first place in no slice so far begins the next one.
     for first in range(outer.size):
         if free[first]:
             here = first + steps
@@ -112,9 +112,9 @@ def widened(own: Mesh, outer: Mesh) -> Mesh:
             slices.append(here.tolist())
     if places.tolist() not in slices:
         raise _not_a_slice(own, outer)
-    # Named after all axes of the slice, so that none of them has that name.
-    left = {f"outer_{'_'.join(own.shape)}": len(slices)} if len(slices) > 1 else {}
-    return Mesh(**left, **own.shape).on_ranks(outer.ranks[each] for row in slices for each in row)
+    # The new axis is named after all axes of the slice, so that none of them has the same name.
+    new_axis = {f"outer_{'_'.join(own.shape)}": len(slices)} if len(slices) > 1 else {}
+    return Mesh(**new_axis, **own.shape).on_ranks(outer.ranks[number] for row in slices for number in row)
 
 
 def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
@@ -133,10 +133,10 @@ def spec_of(dtensor: Any) -> PartitionSpec:
     """Return a DTensor's partition spec, on the axes of its own mesh.
 
     Args:
-        dtensor: with any placements except `Partial`; its elements aren't accessed.
+        dtensor: DTensor with any placements except `Partial`; its elements aren't accessed.
 
     Raises:
-        UnsupportedValue: it isn't a DTensor, or a placement is `Partial` or of an unknown kind, or an axis isn't cut in
+        UnsupportedValue: It isn't a DTensor, or a placement is `Partial` or of an unknown kind, or an axis isn't cut in
             the order of the mesh axes.
 
     Examples:
@@ -183,7 +183,7 @@ def _cut_dim(placement: Any) -> int | None:
 
 
 def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:
-    """Return a single plain cut as its axis' name, several as a tuple."""
+    """Return a single plain cut as the name of its axis, any other cuts as a tuple."""
     plain = len(cuts) == 1 and cuts[0].split_factor == 1
     return cuts[0].axis if plain else tuple(cuts) or None
 
@@ -206,7 +206,7 @@ def _as_fsdp2_cuts(entry: SpecEntry, mesh: Mesh) -> SpecEntry:
     cuts = [cut for cut in entry if isinstance(cut, AxisSplit)] if isinstance(entry, tuple) else []
     for number, cut in enumerate(cuts):
         later = cuts[number + 1 :]
-        if cut.split_factor > 1 and cut.split_factor == prod(mesh.shape[each.axis] for each in later):
+        if cut.split_factor > 1 and cut.split_factor == prod(mesh.shape[later_cut.axis] for later_cut in later):
             return (*cuts[:number], *later, replace(cut, split_factor=1))
     return entry
 
@@ -222,10 +222,10 @@ class ReadOptions:
     """The options of `from_dtensors`, with the same names.
 
     Attributes:
-        key: returns the key of the tensor at a path.
+        key: Function that returns the key of the tensor at a path.
         within: The DeviceMesh, or `Mesh`, whose ranks all hold the tree; or None.
-        strided: the meaning of a `_StridedShard`.
-        replicated: returns for a key and a plain tensor whether all these ranks hold the same; or None.
+        strided: Meaning of a `_StridedShard`.
+        replicated: Function of a key and a plain tensor that returns whether all these ranks hold the same; or None.
     """
 
     key: KeyFunction
@@ -288,8 +288,8 @@ def placed_tensors(tree: Any, reading: ReadOptions, parts: Parts) -> Iterator[Pl
     """Yield the DTensors of a tree, and the plain tensors that are replicated, each with its layout.
 
     Raises:
-        CheckpointingException: a layout isn't supported, or is ambiguous; names its key and path.
-        TreeError: two paths have the same key.
+        CheckpointingException: A layout isn't supported, or is ambiguous; names its key and path.
+        TreeError: Two paths have the same key.
     """
     outer, seen = cache(outer_mesh), dict[str, TreePath]()
     for path, leaf in leaves_with_paths(tree):
@@ -313,7 +313,7 @@ def placed_tensors(tree: Any, reading: ReadOptions, parts: Parts) -> Iterator[Pl
 
 def _check_key(key: str, path: TreePath, reading: ReadOptions, seen: dict[str, TreePath]) -> None:
     """Register a key; raise TreeError if another path has the same default key."""
-    # With a key function of the caller, two paths may have the same key on purpose.
+    # With the caller's own key function, two paths may have the same key on purpose.
     other = seen.setdefault(key, path)
     if other != path and reading.key is path_key:
         offenders, fix = [render_path(other), render_path(path)], "Pass key=, or rename one of them."
@@ -323,7 +323,7 @@ def _check_key(key: str, path: TreePath, reading: ReadOptions, seen: dict[str, T
 def _resolve_strided(
     global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, strided: Strided, parts: Parts
 ) -> PartitionSpec:
-    """Return the spec that is meant by a strided cut."""
+    """Return the spec of the shards that a strided cut stands for."""
     # Both meanings give the same shards unless a size isn't a multiple of the ranks in certain ways. A rank can't tell
     # from its own shard which was meant, since only other ranks' shards may differ: so every rank compares all of them.
     other = as_fsdp2_cuts(spec, mesh)

@@ -1,4 +1,4 @@
-"""Cases about actions that loads and saves call between their steps: PARSE, RESOLVE, DESCRIBE, and the last step."""
+"""Cases about actions that loads and saves call between their steps: PARSE, RESOLVE, DESCRIBE and PUBLISH."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ._files import file_names
 from ._layout_cases import LOADS, SHAPE, numbers
 from ._subject import Case, Promise, Subject, save_trees, trees_of
 
-# A weight and its master, under the key that Megatron-Core has for it: some formats compare the two.
+# A weight, and its master under Megatron-Core's key, since some formats compare the two.
 _TENSORS = {"w": numbers(SHAPE).bfloat16(), "optimizer.state.param.w": numbers(SHAPE), "b": numbers((5,), 50)}
 
 
@@ -43,13 +43,13 @@ def _save_state(subject: Subject, place: Storage | None = None) -> Storage:
 
 
 def _without_writer(subject: Subject) -> Subject:
-    """Return a backend that saves by its own rows, if it has them."""
-    # The caller's writer doesn't call a row that stands in for another one, and may put a second format's files beside.
+    """Return a backend that saves by its own rows, if it has any."""
+    # The caller's writer doesn't call a row that a test replaces, and may write the files of a second format too.
     return replace(subject, save=None) if subject.has(StrategyAction.SAVE_SHARDED) else subject
 
 
 def _open(subject: Subject, place: Storage, results: Mapping[Any, Any] | None = None) -> Checkpoint:
-    """Return a checkpoint of which nothing has been read but these results."""
+    """Return an open checkpoint whose cache has only these results."""
     checkpoint = open_checkpoint(place, strategies=subject.strategies).checkpoint
     return replace(checkpoint, cache=ReadCache(results))
 
@@ -64,7 +64,7 @@ def _received(value: Any, name: str) -> Any:
     """Return the copy of a value that other ranks receive.
 
     Raises:
-        AssertionError: it can't be sent.
+        AssertionError: The value can't be sent.
     """
     try:
         return pickle.loads(pickle.dumps(value))
@@ -73,18 +73,18 @@ def _received(value: Any, name: str) -> Any:
 
 
 def _check_loads(subject: Subject, checkpoint: Checkpoint) -> None:
-    """Raise unless the rows load what was saved, whole, from an open checkpoint."""
+    """Raise unless the rows load all tensors whole from an open checkpoint."""
     memories = {key: torch.zeros_like(whole) for key, whole in _TENSORS.items()}
     shards = [ShardedTensor.from_rank_offsets(key, memory) for key, memory in memories.items()]
     _call(subject, StrategyAction.LOAD_SHARDED, checkpoint, shards)
     check_same("tensors differ", memories, _TENSORS)
 
 
-# PARSE: rank 0 calls it for all, and the other rows use its result.
+# PARSE: rank 0 parses the metadata for all ranks, and other rows use the result.
 
 
 def parsing(subject: Subject) -> Iterator[Case]:
-    """Yield checkpoints on a rank that received the parsed metadata."""
+    """Yield loads on a rank that received the parsed metadata."""
     yield Case("a rank that receives it loads the same", partial(_check_received, subject))
     if subject.has(StrategyAction.LOAD_METADATA):
         yield Case("a rank that receives it doesn't parse again", partial(_check_read_once, subject))
@@ -104,10 +104,10 @@ def _check_received(subject: Subject) -> None:
 def _check_read_once(subject: Subject) -> None:
     place, read_by_row = _save_state(subject), set[str]()
     checkpoint = _open_received(subject, watched(place, before=partial(_note, read_by_row)), place)
-    read_by_row.clear()  # by opening, which reads metadata.json and looks for files that decide
+    read_by_row.clear()  # opening has read metadata.json and looked for files that decide on the format
     _call(subject, StrategyAction.LOAD_METADATA, checkpoint)
     names = sorted(PurePosixPath(name).name for name in read_by_row)
-    assert not names, f"load_metadata reads {names} again; it gets the result by checkpoint.once(parse)"
+    assert not names, f"load_metadata reads {names} again; use checkpoint.once(parse)"
 
 
 def _note(names: set[str], call: Call) -> None:
@@ -119,7 +119,7 @@ def _note(names: set[str], call: Call) -> None:
 
 
 def resolving(subject: Subject) -> Iterator[Case]:
-    """Yield loads whose work is shared by one rank, and by several."""
+    """Yield loads whose lookup of keys is shared by one rank, by two and by three."""
     for ranks in (1, 2, 3):
         yield Case(f"shared by {ranks}", partial(_check_resolved, subject, ranks))
 
@@ -134,18 +134,21 @@ def _check_resolved(subject: Subject, ranks: int) -> None:
         assert len(kinds) == 1, f"ranks that need the same keys get {' and '.join(kinds)}"
         if resolutions[0] is not None:
             assert isinstance(resolutions[0], Resolution), f"returned a {kinds[0]}, expected a Resolution or None"
-            results = [_received(each.find(rank, ranks), "a result of find") for rank, each in enumerate(resolutions)]
+            results = [
+                _received(resolution.find(rank, ranks), "a result of find")
+                for rank, resolution in enumerate(resolutions)
+            ]
             for resolution in resolutions:
                 resolution.keep(results)
         for checkpoint in checkpoints:
             _check_loads(subject, checkpoint)
 
 
-# DESCRIBE: traits are a promise about files, and about how they may be read.
+# DESCRIBE: traits promise which files a checkpoint has, and how they may be read.
 
 
 def describing(subject: Subject) -> Iterator[Case]:
-    """Yield the traits themselves, and a checkpoint beside what they say of its files."""
+    """Yield the traits themselves, and a comparison of a checkpoint's files with them."""
     yield Case("the traits", partial(_check_traits, subject))
     yield Case("a checkpoint's files", partial(_check_files, subject))
 
@@ -176,11 +179,11 @@ def _last(name: str) -> str:
     return PurePosixPath(name).name
 
 
-# The last step of a save, for a format that metadata.json doesn't make a checkpoint.
+# PUBLISH: the last step of a save in a format whose checkpoints have no metadata.json.
 
 
 def last_steps(subject: Subject) -> Iterator[Case]:
-    """Yield a save whose folder is looked at before and after the last step."""
+    """Yield a save whose folder is inspected before and after the last step."""
     yield Case("nothing before it, all after it", partial(_check_last_step, subject))
 
 
@@ -193,7 +196,7 @@ def _check_last_step(subject: Subject) -> None:
         seen.append(is_checkpoint(place, strategies=subject.strategies))
 
     _save_state(_without_writer(subject.with_row(StrategyAction.PUBLISH, commit)), place)
-    assert seen == [False, True], f"a checkpoint was there before and after it: {seen}, expected {[False, True]}"
+    assert seen == [False, True], f"is a checkpoint before and after it: {seen}, expected {[False, True]}"
     _check_loads(subject, _open(subject, place))
 
 

@@ -30,7 +30,7 @@ from ._subject import Case, Layouts, Promise, Refused, Subject, Trees, check_the
 
 
 class ProcessDied(Exception):
-    """Raised by a storage from the call on at which its process is supposed to be dead."""
+    """Raised by each call of a storage after the simulated death of its process."""
 
 
 def file_names(storage: Storage, folder: str = "") -> set[str]:
@@ -52,7 +52,7 @@ def is_not_owner_note(name: str) -> bool:
 
 
 def write(storage: Storage, name: str, data: bytes) -> None:
-    """Write a file, replacing one of that name."""
+    """Write a file, replacing any existing one."""
     folder = PurePosixPath(name).parent.as_posix()
     if storage.length(name) is not None:
         storage.remove(name)
@@ -62,9 +62,9 @@ def write(storage: Storage, name: str, data: bytes) -> None:
 
 
 def failing_storage(storage: Storage, number: int) -> Storage:
-    """Return a storage whose calls fail from a certain one on."""
+    """Return a storage whose calls fail from a given number on."""
 
-    # All later calls fail too: a process that was killed doesn't clean up, while an exception alone would let it.
+    # All later calls fail too, since a killed process can't clean up as it could after a single exception.
     def fail(call: Call) -> None:
         if call.number >= number:
             raise ProcessDied(f"at {call.method} of {call.name!r}")
@@ -100,7 +100,7 @@ _FOREIGN = {
 }
 _MOST_DEATHS = 16
 _LAYOUT = {"w": ROWS, "b": ROWS}
-_ON_ONE = {"w": WHOLE, "b": WHOLE}  # one rank: the order of several ranks' calls differs each time
+_ON_ONE = {"w": WHOLE, "b": WHOLE}  # one rank, since the order of several ranks' calls differs each time
 
 
 def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
@@ -134,11 +134,11 @@ def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:
 
 
 def commits(subject: Subject) -> Iterator[Case]:
-    """Yield interruptions of a save, each at a call of its storage: what is left is no checkpoint, or a whole one."""
+    """Yield saves that die at a call of the storage: the remains must be no checkpoint, or a whole one."""
     storage, calls = calls_of(storage_at(subject.directory()))
     _save_state(subject, 0, storage, _ON_ONE)
-    # A sample: a save can make hundreds of calls, and each needs a save of its own. It has all that come right after a
-    # file was replaced or renamed, since one of these commits.
+    # The calls are a sample, since a save can make hundreds, and each death needs a save of its own. Included are all
+    # calls right after a file was replaced or renamed, since one of these operations commits.
     after = {call.number + 1 for call in calls if call.method in ("replace", "replace_if", "move")}
     for number in sorted({*range(0, len(calls), -(-len(calls) // _MOST_DEATHS)), *after} & {*range(len(calls))}):
         call = calls[number]
@@ -147,18 +147,18 @@ def commits(subject: Subject) -> Iterator[Case]:
 
 def _check_death(subject: Subject, number: int) -> None:
     place = storage_at(subject.directory())
-    # A save may survive the failed calls, for instance of cleaning up; only what is in the folder counts.
+    # A save may survive failed calls, such as those of a clean-up; only the folder's content counts.
     with silenced_log(), suppress(ProcessDied, Refused, CheckpointingException):
         _save_state(subject, 0, failing_storage(place, number), _ON_ONE)
     if is_checkpoint(place, strategies=subject.strategies):
         try:
             _check_is(subject, place)
         except (AssertionError, CheckpointingException) as error:
-            raise AssertionError(f"what is left counts as a checkpoint, and isn't whole: {error}") from error
+            raise AssertionError(f"the remains count as a checkpoint, but aren't whole: {error}") from error
 
 
 def overwrites(subject: Subject) -> Iterator[Case]:
-    """Yield saves over a checkpoint: refused unless requested, complete, and without the old one's files."""
+    """Yield saves over a checkpoint: they must be refused unless requested, be complete, and leave no old files."""
     yield Case("a second save", partial(_check_second, subject))
     if can(storage_at(subject.directory())).sibling is not None:
         yield Case("overwrite=True", partial(_check_overwrite, subject))
@@ -181,14 +181,14 @@ def _check_overwrite(subject: Subject) -> None:
     _check_is(subject, place, 100)
     is_there = place.length("notes.txt") is not None and place.read("notes.txt") == b"mine"
     assert is_there, "a file that isn't the checkpoint's is gone"
-    # By their number: names can contain the save's id, which differs.
+    # Numbers of files are compared, since names can contain the save's id, which differs.
     left, expected = file_names(place) - {"notes.txt"}, file_names(fresh)
-    assert len(left) == len(expected), f"files after it: {sorted(left)}, of a new save: {sorted(expected)}"
+    assert len(left) == len(expected), f"files after the overwrite: {sorted(left)}, of a new save: {sorted(expected)}"
 
 
 def _check_others(subject: Subject) -> None:
-    """Raise unless nothing of the old tensors is found after others were saved over them."""
-    # The old ones are loaded first, so that a backend that caches metadata by path fails here.
+    """Raise unless a save of other tensors over a checkpoint leaves no trace of the old ones."""
+    # The old tensors are loaded first, so that a backend that caches metadata by path fails here.
     place: Storage | None = None
     for shapes in ({"w": SHAPE, "b": (2,)}, {"w": (2, 3), "v": (3, 2)}):
         state = GlobalState({key: numbers(shape) for key, shape in shapes.items()}, {}, {})
@@ -209,16 +209,16 @@ def listings(subject: Subject) -> Iterator[Case]:
 
 def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
     place = _save_state(subject)
-    own = file_names(place) - {METADATA_FILE}
+    own_files = file_names(place) - {METADATA_FILE}
     for name in others:
         write(place, name, _FOREIGN[name])
     checkpoint = open_checkpoint(place, strategies=subject.strategies).checkpoint
     fields = checkpoint.fields
     backends = {(fields[f"{kind}_backend"], fields[f"{kind}_backend_version"]) for kind in ("sharded", "common")}
-    rows = [find_strategy(StrategyAction.LIST_FILES, *each, strategies=subject.strategies) for each in backends]
+    rows = [find_strategy(StrategyAction.LIST_FILES, *name, strategies=subject.strategies) for name in backends]
     names = {name for row in rows if row is not None for name in row(checkpoint)}
     assert not names & {*others}, f"lists {sorted(names & {*others})}, which isn't the checkpoint's"
-    missing = own - names
+    missing = own_files - names
     assert not missing, f"doesn't list {sorted(missing)}"
 
 
@@ -234,7 +234,7 @@ def recognitions(subject: Subject) -> Iterator[Case]:
 
 
 def _check_not_recognized(recognize: Recognize, files: dict[str, bytes]) -> None:
-    # In memory, whatever storage is being tested: recognition must go by content, not by paths.
+    # The files are in memory, whatever storage is tested, since recognition must go by content, not by paths.
     storage = MemoryStorage()
     for name, data in files.items():
         write(storage, name, data)
@@ -284,7 +284,7 @@ def _check_flipped(subject: Subject, number: int) -> None:
             damage = verify(place, strategies=subject.strategies, report=reports.append)
         except CheckpointingException:
             continue  # an error of ours reports it too
-        unsure = any(one.covers(file, at) for report in reports for one in report.unchecked)
+        unsure = any(part.covers(file, at) for report in reports for part in report.unchecked)
         assert damage or unsure, f"doesn't see byte {at} of {len(data)}, and doesn't report it as unchecked"
 
 
@@ -309,7 +309,7 @@ def _check_truncated(subject: Subject, number: int, keep: float | None) -> None:
 
 
 def _last(file: str) -> str:
-    """Return a file's name without its folder; a save's folder has another name each time, so it gets a fixed one."""
+    """Return a file's name without its folder; the folder of a save, whose name changes each time, gets a fixed one."""
     last = PurePosixPath(file).name
     return "the save's folder" if is_save_folder(last) else last
 

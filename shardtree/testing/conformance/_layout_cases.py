@@ -25,7 +25,7 @@ LOADS = frozenset({StrategyAction.LOAD_SHARDED})
 
 
 def numbers(shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
-    """Return float32 numbers that count up from ``first + 1``: none is 0, which memory that wasn't filled may have.
+    """Return float32 numbers that count up from ``first + 1``: none is 0, since unfilled memory may hold zeros.
 
     Examples:
         >>> numbers((3,), 10)
@@ -44,7 +44,7 @@ def in_ranges(layout: Layout, *, parts: int = 2) -> Layout:
     pieces = []
     for piece in layout.pieces:
         volume = math.prod(piece.shape)
-        # One less than an even cut, so that ranges don't end where rows do, which is the easy case.
+        # Ranges end one element before an even cut: ranges that end where rows do are the easy case.
         edges = [0, *(volume * part // parts - 1 for part in range(1, parts)), volume]
         for part in range(parts):
             flat = (max(edges[part], 0), max(edges[part + 1], 0))
@@ -83,7 +83,7 @@ IDLE = replace(ROWS, ranks=3)
 
 Pairs = Mapping[str, tuple[Layout, Layout]]
 
-# Saved in one layout and loaded in another: with the same layout twice, many wrong descriptions come back unchanged.
+# Each case saves in one layout and loads in another: with the same layout twice, many wrong descriptions pass.
 REGULAR: Pairs = {
     "whole on 1 rank": (WHOLE, WHOLE),
     "2 ranks' rows": (ROWS, ROWS),
@@ -136,7 +136,7 @@ ZERO_SIZE: Pairs = {
     ),
 }
 
-# Ranks with two digits, whose names sort otherwise than their numbers; many axes; and more bytes than a block of 256
+# Ranks of two digits, whose names sort differently from their numbers; many axes; and more bytes than a block of 256
 # KiB or a buffer of 1 MiB, with a length that is a multiple of neither.
 _TWELVE, _AXES, _LONG = (12, 2), (2,) * 8, (300_002,)
 LARGE: Pairs = {
@@ -149,9 +149,10 @@ LARGE: Pairs = {
 
 def of_pairs(pairs: Pairs, count: int, subject: Subject) -> Iterator[Case]:
     """Yield a case for each pair of layouts of one tensor; the first `count` ones may not be refused."""
-    for number, (name, (one, other)) in enumerate(pairs.items()):
-        state = GlobalState({"w": numbers(one.global_shape)}, {}, {})
-        yield Case(name, partial(check_reloaded, subject, state, {"w": one}, {"w": other}), number < count)
+    for number, (name, (save_layout, load_layout)) in enumerate(pairs.items()):
+        state = GlobalState({"w": numbers(save_layout.global_shape)}, {}, {})
+        check = partial(check_reloaded, subject, state, {"w": save_layout}, {"w": load_layout})
+        yield Case(name, check, number < count)
 
 
 def several_tensors(subject: Subject) -> Iterator[Case]:
@@ -160,8 +161,8 @@ def several_tensors(subject: Subject) -> Iterator[Case]:
     whole = {key: numbers(SHAPE, 100 * number) for number, key in enumerate(("b", "a", "a.b"))}
     state = GlobalState(whole, {}, {})
 
-    def case(name: str, one: tuple[Layout, ...], other: tuple[Layout, ...]) -> Case:
-        layouts = [dict(zip(whole, each, strict=True)) for each in (one, other)]
+    def case(name: str, save_layouts: tuple[Layout, ...], load_layouts: tuple[Layout, ...]) -> Case:
+        layouts = [dict(zip(whole, of_keys, strict=True)) for of_keys in (save_layouts, load_layouts)]
         return Case(name, partial(check_reloaded, subject, state, *layouts), name.startswith("all"))
 
     rows, on_3 = (ROWS, ROWS, ROWS), (COLUMNS, IRREGULAR, COPIES)
@@ -171,11 +172,11 @@ def several_tensors(subject: Subject) -> Iterator[Case]:
 
 
 def replicas(subject: Subject) -> Iterator[Case]:
-    """Yield replicated tensors; of several such tensors, each rank writes some."""
+    """Yield replicated tensors, alone and several at once, whose writes are shared between ranks."""
     yield from of_pairs(REPLICAS, 2, subject)
     state = GlobalState({key: numbers(SHAPE, 100 * number) for number, key in enumerate("abc")}, {}, {})
-    for name, one in (("3 tensors, 3 replicas each", COPIES), ("3 tensors' rows, 2 replicas each", ROWS_TWICE)):
-        layouts = (dict.fromkeys("abc", one), dict.fromkeys("abc", WHOLE))
+    for name, layout in (("3 tensors, 3 replicas each", COPIES), ("3 tensors' rows, 2 replicas each", ROWS_TWICE)):
+        layouts = (dict.fromkeys("abc", layout), dict.fromkeys("abc", WHOLE))
         yield Case(f"{name}, loaded whole", partial(check_reloaded, subject, state, *layouts))
 
 
@@ -192,12 +193,12 @@ PROMISES = (
 )
 
 
-# Random states in random layouts, for what the plain cases miss; failures are shrunk.
+# Random states in random layouts find faults that the plain cases miss; failures are shrunk.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reload:
-    """A state, its layout when it is saved, and its layout when it is loaded."""
+    """A state, and the layouts in which it is saved and loaded."""
 
     state: GlobalState
     save_layout: dict[str, Layout]
@@ -209,8 +210,8 @@ def reloads(draw: st.DrawFn) -> Reload:
     """Return a strategy for states of one or two tensors, saved on 1 to 4 ranks and loaded on 1 to 4."""
     mappings = st.dictionaries(st.sampled_from(["w", "a.w"]), tensors(shapes(max_axes=3)), min_size=1, max_size=2)
     state = GlobalState(draw(mappings), {}, {})
-    one, other = (draw(state_layouts(state, draw(st.integers(1, 4)))) for _ in range(2))
-    return Reload(state, one, other)
+    save_layout, load_layout = (draw(state_layouts(state, draw(st.integers(1, 4)))) for _ in range(2))
+    return Reload(state, save_layout, load_layout)
 
 
 def states(subject: Subject) -> Iterator[Case]:
@@ -220,7 +221,7 @@ def states(subject: Subject) -> Iterator[Case]:
 
 
 def _check_random(subject: Subject) -> None:
-    # A fixed seed and no database: the same states are tried each time, in other people's test suites too.
+    # With a fixed seed and no database the same states are tried each time, in other people's test suites too.
     options = settings(
         max_examples=subject.examples, deadline=None, database=None, phases=[Phase.generate, Phase.shrink]
     )
@@ -234,7 +235,7 @@ def _check_random(subject: Subject) -> None:
 
 
 def _failure(subject: Subject, case: Reload) -> Exception | None:
-    """Return the error that a case raises, None if it passes or the format refuses it."""
+    """Return the error that a case raises; None if it passes or the format refuses it."""
     try:
         check_reloaded(subject, case.state, case.save_layout, case.load_layout)
     except Refused:

@@ -1,4 +1,4 @@
-"""The promises that a backend makes: all of them in the order of the report, and those of each action's row."""
+"""The promises of backends: all of them in the order of the report, and those of each action's row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ...shell.table import StrategyAction
 from . import _action_cases, _files, _layout_cases, _row_cases, _tensor_cases, _value_cases
 from ._subject import ActionCheck, Case, Promise, Subject, save_checkpoint
 
-# Plain named cases first, Hypothesis last: it finds unexpected cases, but that flat ranges, replicas and empty
-# shards are where formats break is known. Named cases run in the same order each time, fail with a name, and need no
+# Plain named cases come first, Hypothesis last: it finds unexpected cases, but formats are known to break at flat
+# ranges, replicas and empty shards. Named cases run in the same order each time, fail with a name, and need no
 # shrinking.
 PROMISES: tuple[Promise, ...] = (
     *_row_cases.PROMISES,
@@ -56,9 +56,9 @@ OF_ACTIONS: Mapping[StrategyAction, tuple[str, ...]] = {
     ),
     StrategyAction.DESCRIBE: ("traits are those of a checkpoint's files",),
 }
-"""The promises of each action, by name: the ones that a backend with a row for it is held to.
+"""Names of the promises of each action, which a backend with a row for it must keep.
 
-Those about rows' signatures and partners hold for all actions.
+The promises about rows' signatures and partners hold for all actions.
 """
 
 
@@ -75,10 +75,10 @@ def _of_added(action: Enum, check: ActionCheck, subject: Subject) -> Iterator[Ca
 
 
 def refuse_unknown(subject: Subject, checks: Mapping[Enum, ActionCheck]) -> None:
-    """Raise if the backend has rows for actions of which no promise is known.
+    """Raise if the backend has rows for actions without a promise.
 
     Raises:
-        StrategyError: names the actions, and says what an added one needs.
+        StrategyError: There are such rows; names their actions, with advice.
     """
     known: set[Enum] = {*OF_ACTIONS, *checks}
     unknown = [action for action in subject.actions() if action not in known]

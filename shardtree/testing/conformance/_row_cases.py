@@ -29,10 +29,10 @@ def check_rows(
         strategies: Dispatch table; None for the process's.
         backend: Name of the format.
         version: Version of the format.
-        protocols: Protocols of actions that the caller added, by action; an added action without one isn't compared.
+        protocols: Protocols of actions that the caller added, by action; rows of other added actions aren't checked.
 
     Raises:
-        AssertionError: the backend has no row, or some don't match; names each of them.
+        AssertionError: The backend has no row, or a row doesn't match; names each such row.
 
     Examples:
         >>> from shardtree.strategies import default_strategies
@@ -44,7 +44,7 @@ def check_rows(
     """
     table = table_of(strategies)
     rows = {action: table[action, *name] for action, *name in table if name == [backend, version]}
-    assert rows, f"no row is for {(backend, version)}"
+    assert rows, f"no rows for {(backend, version)}"
     all_protocols = dict[Enum, Any]([*PROTOCOLS.items(), *(protocols or {}).items()])
     lines = [
         f"{action.value}: {problem}"
@@ -63,13 +63,13 @@ def _problems(kind: Any, fn: Strategy) -> Iterator[str]:
     try:
         binding = signature.bind(*parameters)
     except TypeError as error:
-        yield f"called with ({', '.join(each.name for each in parameters)}): {error}"
+        yield f"called with ({', '.join(parameter.name for parameter in parameters)}): {error}"
         return
     for name, value in binding.arguments.items():
         parameter = signature.parameters[name]
-        for each in value if parameter.kind is parameter.VAR_POSITIONAL else [value]:
-            if not _takes(parameter.annotation, each.annotation):
-                yield f"{parameter} is asked to take {each}"
+        for argument in value if parameter.kind is parameter.VAR_POSITIONAL else [value]:
+            if not _takes(parameter.annotation, argument.annotation):
+                yield f"{parameter} must take {argument}"
     if not _takes(protocol.return_annotation, signature.return_annotation):
         yield f"returns {signature.return_annotation}, expected {protocol.return_annotation}"
 
@@ -101,10 +101,8 @@ def _is_kind_of(narrow: Any, wide: Any) -> bool:
     return issubclass(*plain) and all(_takes(one, other) for one, other in pairs)
 
 
-# Cases about rows: their signatures, and which rows need which others.
-
-# What is saved must be loadable, and loads start from the metadata: a table without these rows would fail only when
-# somebody loads the checkpoint.
+# Rows that other rows need: what is saved must be loadable, and loads start from the metadata. A table without them
+# would fail only when somebody loads the checkpoint.
 _NEEDS = {
     StrategyAction.SAVE_SHARDED: (StrategyAction.LOAD_SHARDED,),
     StrategyAction.SAVE_COMMON: (StrategyAction.LOAD_COMMON,),

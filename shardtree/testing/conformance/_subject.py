@@ -34,9 +34,9 @@ Layouts = Mapping[str, Layout]
 Trees = Sequence[Any]
 Writer = Callable[[Trees, Directory], None]
 SaveTrees = Callable[..., Checkpoint]
-"""Saves trees, one for each rank, with the backend under test, and returns the checkpoint."""
+"""Function that saves trees, one for each rank, with the backend under test, and returns the checkpoint."""
 ActionCheck = Callable[[Any, SaveTrees], None]
-"""The promise of an added action: gets a row's function and a `SaveTrees`, raises AssertionError if it is broken."""
+"""Check of an added action: a function of a row's function and a `SaveTrees` that raises AssertionError if it fails."""
 
 
 class Refused(Exception):
@@ -48,14 +48,14 @@ class Subject:
     """A backend under test.
 
     Attributes:
-        backend: the format's name.
-        version: the format's version.
-        strategies: the dispatch table; None for the process's.
-        directory: returns a new place for a checkpoint.
-        save: writes all ranks' trees to a place, for a format without a row for saving; else None.
+        backend: Name of the format.
+        version: Version of the format.
+        strategies: Dispatch table; None for the process's.
+        directory: Function that returns a new place for a checkpoint.
+        save: Function that writes all ranks' trees to a place, for a format without a row for saving; else None.
         examples: Number of random states to try.
-        protocols: signatures of the actions that the caller added, as protocols.
-        holds_common: whether it holds plain values, once that was tried.
+        protocols: Protocols of actions that the caller added, by action.
+        holds_common: Whether the format stores plain values; None until that is tried.
     """
 
     backend: str
@@ -68,22 +68,22 @@ class Subject:
     holds_common: bool | None = None
 
     def row(self, action: Enum) -> Strategy | None:
-        """Return the function of a row, None if there is none."""
+        """Return the function of an action's row; None if there is none."""
         return find_strategy(action, self.backend, self.version, strategies=self.strategies)
 
     def has(self, action: Enum) -> bool:
-        """Return whether the backend has a row."""
+        """Return whether the backend has a row for an action."""
         return self.row(action) is not None
 
     def actions(self) -> list[Enum]:
         """Return the actions that the backend has rows for: ours, then those that the table's owner added."""
         ours = [action for action in StrategyAction if self.has(action)]
-        name = [self.backend, self.version]
-        added = [action for action, *of in table_of(self.strategies) if of == name and action not in ours]
+        subject = [self.backend, self.version]
+        added = [action for action, *name in table_of(self.strategies) if name == subject and action not in ours]
         return [*ours, *sorted(added, key=lambda action: str(action.value))]
 
     def with_row(self, action: Enum, function: Strategy) -> Subject:
-        """Return the backend with another function in a row."""
+        """Return the backend with another function in an action's row."""
         table = default_strategies if self.strategies is None else self.strategies
         return replace(self, strategies={**table, (action, self.backend, self.version): function})
 
@@ -93,9 +93,10 @@ class Case:
     """A single test.
 
     Attributes:
-        name: describes it.
-        check: raises AssertionError if it fails, and Refused if the format can't represent the state.
-        required: whether no format may refuse it.
+        name: Short description.
+        check: Function that raises AssertionError if the test fails, and Refused if the format can't represent the
+            state.
+        required: Whether no format may refuse the case.
     """
 
     name: str
@@ -108,10 +109,10 @@ class Promise:
     """A property that a backend must have if it has certain rows.
 
     Attributes:
-        name: the property, in words.
-        rows: the actions whose rows a backend needs to make this promise.
-        cases: yields its tests, simple ones first.
-        saves: whether it is about saving, so that a format without a row for saving doesn't make it.
+        name: The property, in words.
+        rows: Actions whose rows a backend needs to make this promise.
+        cases: Function that yields the tests of a backend, simple ones first.
+        saves: Whether the promise is about saving, so that a format without a row for saving doesn't make it.
     """
 
     name: str
@@ -121,8 +122,8 @@ class Promise:
 
 
 def together_or_each(together: Callable[[], None], cases: Iterator[Case]) -> Iterator[Case]:
-    """Yield a single case if all pass together, otherwise each case."""
-    # One save and load of everything is much faster; only if it fails, the single cases show which values are to blame.
+    """Yield a single case if all cases pass together, otherwise each case."""
+    # One save and load of everything is much faster. If it fails, the single cases show which values are to blame.
     try:
         together()
     except Refused:
@@ -162,8 +163,8 @@ def save_trees(subject: Subject, trees: Trees, place: Directory | None = None, *
     """Save the ranks' trees, and return the storage.
 
     Raises:
-        Refused: the format can't represent them.
-        AssertionError: it refused them, but left a checkpoint.
+        Refused: The format can't represent the trees.
+        AssertionError: The format refused the trees, but left a checkpoint.
     """
     to = storage_at(subject.directory() if place is None else place)
     try:
@@ -175,18 +176,18 @@ def save_trees(subject: Subject, trees: Trees, place: Directory | None = None, *
     except Exception as error:
         if not isinstance(error, _REFUSALS):
             raise
-        # A refusal must come before the commit, or the checkpoint would count without what was refused.
+        # A refusal must come before the commit, or the checkpoint would count without the refused values.
         left = place is None and is_checkpoint(to, strategies=subject.strategies)
-        assert not left, f"it was refused ({_first_line(error)}), and there is a checkpoint"
+        assert not left, f"it was refused ({_first_line(error)}), but a checkpoint is left"
         raise Refused(_first_line(error)) from error
     return to
 
 
 def save_checkpoint(subject: Subject, *trees: Any) -> Checkpoint:
-    """Return the checkpoint that the backend makes of trees, one for each rank.
+    """Return the checkpoint that the backend writes for trees, one for each rank.
 
     Raises:
-        Refused: the format can't represent them.
+        Refused: The format can't represent the trees.
     """
     return open_checkpoint(save_trees(subject, trees), strategies=subject.strategies).checkpoint
 
@@ -216,14 +217,14 @@ def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
 
 
 def check_there(subject: Subject, state: GlobalState, layout: Layouts, place: Directory, **options: Any) -> None:
-    """Raise unless loading from a place, in a layout, gives a state."""
+    """Raise unless a load from a place, in a layout, gives a state."""
     targets = targets_of(state, layout)
     check_loaded(state, targets, load_trees(subject, targets, place, **options))
 
 
-def check_reloaded(subject: Subject, state: GlobalState, one: Layouts, other: Layouts) -> None:
+def check_reloaded(subject: Subject, state: GlobalState, save_layout: Layouts, load_layout: Layouts) -> None:
     """Raise unless a state that is saved in one layout and loaded in another is unchanged."""
-    check_there(subject, state, other, save_trees(subject, trees_of(state, one)))
+    check_there(subject, state, load_layout, save_trees(subject, trees_of(state, save_layout)))
 
 
 def only(state: GlobalState, *keys: str) -> GlobalState:

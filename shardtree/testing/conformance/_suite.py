@@ -1,4 +1,4 @@
-"""`check_strategy`: tries every promise of a backend's rows, and reports all that are broken at once, in words."""
+"""`check_strategy`, which tries every promise of a backend's rows, and reports all broken ones at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RefusedCase:
     Attributes:
         promise: Promise that the case tests.
         case: Name of the case.
-        why: the first line of the error.
+        why: First line of the error.
     """
 
     promise: str
@@ -39,10 +39,10 @@ class StrategyReport:
     """The result of `check_strategy`; `str` returns it as a list.
 
     Attributes:
-        backend: the format's name and version.
-        kept: the promises that it keeps, in order.
-        refused: the cases that it can't represent.
-        left_out: the promises that it doesn't make, with the reason.
+        backend: Name and version of the format.
+        kept: Promises that the backend keeps, in order.
+        refused: Cases that the format can't represent.
+        left_out: Promises that the backend doesn't make, with the reason.
     """
 
     backend: tuple[str, int]
@@ -51,7 +51,7 @@ class StrategyReport:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the promises that are kept, the refused cases, and those that are left out, one line for each.
+        """Return the kept promises, the refused cases and the promises that are left out, one line for each.
 
         Examples:
             >>> print(StrategyReport(("cards", 1), ("scalars come back",), left_out={"objects come back": "no row"}))
@@ -75,7 +75,7 @@ class _BrokenPromise:
     Attributes:
         promise: Name of the promise.
         count: Number of cases.
-        cases: the names of those that fail, simple ones first, each with what is wrong.
+        cases: Names of the failing cases, simple ones first, each with its fault.
     """
 
     promise: str
@@ -97,33 +97,33 @@ def check_strategy(
 ) -> StrategyReport:
     """Check that a backend keeps every promise that its rows make, and return a report.
 
-    A backend promises what it has rows for: each action has its promises, and an action that the caller added needs one
-    in `promises`. A backend may refuse what its format can't represent, with `UnsupportedValue` (or
-    `StrategyError`, `StorageError`) while it saves; it may not change it. A few plain tensors may not be refused.
-    Cases are plain and fixed, simple ones first; if all of them pass, random states in random layouts are tried, and
-    failures are shrunk. The same cases run each time.
+    Each row makes the promises of its action; an action that the caller added needs one in `promises`. While it saves,
+    a backend may refuse values that its format can't represent, with `UnsupportedValue` (or `StrategyError`,
+    `StorageError`), but must not change them. A few plain tensors must not be refused. Cases are plain and fixed,
+    simple ones first; if all of them pass, random states in random layouts are tried, and failures are shrunk. The same
+    cases run each time.
 
     Args:
-        backend: the format's name.
-        version: the format's version.
-        strategies: the dispatch table; also one that was made for this, such as ``default_strategies | {row: fn}``.
-        directory: returns a new place for a checkpoint on each call: a path, a URL or a `Storage`.
-        save: writes trees, one for each rank, to a place, for a format without a row for saving; without it such a
-            format's loads aren't tried.
+        backend: Name of the format.
+        version: Version of the format.
+        strategies: Dispatch table, such as ``default_strategies | {row: fn}``; None for the process's.
+        directory: Function that returns a new place for a checkpoint at each call: a path, a URL or a `Storage`.
+        save: Function that writes trees, one for each rank, to a place, for a format without a row for saving. Without
+            it, loads of such a format aren't tried.
         examples: Number of random states to try.
-        only: the names of the promises to try, for example while one of them is being fixed; all by default.
+        only: Names of the promises to try, for example while one of them is being fixed; all by default.
         promises: Checks of added actions, by action: a member of an Enum of the caller's, whose value is a string. A
             check is called as ``check(function, save)``, with the row's function and a ``save`` that takes trees, one
             for each rank, and returns their `Checkpoint` in this backend. It raises AssertionError if the function is
             wrong.
-        protocols: Protocols of added actions, by action; rows of an action without one aren't compared with any.
+        protocols: Protocols of added actions, by action; rows of other added actions aren't checked.
 
     Returns:
-        The report: promises that are kept, cases that were refused, and promises that were left out, with reasons.
+        The report: kept promises, refused cases, and promises that were left out, with reasons.
 
     Raises:
-        AssertionError: names each broken promise, with its simplest cases.
-        StrategyError: the table has no row for the backend, or has one for an action without a promise.
+        AssertionError: The backend breaks promises; names each, with its simplest failing cases.
+        StrategyError: The table has no row for the backend, or has one for an action without a promise.
 
     Examples:
         >>> print(check_strategy("safetensors", 1, only=["scalars come back", "flat ranges come back"]))
@@ -131,7 +131,7 @@ def check_strategy(
           kept: scalars come back
           kept: flat ranges come back
 
-        An action of one's own, with a row that is wrong:
+        An added action, with a wrong row:
 
         >>> from shardtree import default_strategies
         >>> Added = Enum("Added", {"COUNT": "count_tensors"})
@@ -149,7 +149,7 @@ def check_strategy(
     subject = Subject(backend, version, strategies, directory, save, examples, protocols or {})
     if not subject.actions():
         fix = "Pass the table that has its rows as strategies=, or register them."
-        raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
+        raise StrategyError(error_text(f"check_strategy: no rows for {(backend, version)!r}", fix=fix))
     refuse_unknown(subject, checks)
     names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_BrokenPromise]()
     for promise in _select(only, [*PROMISES, *added_promises(checks), *_layout_cases.RANDOM]):
@@ -160,12 +160,12 @@ def check_strategy(
         if reason:
             left_out[promise.name] = reason
             continue
-        failure, own, count = _run_cases(promise, subject)
-        refusals += own
+        failure, refused, count = _run_cases(promise, subject)
+        refusals += refused
         if failure is not None:
             failures.append(failure)
-        elif own and len(own) == count:
-            left_out[promise.name] = f"it is refused: {own[0].why}"
+        elif refused and len(refused) == count:
+            left_out[promise.name] = f"it is refused: {refused[0].why}"
         else:
             names.append(promise.name)
     if failures:
@@ -174,21 +174,21 @@ def check_strategy(
 
 
 def _select(names: Collection[str], every: Sequence[Promise]) -> list[Promise]:
-    """Return those of all promises that have these names; all if there are no names.
+    """Return the promises with these names; all promises if there are no names.
 
     Raises:
-        StrategyError: there is no such promise.
+        StrategyError: A name is unknown.
     """
     names_of_all = [promise.name for promise in every]
     unknown = [repr(name) for name in names if name not in names_of_all]
     if unknown:
-        fix = "The names are those in the report: " + "; ".join(names_of_all)
-        raise StrategyError(error_text("check_strategy: no such promise", offenders=unknown, fix=fix))
+        fix = "Pass names of promises: " + "; ".join(names_of_all)
+        raise StrategyError(error_text("check_strategy: unknown promises in only=", offenders=unknown, fix=fix))
     return [promise for promise in every if not names or promise.name in names]
 
 
 def _why_left_out(promise: Promise, subject: Subject) -> str:
-    """Return why a backend doesn't make a promise, "" if it does."""
+    """Return the reason why a backend doesn't make a promise; empty if it does."""
     missing = sorted(action.value for action in promise.rows if not subject.has(action))
     if missing:
         return f"no row for {', '.join(missing)}"
@@ -201,22 +201,22 @@ def _why_left_out(promise: Promise, subject: Subject) -> str:
 
 
 def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
-    """Yield a promise's cases; an error before the first one becomes a case."""
+    """Yield a promise's cases; an error while they are prepared becomes a case."""
     try:
         yield from promise.cases(subject)
     except Exception as error:
-        yield Case("what all cases begin with", partial(raising, error))
+        yield Case("preparing the cases", partial(raising, error))
 
 
 def _run_cases(promise: Promise, subject: Subject) -> tuple[_BrokenPromise | None, list[RefusedCase], int]:
-    """Run a promise's cases; return what is broken (or None), what was refused, and the number of cases."""
+    """Run a promise's cases; return the broken promise (or None), the refused cases, and the number of cases."""
     failures, refusals = list[tuple[str, str]](), list[RefusedCase]()
     cases = list(_cases(promise, subject))
     for case in cases:
         try:
             case.check()
         except Refused as error:
-            # Reported rather than passed over, since the format doesn't keep what it refused.
+            # A refusal is reported, since the format doesn't store the refused state.
             if not case.required:
                 refusals.append(RefusedCase(promise.name, case.name, str(error)))
                 continue
@@ -229,16 +229,17 @@ def _run_cases(promise: Promise, subject: Subject) -> tuple[_BrokenPromise | Non
 # Texts of failures.
 
 _SHOWN = 3  # cases of one promise
-_LONGEST = 300  # characters of what was raised: a traceback says the rest
-_FRAMES = 6  # of that traceback, the innermost
+_LONGEST = 300  # characters of an error's text; a traceback shows the rest
+_FRAMES = 6  # innermost frames of that traceback
 _PACKAGE = Path(__file__).parents[2]
 _PYTHON = sysconfig.get_path("stdlib")
 
 
 def _failure_text(backend: tuple[str, int], failures: Sequence[_BrokenPromise], names: Sequence[str]) -> str:
-    """Return the error's text: every broken promise, each with its simplest cases, and the names of those kept.
+    """Return the error's text: every broken promise with its simplest failing cases, and the names of kept promises.
 
-    What fails for a reason that was given before is only named: a backend's first fault often breaks most promises.
+    A reason that was given before is shortened to its first line, since one fault of a backend often breaks most
+    promises.
 
     Examples:
         >>> why = chr(10).join(["raised a raw KeyError: 'w'", "in load_sharded"])
@@ -272,30 +273,30 @@ def _failure_text(backend: tuple[str, int], failures: Sequence[_BrokenPromise], 
 def _failure_reason(error: BaseException) -> str:
     """Return the fault in words: a law's message, or the exception that was raised."""
     if isinstance(error, Refused):
-        return f"was refused, which no format may: {error}"
+        return f"was refused, but no format may refuse it: {error}"
     if isinstance(error, AssertionError):
         return str(error) or "a check failed"
     if isinstance(error, RemoteError) and error.__cause__ is not None:
-        error = error.__cause__  # the exception of this rank itself
+        error = error.__cause__  # this rank's own exception
     kind, raw = "our" if isinstance(error, CheckpointingException) else "a raw", _foreign_error(error)
     text = f"raised {kind} {type(error).__name__}: {str(error)[:_LONGEST]}"
     return text if raw is None else f"{text}\n{_traceback_of(raw)}"
 
 
 def _foreign_error(error: BaseException) -> BaseException | None:
-    """Return the original exception, of this or another rank, if it isn't an error of ours."""
+    """Return the original exception of this or another rank, if it isn't an error of this library."""
     while isinstance(error, RemoteError) and error.__cause__ is not None:
         error = error.__cause__
     return None if isinstance(error, CheckpointingException) else error
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the end of a traceback, from the backend's first frame: that is what its author has to look at."""
+    """Return the end of a traceback, from the backend's first frame on, where its author has to look."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((number for number, frame in enumerate(frames) if not _is_internal(frame.filename)), 0)
     return "".join(traceback.format_list(frames[max(first, len(frames) - _FRAMES) :])).rstrip()
 
 
 def _is_internal(filename: str) -> bool:
-    is_format = filename.startswith(str(_PACKAGE / "strategies")) or "site-packages" in filename
+    is_format = filename.startswith(str(_PACKAGE / "formats")) or "site-packages" in filename
     return filename.startswith((str(_PACKAGE), _PYTHON)) and not is_format

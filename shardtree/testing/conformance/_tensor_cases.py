@@ -73,17 +73,17 @@ def views(subject: Subject) -> Iterator[Case]:
 
 
 def _check_view(subject: Subject, tensor: torch.Tensor) -> None:
-    # Views are saved from memory that the program goes on using: a backend must not reorder it in place.
+    # The program goes on using a view's memory, so that a backend must not reorder it in place.
     before = bits(tensor)
     place = save_trees(subject, [{"w": ShardedTensor.from_rank_offsets("w", tensor)}])
-    assert bits(tensor) == before, "saving changed the tensor that it was given"
+    assert bits(tensor) == before, "the save changed the tensor"
     expected = GlobalState({"w": tensor.detach().resolve_conj().contiguous()}, {}, {})
     check_there(subject, expected, {"w": even_layout(tuple(tensor.shape), 1)}, place)
 
 
 def _check_shared(subject: Subject) -> None:
     """Raise unless tensors that share memory come back, each as itself."""
-    # They begin at the same address, so that a backend that identifies tensors by it would mix them up.
+    # The tensors begin at the same address: a backend that identifies tensors by address would mix them up.
     whole = numbers(SHAPE)
     state = GlobalState({"w": whole, "rows": whole[:2], "tied": whole, "columns": whole[:, :3]}, {}, {})
     layout = {key: even_layout(tuple(tensor.shape), 1) for key, tensor in state.tensors.items()}
@@ -91,7 +91,7 @@ def _check_shared(subject: Subject) -> None:
 
 
 def lazy_data(subject: Subject) -> Iterator[Case]:
-    """Yield tensors that are read while they are saved, as those of an open checkpoint are."""
+    """Yield tensors that are read while they are saved, like those of an open checkpoint."""
     kinds = {"a tensor of another checkpoint": lambda lazy: lazy, "a view of one": lambda lazy: lazy[1:, 2:].T}
     for name, view in kinds.items():
         yield Case(name, partial(_check_lazy, subject, view), required=True)
@@ -110,7 +110,7 @@ def _check_lazy(subject: Subject, view: Callable[[Any], Any]) -> None:
 
 
 def keys(subject: Subject) -> Iterator[Case]:
-    """Yield keys that can't be names of files, or that are names of files that formats have."""
+    """Yield keys that can't be file names, or that are names of formats' own files."""
     each = (Case(repr(key[:20]), partial(_check_keys, subject, key, "w")) for key in _KEYS)
     yield from together_or_each(partial(_check_keys, subject, "w", *_KEYS), each)
 
@@ -123,7 +123,7 @@ def _check_keys(subject: Subject, *keys: str) -> None:
 
 def parts(subject: Subject) -> Iterator[Case]:
     """Yield loads of a part of a tensor that was saved in many parts."""
-    # Boxes that cross the edges of what is stored: those are where plans and formats go wrong.
+    # The boxes cross the edges of stored chunks, where plans and formats go wrong.
     boxes = {
         "one element": ((1, 4), (1, 1), None),
         "a box across all chunks": ((1, 2), (2, 3), None),
@@ -166,20 +166,20 @@ def donated_memory(subject: Subject) -> Iterator[Case]:
 def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     place = save_trees(subject, trees_of(state, {"w": ROWS}))
-    # A value that isn't stored, so that every write shows.
+    # The memory has a value that isn't stored, so that every write shows.
     memory = torch.full(shape, -1.0, dtype=torch.float32, device="cpu")
     target = ShardedTensor("w", memory, torch.float32, shape, shape, (0, 0), None, allow_shape_mismatch=shape != SHAPE)
-    # Where files don't prove a shape, a padded target alone is refused: it would hide that some are missing.
-    told = LoadOptions(shapes={"w": SHAPE})
-    (tree,) = load_trees(subject, [{"w": target}], place, donate=True, options=told)
-    assert tree["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
+    # Without shapes=, a format whose files don't prove a shape refuses a padded target, which would hide missing files.
+    options = LoadOptions(shapes={"w": SHAPE})
+    (tree,) = load_trees(subject, [{"w": target}], place, donate=True, options=options)
+    assert tree["w"].data_ptr() == memory.data_ptr(), "the donated tensor isn't the one that was returned"
     check_equal("'w'", tree["w"][:4, :6], state.tensors["w"])
     beyond = bool((tree["w"][4:] == -1).all()) and bool((tree["w"][:, 6:] == -1).all())
     assert beyond, "wrote where nothing is stored"
 
 
 def mismatched_targets(subject: Subject) -> Iterator[Case]:
-    """Yield targets that don't match what is stored."""
+    """Yield targets that don't match the stored tensor."""
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     kinds = {
         "a key that isn't stored": ("v", SHAPE, torch.float32),
@@ -204,7 +204,7 @@ def _check_mismatch(subject: Subject, state: GlobalState, target: ShardedTensor)
 
 
 def without_metadata_exchange(subject: Subject) -> Iterator[Case]:
-    """Yield saves in which ranks don't exchange what they hold; these may be refused."""
+    """Yield saves in which ranks don't exchange their layouts; these may be refused."""
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     for name, layout in (("1 rank", WHOLE), ("2 ranks' rows", ROWS), ("4 ranks' flat ranges", FLAT_ROWS)):
         yield Case(name, partial(_check_without_metadata_exchange, subject, state, layout))
@@ -229,8 +229,8 @@ def _check_deferred(subject: Subject, ranks: int, layout: Any) -> None:
     def on_rank(world: Any) -> None:
         request = save(trees[world.rank], place, world=world, async_sharded_save=True, options=options)
         names = file_names(storage_at(place))
-        world.barrier()  # else another rank, which found nothing, could begin to write before this one has looked
-        # The folder and the owner's note may be there already: other saves have to see them.
+        world.barrier()  # else another rank could begin to write before this one has looked
+        # The folder and the owner's note may exist already, since other saves must see them.
         if any(map(is_not_owner_note, names)):
             request.abandon()
             raise AssertionError(f"preparing wrote {sorted(names)}")

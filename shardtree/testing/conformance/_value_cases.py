@@ -1,16 +1,17 @@
-"""Cases about all but elements: sharded objects, the common state, metadata, `explain`, and removing tensors."""
+"""Cases about everything but tensors' elements: objects, the common state, metadata, `explain` and removals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import UnionType
 from typing import Any
 
 import torch
 
 from ...core.mapping import ShardedObject, ShardedTensor
-from ...core.plans import Mismatch, Unexpected
+from ...core.plans import Mismatch, Refusal, Unexpected
 from ...errors import CheckpointingException
 from ...inspection import explain, load_common_state_dict, load_content_metadata, load_sharded_metadata
 from ...shell.checkpoint import load, remove_sharded_tensors
@@ -25,7 +26,7 @@ _METADATA = LOADS | {StrategyAction.LOAD_METADATA}
 _COMMON = frozenset({StrategyAction.LOAD_COMMON})
 
 # Values that formats tend to change without an error: tuples to lists, keys to strings, large integers to floats. Each
-# is made anew for each use, since a backend could change it in place.
+# is created anew for each use, since a backend could change it in place.
 VALUES: dict[str, Callable[[], Any]] = {
     "an int": lambda: 3,
     "a string": lambda: "é",
@@ -60,16 +61,16 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
 
     def objects_at(cell: int, replica: int, *, filled: bool) -> list[ShardedObject]:
         pairs = zip(names, cells, strict=True)
-        return [ShardedObject(name, own[cell] if filled else None, (2,), (cell,), replica) for name, own in pairs]
+        return [ShardedObject(name, pair[cell] if filled else None, (2,), (cell,), replica) for name, pair in pairs]
 
     trees: list[Any] = [{"own": objects_at(rank, 0, filled=True), "w": _tensor(rank)} for rank in (0, 1)]
     trees[1]["replicas"] = objects_at(0, 1, filled=True)
     place = save_trees(subject, trees)
-    # Fewer ranks than saved and more, and in another order: objects must be found by their index, not by their rank.
+    # Fewer ranks than saved and more, and another order: objects must be found by their index, not by their rank.
     for ranks in (1, 3):
         targets = [[objects_at(cell, rank, filled=False) for cell in (1, 0)] for rank in range(ranks)]
         for rank, objects_of_rank in enumerate(load_trees(subject, targets, place)):
-            expected = [[own[cell] for own in cells] for cell in (1, 0)]
+            expected = [[pair[cell] for pair in cells] for cell in (1, 0)]
             right = outline(objects_of_rank) == outline(expected)
             assert right, f"rank {rank} of {ranks} found {objects_of_rank!r}, expected {expected!r}"
     (alone,) = load_trees(subject, [objects_at(1, 0, filled=False)[:1]], place, validate_access_integrity=False)
@@ -104,7 +105,7 @@ def _check_hole(subject: Subject) -> None:
     (tree,) = load_trees(subject, [{"mixed": [None, _tensor(), None]}], place)
     left = tree["mixed"][0], tree["mixed"][2], tree["last"]
     assert left == (1, (2, 3), 4), f"found {left!r} around the shard, expected {(1, (2, 3), 4)!r}"
-    assert torch.equal(tree["mixed"][1], numbers(SHAPE)), "the shard is another"
+    assert torch.equal(tree["mixed"][1], numbers(SHAPE)), "the shard has other elements"
 
 
 def _check_alone(subject: Subject) -> None:
@@ -116,22 +117,22 @@ def _check_content(subject: Subject) -> None:
     place = save_trees(subject, [{"w": _tensor(), "step": 3}], content_metadata={"optimizer": "adam"})
     found = load_content_metadata(place, strategies=subject.strategies)
     assert found == {"optimizer": "adam"}, f"found {found!r}, expected {{'optimizer': 'adam'}}"
-    rest = load_common_state_dict(place, strategies=subject.strategies)
-    assert rest.get("step") == 3, f"found {rest!r} beside it"
+    common = load_common_state_dict(place, strategies=subject.strategies)
+    assert common.get("step") == 3, f"found the common state {common!r}, expected a step of 3"
 
 
 def _tensor(replica: int = 0) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets("w", numbers(SHAPE), replica_id=replica)
 
 
-# What is said of tensors without reading them, and taking some out.
+# Metadata, `explain` and removals, which don't load tensors.
 
 
 def metadata(subject: Subject) -> Iterator[Case]:
-    """Yield tensors in layouts of each kind, all of which must have the same metadata."""
+    """Yield tensors in layouts of each kind, which must all have the same metadata."""
     kinds = {"whole": WHOLE, "rows": ROWS, "a grid": GRID, "a scalar": even_layout((), 2), "layers": LAYERS}
     kinds |= {"boxes of no grid": IRREGULAR, "flat ranges": FLAT_ROWS}
-    kinds |= {name: one for name, (one, _) in ZERO_SIZE.items()}
+    kinds |= {name: save_layout for name, (save_layout, _) in ZERO_SIZE.items()}
     for name, layout in kinds.items():
         yield Case(name, partial(_check_metadata, subject, layout))
 
@@ -160,7 +161,7 @@ def _describe(fields: Any) -> str:
 
 
 def object_metadata(subject: Subject) -> Iterator[Case]:
-    """Yield an array of objects, each of which the metadata must name."""
+    """Yield an array of objects; the metadata must name each object."""
     yield Case("objects of 2 ranks", partial(_check_object_metadata, subject))
 
 
@@ -181,7 +182,8 @@ def explanations(subject: Subject) -> Iterator[Case]:
     unknown = ShardedTensor.from_rank_offsets("v", torch.zeros(2, dtype=torch.float32, device="cpu"))
     yield Case("a target that fits", partial(_check_explanation, subject, fits, None))
     yield Case("a key that isn't stored", partial(_check_explanation, subject, unknown, Unexpected))
-    yield Case("another shape", partial(_check_explanation, subject, _zeros(4, 7), Mismatch))
+    # Where files don't prove shapes, a format refuses a target of another shape with the likely reason.
+    yield Case("another shape", partial(_check_explanation, subject, _zeros(4, 7), Mismatch | Refusal))
     yield Case("another dtype", partial(_check_explanation, subject, _zeros(*SHAPE, dtype=torch.int32), Mismatch))
 
 
@@ -189,19 +191,19 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets("w", torch.zeros(shape, dtype=dtype, device="cpu"))
 
 
-def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | None) -> None:
+def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | UnionType | None) -> None:
     place = save_trees(subject, trees_of(GlobalState({"w": numbers(SHAPE)}, {}, {}), {"w": GRID}))
     explanation = explain({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
-    kinds = [type(problem) for problem in explanation.problems]
-    expected = [] if kind is None else [kind]
-    assert kinds == expected, f"says {[str(problem) for problem in explanation.problems]}, expected {expected}"
+    problems, expected = explanation.problems, "none" if kind is None else kind
+    is_expected = not problems if kind is None else len(problems) == 1 and isinstance(problems[0], kind)
+    assert is_expected, f"says {[str(problem) for problem in problems]}, expected {expected}"
     message = ""
     try:
         load({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
     except CheckpointingException as error:
         message = str(error)
     keys = [getattr(problem, "key", "") for problem in explanation.problems]
-    assert all(key in message for key in keys) and bool(message) == bool(kinds), (
+    assert all(key in message for key in keys) and bool(message) == bool(problems), (
         f"a load raises {message!r}, and explain says {[str(problem) for problem in explanation.problems]}"
     )
 
@@ -234,8 +236,8 @@ def _check_object_removal(subject: Subject) -> None:
     remove_sharded_tensors(place, "rng", strategies=subject.strategies)
     found = sorted(load_sharded_metadata(place, strategies=subject.strategies))
     assert found == ["other/shard_0_1", "w"], f"leaves {found}, expected ['other/shard_0_1', 'w']"
-    (rest,) = load_trees(subject, [{"rng": [ShardedObject("other", None, (1,), (0,))]}], place)
-    assert rest["rng"] == [{"other": 1}], f"found {rest['rng']!r}"
+    (remaining,) = load_trees(subject, [{"rng": [ShardedObject("other", None, (1,), (0,))]}], place)
+    assert remaining["rng"] == [{"other": 1}], f"found {remaining['rng']!r}"
 
 
 PROMISES = (

@@ -69,14 +69,14 @@ def test_the_check_of_rows_sees_a_wrong_signature():
 
     faults = {
         "called with": (StrategyAction.LOAD_SHARDED, lambda checkpoint: None),
-        "key_prefix: str is asked to take checkpoint": (StrategyAction.REMOVE_SHARDED, swapped),
-        "is asked to take shards": (StrategyAction.SAVE_SHARDED, tensors_only),
+        "key_prefix: str must take checkpoint": (StrategyAction.REMOVE_SHARDED, swapped),
+        "must take shards": (StrategyAction.SAVE_SHARDED, tensors_only),
         "returns None, expected": (StrategyAction.VERIFY, nothing),
     }
     for message, (action, fn) in faults.items():
         with pytest.raises(AssertionError, match=rf"rows of \('one', 1\)[\s\S]*{action.value}: .*{message}"):
             check_rows(with_one(action, fn), "one", 1)
-    with pytest.raises(AssertionError, match="no row is for"):
+    with pytest.raises(AssertionError, match="no rows for"):
         check_rows(default_strategies, "safetensors", 99)
 
 
