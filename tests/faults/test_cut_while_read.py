@@ -14,6 +14,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, StorageError
 from shardtree.shell.storage._local_files import LocalReader
 from shardtree.shell.table import _metadata
+from shardtree.strategies import LoadOptions
 from tests.faults.sampling import sample
 from tests.fuzz import seeds
 from tests.fuzz.seeds import Files, write_files
@@ -146,12 +147,14 @@ def newer(file: Path) -> None:
 def test_a_file_that_another_save_has_written_is_called_replaced(name: str, file: str, tmp_path: Path) -> None:
     write_files(tmp_path, FORMATS[name]())
     (place,) = sorted(tmp_path.glob(file))[:1]
-    opened = st.open_checkpoint(tmp_path)
+    stored = st.load_tensors_metadata(tmp_path)
+    told = LoadOptions(shapes={key: tensor.global_shape for key, tensor in stored.items()})
+    opened = st.open_checkpoint(tmp_path, options=told)
     newer(place)
     key = next(key for key in opened if isinstance(opened[key], st.ShardedTensor))
     with pytest.raises(CheckpointReplaced):
         opened[key].data.read()
-    newer_then_cut = st.open_checkpoint(tmp_path)
+    newer_then_cut = st.open_checkpoint(tmp_path, options=told)
     cut(place)
     with pytest.raises((CorruptCheckpoint, StorageError)) as caught:
         newer_then_cut[key].data.read()
