@@ -23,8 +23,8 @@ USED = {
     "torch._utils._rebuild_tensor_v2": "what torch.save names in an archive as the function that makes a tensor",
     "torch._utils._rebuild_tensor_v3": "the same, for dtypes without a storage class",
     "torch._C": "the module of the seven that follow: modes of a thread, which no public function counts or leaves",
-    "torch._C._swap_tensor_impl": "a model's parameter is traced in its place, also where views or weak references of it "
-    "exist, which torch.utils.swap_tensors refuses",
+    "torch._C._swap_tensor_impl": "a model's parameter is traced in its place, also where it has views or weak "
+    "references, which torch.utils.swap_tensors refuses",
     "torch._C._DisableAutocast": "no autocast inside of a call",
     "torch._C._is_any_autocast_enabled": "whether there is any, of whatever device",
     "torch._C._len_torch_dispatch_stack": "whether there are dispatch modes, such as FakeTensorMode",
