@@ -126,9 +126,7 @@ def inspect(
 )
 def picture(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
-    key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="A tensor's key; without one, the largest tensors.")
-    ] = None,
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A tensor's key; else the largest ones.")] = None,
     out: Annotated[
         str | None,
         typer.Option("--out", "-o", metavar="FILE", help="File to write: .svg, .html or .txt; else it is printed."),
@@ -149,12 +147,10 @@ def picture(
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="torch's, up to 4"),
+        int | None, typer.Option(min=1, metavar="N", help="Threads that check.", show_default="torch's, up to 4")
     ] = None,
     replicas: Annotated[
-        bool,
-        typer.Option("--replicas", help="Only show the differences between files' copies of a tensor."),
+        bool, typer.Option("--replicas", help="Only show the differences between files' copies of a tensor.")
     ] = False,
     require_checksums: Annotated[
         bool,
@@ -206,8 +202,7 @@ def report(
     ] = None,
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE.html", help="The file to write.")] = "report.html",
     no_verify: Annotated[
-        bool,
-        typer.Option("--no-verify", help="Don't look for damage or compare values, so that no tensor is read."),
+        bool, typer.Option("--no-verify", help="Don't look for damage or compare values: no tensor is read.")
     ] = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
