@@ -206,7 +206,7 @@ def report(
     ] = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Write a page on a checkpoint: its tensors, cuts, sizes by rank and dtype, damage; on two, their differences."""
+    """Write an HTML page about a checkpoint (tensors, layouts, sizes, damage), or about the differences of two."""
     from ._report import run_report
 
     if not out.lower().endswith((".html", ".htm")):

@@ -203,7 +203,7 @@ def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
     for what, values in zip(("other bytes", "another common state"), zip(*outcomes, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
-            fix = "Pass the same arguments on every rank, and transforms that give the same wherever they run."
+            fix = "Pass the same arguments on every rank, and transforms that give the same result on each."
             raise WorldError(error_text(f"convert: rank {other} would write {what} than rank 0", fix=fix))
 
 

@@ -285,7 +285,7 @@ class Plan:
         batches: Pieces of the tensors, and the objects, in the order of writing.
         left_out: Keys and unique keys that the transform didn't get; unreadable values of the source; and paths of
             tensors in a common state that is left out, if they couldn't be written by the keys of their paths.
-        unused: (key, elements) of tensors of which only a part is in the output.
+        unused: (key, number of unused elements) of tensors that are in the output only in part.
         unchanged_keys: Keys of tensors that the transform returned unchanged.
     """
 

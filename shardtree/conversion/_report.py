@@ -21,7 +21,7 @@ class ConversionReport:
         nbytes: Size of the tensors in bytes.
         left_out: Keys and unique keys of the source that were left out; unreadable values, such as arrays of texts; and
             ``"common"`` if that was left out, with the path of each tensor in it that has no key of its own.
-        unused: (key, elements) of tensors of which only a part was used.
+        unused: (key, number of unused elements) of tensors that were used only in part.
         batches: Number of batches.
         resumed: Number of batches that an earlier call had written.
         verified_nbytes: Bytes of tensors that were read back and compared; None without a check.

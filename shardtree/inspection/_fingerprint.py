@@ -44,7 +44,7 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
     Args:
         tree: Dicts, lists and tuples of shards, factories and plain values, each rank's own. Tensors are read where
             they are, on an accelerator too, and replicas must be equal. Or a path, URL or `Storage` of a checkpoint of
-            any format, of which each rank then reads a part.
+            any format; each rank then reads a part of it.
         world: World of the ranks that take part; by default torch.distributed's default group, or else this process
             alone.
         strategies: Dispatch table, for a checkpoint.
@@ -54,8 +54,8 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
 
     Raises:
         IntegrityError: Some element doesn't have exactly one main replica, or replicas that are cut alike differ.
-        TreeError: The argument is neither a tree nor a place, or its tensors aren't in shards.
-        NotACheckpoint: There is no checkpoint at the place.
+        TreeError: The argument is neither a tree nor a checkpoint, or its tensors aren't in shards.
+        NotACheckpoint: There is no checkpoint at the path.
         CorruptCheckpoint: The checkpoint is damaged.
 
     Examples:

@@ -97,8 +97,8 @@ def tree_shards(doing: str, tree: Any) -> list[ShardedTensor]:
         TreeError: The argument isn't a tree.
     """
     if not isinstance(tree, (dict, list, tuple)):
-        expected = "a dict, list or tuple of shards, or where a checkpoint is"
-        heading = f"{doing}: neither a tree nor a place"
+        expected = "a dict, list or tuple of shards, or a checkpoint's path, URL or Storage"
+        heading = f"{doing}: the argument is neither a tree nor a checkpoint"
         raise TreeError(error_text(heading, found=type(tree).__name__, expected=expected))
     return tensor_shards(tree)
 
@@ -132,9 +132,9 @@ def check_replicas(
         element.
 
     Raises:
-        TreeError: The argument is neither a tree nor a place.
+        TreeError: The argument is neither a tree nor a checkpoint.
         IntegrityError: Ranks disagree about a tensor's dtype or shape.
-        NotACheckpoint: There is no checkpoint at the place.
+        NotACheckpoint: There is no checkpoint at the path.
 
     Examples:
         >>> import torch, shardtree as st

@@ -26,7 +26,7 @@ __all__ = ["from_megatron", "to_megatron"]
 
 def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Exception, fix: str | None = None) -> str:
     """Return the error text for a leaf that can't be converted."""
-    what = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)}"
+    what = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)} can't be converted"
     return error_text(what, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)
 
 
@@ -131,7 +131,7 @@ def from_megatron(tree: Any) -> Any:
         A tree for `save` and `load`. Its factories call those of Megatron-Core to build and merge.
 
     Raises:
-        MetadataError: A leaf's fields contradict each other or its data; names its key and path.
+        MetadataError: A leaf's fields contradict each other or its data; the error names its key and path.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -224,7 +224,7 @@ def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
 
     Raises:
         UnsupportedValue: A shard is flat, which this version of Megatron-Core doesn't support, or it is in a tuple,
-            where Megatron-Core doesn't look for shards; names its key and path.
+            where Megatron-Core doesn't look for shards; the error names its key and path.
         CheckpointingException: Megatron-Core isn't installed.
 
     Examples:

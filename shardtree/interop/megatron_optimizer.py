@@ -276,6 +276,6 @@ def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
         if not torch.equal(places, torch.arange(first, first + places.numel(), device="cpu")):
             fix = "Save this optimizer with Megatron-Core, as fully_reshardable."
             raise UnsupportedValue(
-                error_text(f"optimizer_shards: {leaf.key!r} is stored in boxes that aren't contiguous in it", fix=fix)
+                error_text(f"optimizer_shards: {leaf.key!r} has boxes that aren't contiguous in the parameter", fix=fix)
             )
         yield replace(box, data=None, dtype=leaf.data.dtype), first

@@ -64,7 +64,7 @@ def run_processes(
         [['here', 'here'], ['here', 'here']]
     """
     if size < 1:
-        raise WorldError(error_text("run_processes: no ranks", found=size, expected="at least 1"))
+        raise WorldError(error_text("run_processes: too few ranks", found=size, expected="at least 1"))
     with _started_ranks(size, fn, timeout) as ends:
         outcomes = _outcomes(ends)
         for process, _ in ends:

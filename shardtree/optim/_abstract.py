@@ -165,7 +165,7 @@ _Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # a paramete
 
 
 def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
-    """Return the stored states of a parameter, each with the shard as which the parameter itself is stored."""
+    """Return the stored states of a parameter, each with the stored shard of the parameter itself."""
     kinds: dict[str, _Kinds] = {}
     shards = built_shards(param)
     for shard in shards:

@@ -118,7 +118,7 @@ def _with_hyperparameters(
 
 
 def _conflicts(number: int, group: Group, stored: Sequence[Group], group_of: Mapping[Any, int]) -> list[str]:
-    """Return, for each hyperparameter in which a group's parameters differ, two parameters that do."""
+    """Return a line with two differing parameters for each hyperparameter that isn't the same in all of a group."""
     names = {group_of[name]: name for name in reversed(group["params"])}
     lines: list[str] = []
     first: int | None = None

@@ -54,12 +54,13 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     if not isinstance(optim_param, torch.Tensor) or hasattr(optim_param, "placements"):
         found = "a DTensor" if isinstance(optim_param, torch.Tensor) else type(optim_param).__name__
         fix = "For DTensors use `from_dtensors` of shardtree.interop.dtensor."
-        raise TreeError(error_text(heading, found=found, expected="a local tensor", fix=fix))
+        raise TreeError(error_text(f"{heading} isn't a local tensor", found=found, expected="a local tensor", fix=fix))
     check_has_shape(heading, optim_param)
     expected = moment_shape(model_param)
     if expected is not None and tuple(optim_param.shape) != expected:
         fix = "Does it belong to another parameter or another rank? Tensors of another shape need a rule."
-        raise ShapeError(error_text(heading, found=tuple(optim_param.shape), expected=expected, fix=fix))
+        wrong = f"{heading} has another shape than the parameter"
+        raise ShapeError(error_text(wrong, found=tuple(optim_param.shape), expected=expected, fix=fix))
     return moment(model_param, optim_param, prefix)
 
 
@@ -197,7 +198,7 @@ def list_item(state_key: str) -> tuple[str, int | None]:
 
 
 def items_of(state_key: str, value: Any) -> dict[str, Any]:
-    """Return the states as which a value is stored, by state key: a list's items if tensors are among them.
+    """Return a value's stored states by state key: one for each item of a list with tensors, else the value.
 
     Examples:
         >>> list(items_of("Q", [torch.zeros(2, 2), None])), list(items_of("betas", [0.9, 0.99]))

@@ -108,13 +108,13 @@ class _FactoryValue:
         differ = [str(value)[:80] for value in values[1:] if diff(values[0], value)]
         if differ:
             heading = f"the parts of {self.param.key!r} have different values, but one parameter needs a single value"
-            fix = "Load them as parameters of their own: one step can't be two."
+            fix = "Load the parts as separate parameters, each with its own value."
             raise ShapeError(error_text(heading, found=", ".join(differ), expected=str(values[0])[:80], fix=fix))
         return values[0]
 
 
 def built_shards(param: ShardedParam) -> list[ShardedTensor]:
-    """Return the shards as which a parameter is stored: itself, or the shards that its factory builds.
+    """Return the stored shards of a parameter: itself, or the shards that its factory builds.
 
     Examples:
         >>> [shard.key for shard in built_shards(ShardedTensor.from_rank_offsets("w", torch.zeros(2)))]

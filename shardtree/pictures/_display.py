@@ -174,8 +174,8 @@ def picture_of(value: Any, of: Any) -> Picture:
     if callable(value):
         shards = [of] if isinstance(of, ShardedTensor) else list(of or ())
         return lens_picture(value, shards)
-    fix = "help(st.draw) lists what can be drawn."
-    raise TreeError(error_text("draw: there is no picture of this", found=type(value).__name__, fix=fix))
+    fix = "Pass one of the values that help(st.draw) lists."
+    raise TreeError(error_text("draw: a value of this type can't be drawn", found=type(value).__name__, fix=fix))
 
 
 picture_of.register(Picture, lambda value, of: value)

@@ -285,7 +285,7 @@ def _left_out(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _grids(mesh: Mesh, lead: dict[int, int], tones: dict[int, str], most: int) -> list[Plane]:
-    """Return a plane of ranks for each place along all axes but the last two."""
+    """Return a plane of ranks for each index along the mesh's axes except the last two."""
     *outer, (down, rows), (across, columns) = [("", 1), ("", 1), *mesh.axes][-max(len(mesh.axes), 2) :]
     ranks = np.array(mesh.ranks, dtype=np.int64).reshape([*(size for _, size in outer), rows, columns])
     steps = list(islice(product(*(range(size) for _, size in outer)), _MOST_GRIDS))

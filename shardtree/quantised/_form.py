@@ -75,7 +75,8 @@ class Form:
         """Return a weight's shape, from its stored tensors, or from shards of them.
 
         Raises:
-            ShapeError: a dtype isn't one of the form's, or a shape doesn't fit that of the values; names all of them.
+            ShapeError: a dtype isn't one of the form's, or a shape doesn't fit that of the values; the error names all
+                of them.
         """
         names = self.keys(key)
         values = [tensors[name] for name in names]
@@ -127,7 +128,8 @@ class Form:
             dtype: Dtype of the weights, which are computed in float32 and rounded once.
 
         Raises:
-            ShapeError: tensors of one weight have other shapes or dtypes than the form says; names all of them.
+            ShapeError: tensors of one weight have other shapes or dtypes than the form says; the error names all of
+                them.
 
         Examples:
             >>> from shardtree.quantised import FORMS

@@ -47,7 +47,7 @@ def recode(
         ShapeError: the form can only be read, or the dtype isn't a floating-point one. When the transform is applied: a
             part of a weight isn't cut into whole blocks, tensors with the names of a form fit none or several forms,
             FP8 or FP4 values have no scales, some parts of a weight are missing, or scales lie beside integers or bytes
-            that no form explains; names all of them.
+            that no form explains; the error names all of them.
         KeyMismatch: a pattern fits no key, or none that gets the form; or a part would have the key of another tensor;
             names all of them.
         MetadataError: `also` has patterns, but `to` is a dtype.

@@ -26,7 +26,7 @@ from ._listing import RECORD_FILE, FileMark, mark
 from .policies import SavedStep
 
 IRREMOVABLE = "can't be removed"
-"""The beginning of the reason for which a step stays that no policy keeps."""
+"""Start of the reason why a step stays although no policy keeps it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
         return tuple(sorted(steps, key=lambda step: step.number))
     except (AttributeError, TypeError):
         found, fix = type(steps).__name__, "Pass what `CheckpointSeries.steps()` returns."
-        raise MetadataError(error_text("not a listing", found=found, expected="SavedStep values", fix=fix)) from None
+        raise MetadataError(error_text("invalid steps", found=found, expected="SavedStep values", fix=fix)) from None
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:

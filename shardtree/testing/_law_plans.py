@@ -189,7 +189,8 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         plan: The result of `plan_buffers`.
 
     Raises:
-        AssertionError: An element is on no rank, on several, or at another position; names it and its parameter.
+        AssertionError: An element is on no rank, on several, or at another position; the error names it
+            and its parameter.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers

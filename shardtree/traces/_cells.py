@@ -358,7 +358,7 @@ class Cells(TorchDispatchMode):
             instead: Advice for this operation.
 
         Raises:
-            TraceError: always; names the operation, the sources and the caller's line.
+            TraceError: always; the error names the operation, the sources and the caller's line.
         """
         names = self.names(tensors)
         if self.is_done:
@@ -372,7 +372,7 @@ class Cells(TorchDispatchMode):
         """Raise the error for an operation that needs elements of a tensor on meta to which nothing was loaded.
 
         Raises:
-            TraceError: always; names the operation and the caller's line.
+            TraceError: always; the error names the operation and the caller's line.
         """
         fix = "Build the engine on the CPU, where the trace sees what its tensors hold before the load."
         self.refusals.refuse(name, f"{name} needs elements of a tensor on the meta device, which has none", fix)
@@ -381,7 +381,8 @@ class Cells(TorchDispatchMode):
         """Raise the error for a write of traced values to memory that was passed on.
 
         Raises:
-            TraceError: always; names the sources, the function and line that passed the memory on, and the caller's.
+            TraceError: always; the error names the sources, the function and line that passed the memory on, and the
+                caller's.
         """
         roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"
         fix = "Write to a new tensor; or pass on a copy before, or data_ptr() for comparisons, instead of the memory."

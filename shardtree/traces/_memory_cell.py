@@ -23,7 +23,7 @@ class MemoryCell:
 
     Attributes:
         numel: Number of elements of the storage.
-        dtype: Unit of the storage: the dtype of the tensor by which it was first met.
+        dtype: Unit of the storage: the dtype of the first tensor that was seen to use it.
         writes: Moves of the present elements.
         overwritten: Moves of sources' elements that were replaced by elements not made of them.
         used: Reads of the present elements.

@@ -32,8 +32,8 @@ class Problem:
     """Elements of one tensor that aren't used or written exactly once, or that hint at a mistake.
 
     Attributes:
-        kind: "unused" or "repeated" for a source; "unwritten" or "overwritten" for an output; the hints "bends" and
-            "constant" for an output.
+        kind: "unused" or "repeated" for a source; "unwritten" or "overwritten" for an output; for an output also the
+            hints "bends" (rows became columns) and "constant" (elements come from no source).
         name: Name of the source or output, after the rank's number if several ranks were checked.
         elements: Number of elements.
         where: Place of the elements, as slices of the tensor.

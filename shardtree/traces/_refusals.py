@@ -29,7 +29,7 @@ class RunRefusals:
             fix: Advice for the caller.
 
         Raises:
-            TraceError: always; names the caller's line.
+            TraceError: always; the error names the caller's line.
         """
         line = caller()
         self._names.setdefault(f"{what}, {line}", name)
@@ -42,7 +42,7 @@ class RunRefusals:
             may_catch: Names of operations whose refusals the code may catch.
 
         Raises:
-            TraceError: other refusals were caught; names each, with its line.
+            TraceError: other refusals were caught; the error names each, with its line.
         """
         if caught := self._caught(may_catch):
             names = ", ".join(map(repr, dict.fromkeys(caught.values())))
@@ -57,7 +57,7 @@ class RunRefusals:
             may_catch: Names of operations whose refusals the code may catch.
 
         Raises:
-            TraceError: other refusals were caught; names each, with its line.
+            TraceError: other refusals were caught; the error names each, with its line.
         """
         if caught := self._caught(may_catch):
             heading = f"trace: the code caught refusals and raised {type(error).__name__}"

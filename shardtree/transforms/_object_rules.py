@@ -53,7 +53,7 @@ def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
 
 
 def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
-    """Return a rule by which every cell gets the value of one cell; the other values are dropped.
+    """Return a rule that gives every cell the value of one cell; the other values are dropped.
 
     Args:
         cell: Index of the cell in the source.
@@ -89,7 +89,7 @@ def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 
 
 def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
-    """Return a rule by which every cell gets one value folded from all, such as their sum.
+    """Return a rule that gives every cell one value folded from all, such as their sum.
 
     Args:
         function: Function of two values that returns one and changes neither. Values come in row-major order.

@@ -276,7 +276,7 @@ def _is_one(text: str, numbers: Collection[int]) -> bool:
 
 
 def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
-    """Return each entry of a layer under each of its new numbers, of which there may be none."""
+    """Return each entry of a layer under each of its new numbers; there may be none."""
     new: dict[str, list[tuple[str, Any]]] = {}
     places = defaultdict[int, list[int]](list)
     for place, layer in enumerate(layers):

@@ -472,7 +472,7 @@ def test_what_fails_while_bytes_move_lets_nobody_wait() -> None:
     for error in failures(on_rank):
         assert isinstance(error, RemoteError)
         assert (error.phase, list(error.failures)) == ("redistribute: join", [1])
-        assert "not the data of 'w'" in error.failures[1]
+        assert "wrong size or dtype of the tensor for 'w'" in error.failures[1]
 
 
 def test_a_merge_that_fails_is_an_error_on_all() -> None:

@@ -30,7 +30,7 @@ class ShardPiece:
     """Some elements of a shard, not yet read.
 
     Attributes:
-        data: The elements: a box, or one axis of a run.
+        data: The elements: a box, or a one-dimensional run.
         offset: Offset of the box in the global tensor; for a run, that of the box around it.
         box: Shape of the box around a run; None for a box.
         first: Index of the run's first element in the row-major flattened box.

@@ -292,11 +292,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the shape of the largest box of whole rows with at most `most` elements, but at least one.
+    """Return the shape of the largest box that is contiguous in a row-major tensor, up to a number of elements.
 
     Args:
         shape: Shape of the tensor.
-        most: Upper bound of the elements in a box.
+        most: Upper bound of the elements in a box; less than 1 counts as 1.
 
     Examples:
         >>> box_shape((10, 4, 6), 100), box_shape((10, 4, 6), 12), box_shape((10, 4, 6), 5)

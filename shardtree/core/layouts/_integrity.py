@@ -82,7 +82,7 @@ def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
         objects: Objects of each rank.
 
     Raises:
-        IntegrityError: The shards have `sharding_problems`; names all of them.
+        IntegrityError: The shards have `sharding_problems`; the error names all of them.
 
     Examples:
         >>> import torch, shardtree as st
@@ -191,7 +191,7 @@ def check_access(columns: ShardColumns) -> None:
     """Raise unless every global element has exactly one main replica.
 
     Raises:
-        IntegrityError: Some elements have none or several; names their keys, ranks and boxes.
+        IntegrityError: Some elements have none or several; the error names their keys, ranks and boxes.
 
     Examples:
         >>> import torch, shardtree as st

@@ -148,7 +148,7 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
         rules: Rule of each key.
 
     Raises:
-        IntegrityError: An array has no rule, or an ambiguous shape; names each of them.
+        IntegrityError: An array has no rule, or an ambiguous shape; the error names each of them.
 
     Examples:
         >>> check_ruled([ShapeChange("rng", ((1,),), (2,))], {"rng": max})

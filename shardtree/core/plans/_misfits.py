@@ -140,7 +140,7 @@ class Gap:
 
     @property
     def what(self) -> str:
-        """The stored share of the elements."""
+        """The number of elements that are stored, and the reason why the others aren't, if it is known."""
         more = f": {self.why}" if self.why else ""
         return f"{self.stored} of {self.wanted} elements are stored{more}"
 

@@ -50,7 +50,8 @@ def find_scaled(
     Args:
         shards: Requested shards.
         kinds: Stored kinds by key; some of the shards' keys may be missing.
-        stored: Function from keys to stored kinds, whichever rank requests them, so that all ranks get the same result.
+        stored: Function from keys to stored kinds. It also knows keys that only other ranks request, so that all ranks
+            get the same result.
         is_plain: Function that tells whether a key's values need no scales.
 
     Examples:

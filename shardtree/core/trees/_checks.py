@@ -92,9 +92,9 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
 
     Raises:
         TreeError: Leaves are another library's parts of tensors (DTensors, Megatron-Core's leaves, JAX's arrays) or
-            have a state_dict; names all of them, and what to pass instead.
+            have a state_dict; the error names all of them, and what to pass instead.
         UnsupportedValue: Shards, such parts or local objects lie in values, or instances of dataclasses and attrs
-            classes hold tensors, or the data of shards are wrapper subclasses; names all of one kind.
+            classes hold tensors, or the data of shards are wrapper subclasses; the error names all of one kind.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
@@ -124,7 +124,7 @@ def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     """Raise if the data of a shard is a wrapper subclass, since its memory isn't its value.
 
     Raises:
-        UnsupportedValue: Such shards exist; names all of them with their classes.
+        UnsupportedValue: Such shards exist; the error names all of them with their classes.
 
     Examples:
         >>> refuse_wrappers("save", [(("w",), ShardedTensor.from_rank_offsets("w", torch.zeros(2)))])
@@ -231,7 +231,7 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
     """Raise if a plain tensor, or one in an object, has no memory, which torch would try to read.
 
     Raises:
-        UnsupportedValue: Such tensors exist; names all of them.
+        UnsupportedValue: Such tensors exist; the error names all of them.
 
     Examples:
         >>> refuse_without_elements("save", [(("step",), torch.tensor(3))])
@@ -251,7 +251,7 @@ def refuse_shapeless(doing: str, leaves: Iterable[tuple[TreePath, Any]]) -> None
     """Raise if a plain tensor has no single shape: an uninitialised parameter, or a nested tensor.
 
     Raises:
-        TreeError: Such tensors exist; names all of them.
+        TreeError: Such tensors exist; the error names all of them.
 
     Examples:
         >>> refuse_shapeless("load", [(("step",), torch.tensor(3))])

@@ -111,7 +111,7 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         is assumed to build none.
 
     Raises:
-        TreeError: `x1` has no subtree for a factory; names the factory's path.
+        TreeError: `x1` has no subtree for a factory; the error names the factory's path.
         Exception: An error of a merge function, with a note of the factory's path.
 
     Examples:
@@ -143,8 +143,8 @@ def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
 def merge_into_held(doing: str, tree: Tree) -> MergeOne:
     """Return the merge function for a donated tree, which writes into the tensors of its factories.
 
-    If the loaded parts are views that make up all of the tensor, it is filled already. A tensor that several factories
-    hold isn't written otherwise, since their merged values may differ.
+    If the loaded parts are views that together cover a factory's tensor, it is filled already. Otherwise the merged
+    value is copied into it, unless several factories hold the tensor: their merged values may differ.
 
     Args:
         doing: Name of the operation, for messages.
@@ -243,7 +243,7 @@ def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
     Factories are applied first. Sharded objects have their `unique_key` as key.
 
     Raises:
-        IntegrityError: Two shards of one key have different global shapes or dtypes; names every such pair.
+        IntegrityError: Two shards of one key have different global shapes or dtypes; the error names every such pair.
 
     Examples:
         >>> import torch

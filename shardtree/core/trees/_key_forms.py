@@ -92,7 +92,7 @@ class KeyForm:
 
     @cached_property
     def quick(self) -> tuple[int, ...]:
-        """Greatest length of a key for a quick regular expression, by its number of dots; the last is for more."""
+        """Length of the longest key that the regular expression matches quickly, by number of dots; last, for any."""
         lengths = range(_LONGEST)
         usual = (partial(self._ways, dots) for dots in range(_USUAL_DOTS))
         more = partial(bisect_right, lengths, _MOST_WAYS, key=lambda length: self._ways(length // 2, length))

@@ -147,7 +147,7 @@ def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
     """Raise unless each of the other patterns has as many stars as the first.
 
     Raises:
-        TreeError: Some patterns have more or fewer; names each of them.
+        TreeError: Some patterns have more or fewer; the error names each of them.
 
     Examples:
         >>> check_stars("split_tensor", "layers.*.qkv", ["layers.*.q", "layers.*.k"])
@@ -242,7 +242,7 @@ def check_patterns_fit(doing: str, patterns: Iterable[str], keys: Collection[str
     """Raise unless each pattern fits a key, since the keys that a mistyped one meant would silently be left out.
 
     Raises:
-        KeyMismatch: Some patterns fit no key; names each of them, with a guess.
+        KeyMismatch: Some patterns fit no key; the error names each of them, with a guess.
 
     Examples:
         >>> check_patterns_fit("load: plain", ["mask.*"], ["mask.0", "w"])

@@ -129,7 +129,7 @@ def combine(*trees: Tree) -> Tree:
         trees: Trees of one structure; at most one of them has a value at each place.
 
     Raises:
-        TreeError: Two trees have a value at one place, or the structures differ; names the path.
+        TreeError: Two trees have a value at one place, or the structures differ; the error names the path.
 
     Examples:
         >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
@@ -151,7 +151,7 @@ def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         key: Path of both trees in a larger one, for errors.
 
     Raises:
-        TreeError: Both trees have a leaf at a path, or containers that can't be united; names the path.
+        TreeError: Both trees have a leaf at a path, or containers that can't be united; the error names the path.
 
     Examples:
         >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})

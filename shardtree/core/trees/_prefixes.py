@@ -20,7 +20,7 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
         tree: The tree with the structure of the result; its shards are leaves.
 
     Raises:
-        TreeError: A place of the prefix isn't in the tree, or a leaf has no value; names each of them.
+        TreeError: A place of the prefix isn't in the tree, or a leaf has no value; the error names each of them.
 
     Examples:
         >>> broadcast_prefix({"model": "decay", "step": None}, {"model": {"w": 1.0, "b": [2.0, 3.0]}, "step": 4})

@@ -122,7 +122,7 @@ def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled
     """Raise if values would be cast without their scales.
 
     Raises:
-        ShapeError: `scaled` isn't empty; names each key, and its scales.
+        ShapeError: `scaled` isn't empty; the error names each key, and its scales.
 
     Examples:
         >>> refuse_scaled("cast", {"w": torch.float32}, {})

@@ -299,7 +299,7 @@ class Scan(Protocol):
     def __call__(self, machine: Machine, at: int) -> int: ...
 
     def find(self, number: int) -> Any:
-        """Return a value that was taken, by its number in the memo."""
+        """Return the value with a memo number, among those that the scan took."""
         ...
 
 

@@ -166,7 +166,7 @@ def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, 
 
 
 def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
-    """Return the largest shape, axis by axis, of equal blocks of a grid whose cells all have one value.
+    """Return the largest block shape, axis by axis, that cuts a grid into equal blocks of a single value each.
 
     Examples:
         >>> _common_blocks(np.array([[0, 1], [0, 1], [2, 2], [2, 2]]))

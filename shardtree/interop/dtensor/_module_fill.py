@@ -186,8 +186,8 @@ def read_value(
         tensors: Tensors that `load_state_dict` fills, by name.
         dtypes: Dtypes of other tensors of the module's `state_dict`, by name.
         module: The module that asks.
-        name: Name by which it asks.
-        stored: Stored value that it asks for.
+        name: Name that the module asks for.
+        stored: Stored value of that name.
 
     Raises:
         ShapeError: The stored dtype differs, and the value isn't converted, or would be without its scales.

@@ -288,7 +288,7 @@ def placed_tensors(tree: Any, reading: ReadOptions, parts: Parts) -> Iterator[Pl
     """Yield the DTensors of a tree, and the plain tensors that are replicated, each with its layout.
 
     Raises:
-        CheckpointingException: A layout isn't supported, or is ambiguous; names its key and path.
+        CheckpointingException: A layout isn't supported, or is ambiguous; the error names its key and path.
         TreeError: Two paths have the same key.
     """
     outer, seen = cache(outer_mesh), dict[str, TreePath]()

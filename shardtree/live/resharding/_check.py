@@ -159,8 +159,8 @@ def check_kinds(
     """Raise an error unless every wanted tensor is in the source, with the same global shape and a compatible dtype.
 
     Args:
-        source: Shards before.
-        target: Shards after.
+        source: Shards before the resharding.
+        target: Shards after the resharding.
         cast: Whether every dtype that `load` converts is compatible.
         is_plain: Predicate of keys whose values need no scales.
 

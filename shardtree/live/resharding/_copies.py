@@ -154,11 +154,12 @@ def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memo
     kind = columns.kinds[int(columns.key[row])]
     if (memory.dtype, memory.numel()) != (kind.dtype, elements):
         found, expected = f"{tuple(memory.shape)} {memory.dtype}", f"{elements} elements of {kind.dtype}"
-        raise ShapeError(error_text(f"reshard: not the data of {_name(columns, row)}", found=found, expected=expected))
+        heading = f"reshard: wrong size or dtype of the tensor for {_name(columns, row)}"
+        raise ShapeError(error_text(heading, found=found, expected=expected))
     if memory.layout is not torch.strided or memory.is_quantized or memory.is_nested:
-        found, fix = f"{memory.layout} {memory.dtype}", "Give .to_dense() of it, or its parts as tensors of their own."
+        found, fix = f"{memory.layout} {memory.dtype}", "Pass its .to_dense(), or its parts as separate tensors."
         raise UnsupportedValue(
-            error_text(f"reshard: {_name(columns, row)} isn't a dense tensor of plain bits", found=found, fix=fix)
+            error_text(f"reshard: {_name(columns, row)} isn't a plain dense tensor", found=found, fix=fix)
         )
     return as_integers(memory)
 

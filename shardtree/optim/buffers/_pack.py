@@ -78,7 +78,7 @@ def _check_dtypes(parameters: Mapping[str, Any]) -> None:
     names.pop(None, None)
     if len(names) > 1:
         of_each = [f"{dtype}: {', '.join(map(repr, own[:3]))}, {len(own)} in all" for dtype, own in names.items()]
-        fix = "Plan a buffer for each dtype; or pass shapes, where one buffer holds fp32 copies of all of them."
+        fix = "Plan a buffer for each dtype; or pass shapes, if one buffer holds fp32 copies of all parameters."
         raise MetadataError(error_text("plan_buffers: parameters of several dtypes", offenders=of_each, fix=fix))
 
 

@@ -27,7 +27,7 @@ def plan_lines(
         padding: Elements that belong to no parameter.
         buckets: Start, stop, number of parameters, their elements, and the elements of one rank's slice, for each
             bucket.
-        shares: Number of parameters of which a rank has elements, and number of these elements, for each rank.
+        shares: Number of parameters with elements on a rank, and number of these elements, for each rank.
 
     Examples:
         >>> for line in plan_lines(2, 1, [(0, 10, 2, 9, 5)], [(1, 5), (2, 4)]):
@@ -149,7 +149,7 @@ class BufferPlan:
         return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
 
     def ranges(self, rank: int) -> tuple[BufferRange, ...]:
-        """Return a rank's ranges, in the buffer's order; parameters of which it has nothing are left out.
+        """Return a rank's ranges, in the buffer's order; parameters with no elements on it are left out.
 
         A parameter without elements is an empty range on one rank, so that it is stored at all.
 
@@ -210,7 +210,7 @@ class BufferPlan:
         return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._rank_counts().tolist()))
 
     def _rank_counts(self) -> Column:
-        """Return the number of parameters of which each rank has elements, and of these elements, int64 (ranks, 2)."""
+        """Return the numbers of parameters with elements on each rank, and of these elements, int64 (ranks, 2)."""
         # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
         counts = np.zeros((self.data_parallel, 2), dtype=np.int64)
         for place in self.places:
@@ -224,9 +224,9 @@ class BufferPlan:
         for place in self.places:
             if place.name == name:
                 return place
-        fix = "See `plan.places`."
+        fix = "Pass the name of one of `plan.places`."
         heading = f"BufferPlan: no parameter {name!r} in the buffer"
-        raise KeyMismatch(error_text(heading, expected=f"one of {len(self.places)}", fix=fix))
+        raise KeyMismatch(error_text(heading, expected=f"one of {len(self.places)} names", fix=fix))
 
     def _share(self, place: BufferPlace) -> tuple[int, int]:
         """Return the start of a parameter's bucket, and the length of each rank's range."""

@@ -58,7 +58,7 @@ def buffer_slices(
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
-        tree: Range of each parameter of which the rank has elements, by name: a 1-D tensor, or a shard with data.
+        tree: Range of each parameter with elements on the rank, by name: a 1-D tensor, or a shard with data.
         dtype: Dtype of the slices and of the given ranges. A rank may have only padding, which has no dtype of its own.
         device: Device of the slices.
 
@@ -156,7 +156,7 @@ def flat_shards(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return a rank's slices as shards by name, views; parameters of which it has nothing are left out.
+    """Return a rank's slices as shards by name, views; parameters with no elements on it are left out.
 
     Each shard is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved,
     and any layout can load it: other ranks' ranges, another number of ranks, or boxes.

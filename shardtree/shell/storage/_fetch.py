@@ -54,8 +54,8 @@ def fetch(
         storage: Storage of the files.
         files: Files by their number in the plan.
         plan: Reads to execute.
-        memories: Contiguous tensors of any dtype, one for each requested shard, filled in place; they may be on
-            devices that are staged.
+        memories: Contiguous tensors of any dtype, one for each requested shard, filled in place. Those on an
+            accelerator are filled through host memory.
         verify: The blocks that are checked against their hashes.
         progress: Function that is called with the number of bytes read since its last call, by one thread at a time.
 

@@ -243,7 +243,7 @@ def is_left_over(name: str) -> bool:
 
 
 def inside(name: str, root: str) -> str:
-    """Return the normal form of a name, or raise if the name would leave the folder.
+    """Return the normal form of a name, or raise if it can't be a name in the folder.
 
     Args:
         name: Name of a file or folder; "" is the storage's own folder.
@@ -258,8 +258,8 @@ def inside(name: str, root: str) -> str:
         >>> inside("../a", "checkpoint")
         Traceback (most recent call last):
         ...
-        shardtree.errors.StorageError: '../a' would leave the folder 'checkpoint'
-          expected a name inside it
+        shardtree.errors.StorageError: '../a' can't be a name in the folder 'checkpoint'
+          expected a relative path in UTF-8, without '..' and NUL
     """
     # Each name is checked, since names come from files of any origin. The pattern is a fast path for plain names.
     if _PLAIN.fullmatch(name):
@@ -271,7 +271,8 @@ def inside(name: str, root: str) -> str:
     except UnicodeEncodeError:
         is_nameable = False
     if path.is_absolute() or ".." in path.parts or not is_nameable:
-        raise StorageError(error_text(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))
+        expected = "a relative path in UTF-8, without '..' and NUL"
+        raise StorageError(error_text(f"{name!r} can't be a name in the folder {root!r}", expected=expected))
     return "/".join(path.parts)
 
 

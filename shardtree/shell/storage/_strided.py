@@ -18,7 +18,7 @@ _PAIR = 16
 """Items of this size are staged as two halves: torch has no integer of 16 bytes."""
 
 _ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""The type as which items of each size are copied; only their bits matter."""
+"""Dtype of the copies of items, by item size; only their bits matter."""
 
 _READ_BYTES = 16 * BLOCK_BYTES
 """Size of a read; small enough that its bytes stay in the processor's cache until they are copied."""

@@ -53,7 +53,7 @@ Row = tuple[Any, str, int]
 Strategies = Mapping[Row, Strategy]
 """The type of a dispatch table."""
 StoredRows = Mapping[Row, Strategy | str]
-"""The rows of one of our formats: functions, or their addresses below `shardtree`, as "module:function"."""
+"""The rows of one of our formats: functions, or their import paths below `shardtree`, as "module:function"."""
 
 
 class LoadCommon(Protocol):

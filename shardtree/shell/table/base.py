@@ -35,7 +35,7 @@ class StrategyTable(Mapping[Row, Strategy]):
 
     Args:
         rows: Mapping from (action, backend, version) to a function; it isn't copied. A function of our own formats may
-            be an address whose module is imported on lookup, so that a program loads only the formats that it uses.
+            be given as an import path, which is imported on lookup: a program then loads only the formats that it uses.
 
     Raises:
         StrategyError: the argument isn't a mapping from rows to functions.

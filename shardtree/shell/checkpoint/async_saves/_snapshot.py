@@ -81,7 +81,7 @@ def _as_tensor(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> tor
 
 
 def _clone(shard: ShardedTensor) -> ShardedTensor:
-    """Return a snapshot of a shard without plain memory: empty, lazy, or an instance of a tensor subclass."""
+    """Return a snapshot of a shard whose data is empty, lazy, quantised or an instance of a tensor subclass."""
     is_tensor = isinstance(shard.data, torch.Tensor) and shard.data.numel()
     return with_data(shard, shard.data.detach().clone()) if is_tensor else shard
 

@@ -91,7 +91,7 @@ class Saver:
         )
 
     def write(self) -> tuple[Any, ...]:
-        """Write this rank's files, and return the results of the formats' requests; no collective."""
+        """Write this rank's files without a collective, and return the results of the formats' requests."""
         pending, steps, alone = self.pending, self.steps, not self.formats.in_save_folder
         is_conditional = can(pending.storage).replace_if is not None
         # A committed request must not run again: its files are the checkpoint by then. If publishing is conditional,

@@ -6,7 +6,7 @@ from ._write import save_common, save_sharded
 
 _READ = "shell.table.safetensors._read"
 
-# Rows that a save doesn't need are addresses, which are imported when a load asks for them.
+# Rows that a save doesn't need are import paths, which are imported when a load asks for them.
 ROWS: StoredRows = {
     (StrategyAction.LOAD_COMMON, "safetensors", 1): "shell.table.index._rows:load_common",
     (StrategyAction.LOAD_SHARDED, "safetensors", 1): f"{_READ}:load_sharded",
