@@ -90,7 +90,7 @@ def _ours(
     request = st.save(rows(mine), folder, async_sharded_save=True, options=st.SaveOptions(snapshot=snapshot))
     assert request is not None
     queue.schedule_async_request(request)
-    writing = queue._calls[0].written
+    writing = queue._calls[0].writing
     return partial(_wait, writing.done), partial(queue.maybe_finalize_async_calls, blocking=True)
 
 

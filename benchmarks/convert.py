@@ -257,9 +257,10 @@ def _planned(source: Path) -> tuple[float, Plan, float]:
     opened = st.open_checkpoint(source)
     len(opened.metadata)
     middle = time.perf_counter()
-    plan = plan_conversion(opened, None, None, leave_out=["common"], prune=False, layout=TRAINING, most_bytes=BATCH)
+    options: dict[str, Any] = {"leave_out": ["common"], "plain": [], "prune": False}
+    plan = plan_conversion(opened, None, None, layout=TRAINING, most_bytes=BATCH, **options)
     where = (MemoryStorage(), opened.checkpoint, (TO, TO), plan.batches, None)
-    journal_of(*where, nonce="", allow_pickle=False)
+    journal_of(*where, common={}, nonce="", allow_pickle=False)
     return middle - begin, plan, time.perf_counter() - middle
 
 

@@ -139,7 +139,7 @@ def _steps(tree: dict[str, st.ShardedTensor], device: torch.device, folder: Path
         request = st.save(tree, folder / f"step{number}", async_sharded_save=True)
         queue.schedule_async_request(request)
         beside = [step()]
-        while queue._calls and not queue._calls[0].written.done():
+        while queue._calls and not queue._calls[0].writing.done():
             beside.append(step())
         queue.maybe_finalize_async_calls(blocking=True)
         if number >= 0:
