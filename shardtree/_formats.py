@@ -1,6 +1,6 @@
-"""Rows of the dispatch table by name, none of which is imported: formats of other programs, and our own's maintenance.
+"""Rows of the dispatch table for other programs' formats, and for the maintenance of our own, as import paths.
 
-What a format does is a name here until a call needs it, so that a save of our own format loads no other.
+A function is imported at its first call, so that a save in our own format imports no other format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from .core.deferred import when_called
 
 Rows = Mapping[Any, Any]
-"""Rows of the table, whose own types this module can't name before it is asked for them."""
+"""Rows of the table; untyped, since the table's types are imported only in `rows`."""
 
 MANIFEST = "integrity.json"
 """Name of Megatron-Core's file with the SHA-256 of every other one."""
@@ -26,12 +26,12 @@ _DEEPSPEED_DECIDED_BY = ("latest", "latest_universal", "*model_states.pt", "*_op
 _RANK_FILES = ("model_world_size_*_rank_*.pt", "optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt")
 
 _READ = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify", "resolve")
-"""What a format of torch.save's files does that is only read."""
+"""Actions of a format of torch.save's files that is only read."""
 
 
 def rows() -> Rows:
-    """Return the rows that the shell doesn't have itself: functions by their places, traits as values."""
-    # Imported now: the table, which asks for these rows while it is imported, holds both names by then.
+    """Return the rows that the shell doesn't define itself: import paths of functions, and makers of traits."""
+    # Imported here, since the table calls this function during its own import, when it has imported both names.
     from .shell.table._actions import StrategyAction
     from .shell.table._traits import FormatTraits
 

@@ -1,4 +1,4 @@
-"""Where the root's names are: each is loaded from its room when it is first asked for (PEP 562).
+"""The module of each name at the root; a name is imported from it at its first use (PEP 562).
 
 Loading all takes a few hundred milliseconds, and torch seconds: `import shardtree` loads neither, so that the command
 line can answer at once.
@@ -36,7 +36,7 @@ NAMES = {
     "trees": "data_at map_by_pattern rebox tree_at unbox",
     "world": "World distributed simulate",
 }
-"""Names of each room, with spaces between them."""
+"""Names by module, separated by spaces."""
 
 ROOMS = tuple(
     (
@@ -44,9 +44,9 @@ ROOMS = tuple(
         "plans quantised retention storage strategies testing traces transforms trees world"
     ).split()
 )
-"""The rooms that users see: what isn't at the root is one dot further."""
+"""The public modules; a name that isn't at the root is an attribute of one of them."""
 
-# A type checker reads imports, not tables; tests/test_public_names.py holds the two against each other.
+# A type checker reads imports, not tables; tests/test_public_names.py compares the two.
 if typing.TYPE_CHECKING:
     from . import buffers as buffers
     from . import checkpoint as checkpoint

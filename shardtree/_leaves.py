@@ -1,7 +1,7 @@
-"""Names by which core and shell reach a leaf once they need it: the only place from which they do.
+"""Import paths of the names outside core and shell that these two use; there are no others.
 
 A save or load of our own format needs only `formats`, the table's rows; the others are imported when they are needed.
-Each name is a module of the package and, after a colon, what of it is meant.
+A path is a module of the package and, after a colon, a name in it.
 """
 
 from __future__ import annotations

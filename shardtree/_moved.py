@@ -1,4 +1,4 @@
-"""Where modules are now that had other addresses when files and pickles were written, or programs."""
+"""Present import paths of modules that moved, for files, pickles and programs that contain the old ones."""
 
 from __future__ import annotations
 
@@ -94,19 +94,21 @@ MOVED = {
     "world._processes": "live._processes",
     "world._simulated": "live._simulated",
 }
-"""Old address below shardtree, of a module or a package and all in it, and the new one; the longest that fits counts.
+"""Old import paths and the new ones, both below shardtree. A row moves a module, or a package and all in it. The
+longest row that fits counts.
 
-Of a row that ends with a dot, the address itself is a face, and stays. A row that was right once is never removed.
+A row that ends with a dot moves only what is in the package: the package itself stays, and re-exports public names.
+Rows are never removed.
 """
 
 _PACKAGE = "shardtree."
 
 
 def new_address(address: str) -> str:
-    """Return the address that a module, or what is in it, has now.
+    """Return the present import path of a module, or of a name in it.
 
     Args:
-        address: Dotted name that begins with the package's, of any version since the first.
+        address: Dotted name, from any version since the first; one outside the package is returned unchanged.
 
     Examples:
         >>> new_address("shardtree.strategies.zarr._save")

@@ -1,4 +1,4 @@
-"""ZeRO-1 buffers: parameters in contiguous memory, of which each data-parallel rank has an equal range; as shards."""
+"""ZeRO-1 buffers as shards: parameters in contiguous memory, split into equal ranges over the data-parallel ranks."""
 
 from __future__ import annotations
 

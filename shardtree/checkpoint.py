@@ -1,4 +1,4 @@
-"""Whole checkpoints: save, load, look inside, read lazily. Each function reads as the data flows."""
+"""Whole checkpoints: save, load, inspect, read lazily."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every error that shardtree raises, and the common form of error texts.
 
-An error names the operation and its subject, what is wrong, the found and the expected value, and a fix. A place in a
+An error names the operation and its subject, what is wrong, the found and the expected value, and a fix. A path in a
 tree is written as the Python expression that reaches it: ``tree['model']['layers'][3]``. Functions here also format
 counts, sizes and tables for other texts.
 """
@@ -96,7 +96,7 @@ class UnsupportedValue(CheckpointingException, TypeError):
 class TraceError(CheckpointingException, RuntimeError):
     """Traced code reads elements, or a trace can't be evaluated or inverted."""
 
-    # It isn't a TypeError: Python's operators then try the other operand, and `a == 0` would be False.
+    # It isn't a TypeError: torch's operators turn a TypeError into NotImplemented, and `a == 0` would be False.
 
 
 class UnsafeFile(CheckpointingException):
@@ -136,11 +136,11 @@ class WorldError(CheckpointingException, RuntimeError):
 
 
 class RemoteError(WorldError):
-    """An operation failed on some rank, so that it fails on all ranks.
+    """An operation failed on some rank, and therefore fails on all ranks.
 
-    If the errors of all failing ranks share a class of this module below `CheckpointingException`, every rank raises
-    that class's twin (`RemoteNotACheckpoint` for `NotACheckpoint`), so that the same ``except`` works for one rank and
-    for many. A twin also has the attributes of the lowest failing rank's error that can be pickled.
+    If the errors of all failing ranks share a subclass of `CheckpointingException` from this module, every rank raises
+    the twin of that class (`RemoteNotACheckpoint` for `NotACheckpoint`). The same ``except`` thus works for one rank
+    and for many. A twin also has the picklable attributes of the lowest failing rank's error.
 
     Attributes:
         phase: Name of the phase that failed.
@@ -225,7 +225,7 @@ class RemoteOutcomeUnknown(RemoteError, OutcomeUnknown):
     """No answer came to some rank's request that commits a save; nothing was removed."""
 
 
-# The twins by class, collected now, since a user's later subclass of RemoteError isn't a twin.
+# The twin of each class. They are collected here, since a later subclass of RemoteError, a user's, isn't a twin.
 REMOTE_TWINS: dict[type[BaseException], type[RemoteError]] = {
     twin.__bases__[1]: twin for twin in RemoteError.__subclasses__()
 }
@@ -259,8 +259,8 @@ def error_text(
         found: Value that was found.
         expected: Value that was expected.
         fix: Instruction to the caller, in the imperative.
-        offenders: Descriptions of all wrong places; the first ten are shown.
-        count: Number of all wrong places, if `offenders` contains only the first ones.
+        offenders: Descriptions of all faults, one a line; the first ten are shown.
+        count: Total number of faults, if `offenders` contains only the first ones.
 
     Examples:
         >>> error_text("no such file as a\x1b[2J")
@@ -298,7 +298,7 @@ def printable(text: str) -> str:
 
 
 def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = None) -> list[str]:
-    """Return the first few offenders, followed by the number of further ones; `count` is the total, if known.
+    """Return the first few offenders, followed by the number of the others; `count` is the total, if known.
 
     Examples:
         >>> shorten(["a", "b", "c", "d"], shown=2), shorten(["a", "b"], shown=2, count=2**40)
@@ -311,9 +311,9 @@ def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = N
 
 
 def missing_numbers(numbers: Container[int], present: int, count: int) -> list[int]:
-    """Return the first missing ones of the numbers below a count, as many as an error names.
+    """Return the smallest missing numbers below a count, at most as many as an error lists.
 
-    The count may come from a file, so it may be huge; `present` is the number of given numbers below it.
+    The count may come from a file, so it may be huge; `present` is the number of elements of `numbers` below it.
 
     Examples:
         >>> missing_numbers({0, 2}, 2, 4), missing_numbers({1}, 1, 2**70)[:3]

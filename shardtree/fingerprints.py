@@ -1,4 +1,4 @@
-"""Fingerprints: one number for each tensor, a sum over its elements, independent of which rank holds which.
+"""Fingerprints: one number for each tensor, a sum over its elements that doesn't depend on the sharding.
 
 The number depends on key, dtype, global shape and the elements' bits, so that it is the same in every layout and
 format. docs/checks.md defines it to the bit.

@@ -1,4 +1,4 @@
-"""The names with which formats and stores are written; those that come with shardtree import nothing else of ours.
+"""The names for writing formats and stores; those that come with shardtree import no other name of the package.
 
 They are public and versioned with the package, and may change with a note in the changelog. docs/writing-a-backend.md
 has a line about each.
@@ -11,7 +11,7 @@ import typing
 from .core.deferred import face
 
 __all__ = [  # noqa: RUF022  (in groups)
-    # The table and its values: actions, rows that follow from an index, and what rows get and return.
+    # The table and its values: actions, rows that follow from an index, arguments and results of rows.
     "AsyncRequest",
     "Checkpoint",
     "Fields",
@@ -88,7 +88,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "row_major_bits",
     "shown_path",
     "type_name",
-    # Reading: files, ranges of their bytes, and threads that read at once.
+    # Reading: files, ranges of their bytes, and threads that read concurrently.
     "Buffer",
     "ByteRanges",
     "ReadReport",
@@ -171,7 +171,7 @@ __all__ = [  # noqa: RUF022  (in groups)
     "runs_plan",
     "plan_load",
     "grouped",
-    # What loads and saves refuse.
+    # Checks of loads and saves.
     "Copies",
     "check_objects_known",
     "check_objects_written",

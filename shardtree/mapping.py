@@ -1,6 +1,6 @@
-"""The leaves of a sharded state dict: what a rank holds of a global tensor or object, as immutable values.
+"""The leaves of a sharded state dict: a rank's part of a global tensor or object, as immutable values.
 
-Names and meaning are Megatron-Core's; every change is a new value. A shard is the box
+Names and meanings are Megatron-Core's, but a change returns a new value. A shard is the box
 [global_offset, global_offset + shape) of the global tensor named by its key, or one flat range of such a box.
 """
 

@@ -1,6 +1,6 @@
-"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan.
+"""Plans: which rank writes which shard, and where stored bytes go. Every rank computes the same plan.
 
-This room isn't settled: its names may still change, those of the root alone stay.
+This module isn't stable yet: its names may still change, except those that the root has, too.
 """
 
 from __future__ import annotations

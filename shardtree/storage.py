@@ -1,6 +1,6 @@
 """Bytes: local files, memory, file systems behind URLs, block hashes, and the reads and writes of tensors' memory.
 
-This room isn't settled: its names may still change, those of the root alone stay.
+This module isn't stable yet: its names may still change, except those that the root has, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pure functions over trees: maps, paths, partitions and unions, differences, edits, factories.
 
-Beside them are reductions over global trees, for which the ranks of a world meet.
+Reductions over global trees are here, too; they are collective.
 
 A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes that users registered. No function here
 changes its argument; results have new containers where something changed, and share tensors.

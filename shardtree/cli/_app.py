@@ -49,7 +49,7 @@ _AllowPickle = Annotated[
 ]
 _Keys = Annotated[
     list[str] | None,
-    typer.Option("--key", metavar="PATTERN", help="Only keys like this: '**.bias'. Repeatable."),
+    typer.Option("--key", metavar="PATTERN", help="Only keys that match, such as '**.bias'. Repeatable."),
 ]
 
 
@@ -111,7 +111,7 @@ def inspect(
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Show what is in a checkpoint, and how each tensor is cut; of a run, its steps. Only --values reads tensors."""
+    """Show a checkpoint's contents and the cut of each tensor, or a run's steps. Only --values reads tensors."""
     from ._inspect import Selection, run_inspect
 
     if sum((tree, common, values is not None, layout is not None)) > 1:
@@ -253,11 +253,11 @@ def convert(
     ] = None,
     transform_common: Annotated[
         str | None,
-        typer.Option(metavar="FILE.py:NAME", help="Function of the common state that returns the one to write."),
+        typer.Option(metavar="FILE.py:NAME", help="Function of the common state that returns its new content."),
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option(metavar="OLD=NEW", help="New keys; each * in NEW stands for that in OLD. Repeatable."),
+        typer.Option(metavar="OLD=NEW", help="New keys; each * in NEW is what the * in OLD matched. Repeatable."),
     ] = None,
     cast: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="New dtype of floating-point tensors, such as bf16.")
@@ -364,8 +364,8 @@ _Specs = Annotated[
     typer.Option(
         "--spec",
         metavar="PATTERN=SPEC",
-        help="Cut of tensors: for each axis a mesh axis, or -. As '**.weight=tp,-'. Repeatable; the first one counts"
-        " that fits the key and has no more axes than the tensor. Other tensors are whole on every rank.",
+        help="Cut of tensors: for each axis a mesh axis, or -, as in '**.weight=tp,-'. Repeatable; the first spec"
+        " counts whose pattern matches and that has no more axes than the tensor. Others are whole on every rank.",
     ),
 ]
 _Ranks = Annotated[
@@ -424,12 +424,12 @@ def plan(
     spec: _Specs = None,
     ranks: _Ranks = None,
     from_mesh: Annotated[
-        str | None, typer.Option(metavar="AXIS=SIZE,...", help="Mesh of the ranks that have A's tensors, as --mesh.")
+        str | None, typer.Option(metavar="AXIS=SIZE,...", help="Mesh of the ranks that have A's tensors, like --mesh.")
     ] = None,
     from_spec: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="Cut of A's tensors, as --spec.")
+        list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="Cut of A's tensors, like --spec.")
     ] = None,
-    from_ranks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of both, as --ranks.")] = None,
+    from_ranks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks that cut A, like --ranks.")] = None,
     key: _Keys = None,
     origins: Annotated[bool, typer.Option("--origins", help="Show the origin of each box of each tensor.")] = False,
     cast: _Cast = False,

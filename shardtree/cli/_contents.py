@@ -38,7 +38,7 @@ class TensorRow:
         dtype: Name of the dtype.
         shape: Shape of the whole tensor.
         length: Number of bytes of all its elements.
-        grid: Number of pieces along each axis; None if the format doesn't tell.
+        grid: Number of pieces along each axis; None if the format doesn't record it.
         is_proven: True if the checkpoint proves the shape; else a file may be missing.
     """
 
@@ -64,7 +64,7 @@ class ObjectRow:
         unique_key: Unique key of the cell.
         shape: Shape of the array; -1 for a length that an old checkpoint omits.
         offset: Offset of the cell.
-        length: Number of stored bytes; None if the format doesn't tell.
+        length: Number of stored bytes; None if the format doesn't record it.
     """
 
     key: str
@@ -143,7 +143,7 @@ def contents_at(tree: OpenCheckpoint) -> StoredContents:
 
 
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> StoredContents:
-    """Return the rows with the names in the files, which takes no read; others if a pattern matches none of these."""
+    """Return the rows by names in the files, without a read; by a load's names if a pattern matches none of these."""
     contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
     is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _misses(patterns, _names_in([contents]))
     return contents if is_whole else contents_at(tree)

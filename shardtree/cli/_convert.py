@@ -48,8 +48,8 @@ class Conversion:
         plain: Patterns of keys of FP8 numbers that need no scales, and may be cast.
         prune: True to leave out tensors that the transforms drop.
         optimizer_in_model_space: True to write Megatron-Core's `dp_reshardable` optimizer as `fully_reshardable`.
-        expert_parallel: True if the run that continues with it has expert parallelism; None for as it was.
-        trusts_shapes: True to take shapes that the source's files don't prove for the saved ones.
+        expert_parallel: True if the run that continues with it has expert parallelism; None if that is as before.
+        trusts_shapes: True to trust shapes that the source's files make but don't prove.
         most_bytes: Upper bound of the bytes of a batch.
         most_file_bytes: Upper bound of a file of a Hugging Face model, in bytes; None for the format's default.
         verify: True to read back and compare the written checkpoint.

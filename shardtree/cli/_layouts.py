@@ -53,8 +53,8 @@ class MeshLayout:
 
     Attributes:
         mesh: Mesh of the ranks.
-        specs: Patterns of keys, with the specs of their tensors. The first one counts that fits a key and has no more
-            entries than the tensor has axes; other tensors are whole on every rank.
+        specs: Patterns of keys, with the specs of their tensors. The first spec counts whose pattern matches a key and
+            that has no more entries than the tensor has axes; other tensors are whole on every rank.
     """
 
     mesh: Mesh
@@ -66,8 +66,8 @@ def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> Me
 
     Args:
         mesh: Axes with their sizes, as tp=4,dp=2; ranks along the last axis are consecutive.
-        specs: Texts PATTERN=SPEC; a spec has for each axis of the tensor a mesh axis, several joined by +, or - if it
-            isn't cut.
+        specs: Texts PATTERN=SPEC; a spec names for each tensor axis a mesh axis, several mesh axes joined by +, or -
+            for no cut.
         ranks: Number of ranks that every tensor is cut over along its first axis, instead of mesh and specs.
 
     Raises:

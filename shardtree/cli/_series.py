@@ -107,7 +107,7 @@ def _refuse_twins(where: str, folders: Sequence[str]) -> None:
     twins = [", ".join(several) for several in by_number.values() if len(several) > 1]
     if twins:
         fix = "Pass the format of the run's own folders, such as --names 'step_{:08d}'."
-        raise NotACheckpoint(error_text(f"series: folders of one step under {where!r}", offenders=twins, fix=fix))
+        raise NotACheckpoint(error_text(f"series: several folders of a step under {where!r}", offenders=twins, fix=fix))
 
 
 def series_in(root: Storage | str, names: str) -> CheckpointSeries:

@@ -121,7 +121,7 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Show the steps that stay and those that go, and with --yes remove those; any option keeps a step.
+    """Show the steps that stay and those that go; --yes removes the latter. A step stays if any option keeps it.
 
     The newest finished step and pinned ones always stay.
     """

@@ -183,7 +183,7 @@ def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: b
     nbytes = data.numel() * data.dtype.itemsize
     if nbytes > _MOST:
         fix = f"Ask for a part: '{key}[0:4]'."
-        raise ShapeError(error_text(f"inspect: {text!r} has {size(nbytes)}, too many to print", fix=fix))
+        raise ShapeError(error_text(f"inspect: {text!r} has {size(nbytes)}, too much to print", fix=fix))
     values, dtype = _numbers(data.read()), data.dtype
     if as_json:
         record = {"key": key, "dtype": dtype_name(dtype), "shape": list(values.shape)}

@@ -11,7 +11,7 @@ from ..core.lazy import Concatenated, LazyTensor, Stored
 
 
 def cast_sources(lazy: Any) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the name and dtype of stored tensors whose elements a lazy tensor only moves, or has in another dtype.
+    """Yield the names and dtypes of the stored tensors that a lazy tensor only rearranges or casts.
 
     Results of arithmetic or functions are left out.
 

@@ -55,7 +55,7 @@ def check_destination(
     progress: Callable[[int], None],
     world: World,
 ) -> CheckResult:
-    """Return the results of comparing the destination with the plan; every rank calls it.
+    """Return the results of comparing the destination with the plan; collective.
 
     If a tensor's elements were fingerprinted while they were written, only the destination is read. For other tensors,
     and if fingerprints differ, the source is read once more and compared bit for bit. A tensor that the transform
@@ -78,7 +78,7 @@ def check_destination(
         _refuse(_key_problems(destination, plan.tensors, plan.objects))
         return BoxReader(destination)
 
-    # Kinds come first, values next: elements of another dtype or shape couldn't be compared.
+    # Dtypes and shapes are compared first, since elements of other dtypes or shapes couldn't be compared.
     reader = agree(world, "convert: look at what was written", begin)
     fingerprints = passed_fingerprints(gather(world, "convert: add up fingerprints", passage.sums))
 
@@ -95,7 +95,7 @@ def check_destination(
             shards = [shard for shard in tensors if shard.key in wrong]
             return _value_differences(plan.reader, reader, shards, readback, most_bytes, lambda _: None)
 
-        # The source decides: it shows which elements differ, and by how much.
+        # A comparison with the source shows which elements differ, and by how much.
         numbers |= _read_shares(plan, world, read_again, wrong)
     _refuse(_fingerprint_problems(plan, numbers))
     _refuse(on_rank_zero(world, "convert: compare the rest", partial(_other_problems, reader.tree, plan)))
@@ -125,12 +125,12 @@ def _read_shares(
     parts = gather(world, "convert: add up what was read", readback.sums)
     shards = [shard for shard in plan.tensors if only is None or shard.key in only]
     kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in shards}
-    none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
+    none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for tensors without elements
     return add_fingerprints([none, *parts])
 
 
 def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
-    """Yield this rank's shares, round by round: pieces as they were written, or tensors if it is alone."""
+    """Yield this rank's shares by round: pieces as they were written, or whole tensors if it is the only rank."""
     if world.size == 1:
         yield plan.tensors
         return
@@ -151,7 +151,7 @@ def _other_problems(destination: OpenCheckpoint, plan: Plan) -> list[str]:
     pairs = [(item.unique_key, _differs(item, destination)) for item in plan.objects]
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:
-        # Formats keep values: empty containers of shards may be there in another form, or not at all.
+        # Only values are compared: a format may change or drop empty containers of shards.
         there, expected = destination.common(), huggingface.without_framework(plan.common)
         differs = plain_difference(values_only(expected), values_only(huggingface.without_framework(there)))
         problems += [f"the common state differs{_where(differs)}"] if differs else []
@@ -185,7 +185,7 @@ def _value_differences(
 
 
 def _in_whole(difference: ValueDifference, shard: ShardedTensor) -> ValueDifference:
-    """Return a piece's difference as one of its tensor."""
+    """Return a piece's difference with indices in its whole tensor."""
     offset = shard.global_offset[shard.prepend_axis_num :]
     before = shard.global_offset[: shard.prepend_axis_num]
     inside = tuple(start + index for start, index in zip(offset, difference.first, strict=True))
@@ -193,8 +193,8 @@ def _in_whole(difference: ValueDifference, shard: ShardedTensor) -> ValueDiffere
 
 
 def _fingerprint_problems(plan: Plan, numbers: Mapping[str, int]) -> list[str]:
-    """Return the unchanged tensors whose fingerprint isn't the one that the source stores."""
-    # This check is independent: a comparison reads the source twice in the same way, and would repeat its own mistake.
+    """Return a line for each unchanged tensor whose fingerprint differs from the one stored in the source."""
+    # This check doesn't read the source's elements, so it also finds mistakes that every read of them would repeat.
     source_numbers = stored_fingerprints(plan.reader.tree.metadata)
     return [
         f"{key!r} has the fingerprint {numbers[key]:016x}, not {source_numbers[key]:016x} as the source says"
@@ -226,8 +226,8 @@ def _key_problems(
         shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in tensors
     }
     kinds |= {item.unique_key: None for item in objects}
-    problems = [f"{key!r} isn't there" for key in kinds if key not in destination.metadata]
-    problems += [f"{key!r} is there, and shouldn't be" for key in destination if key not in kinds]
+    problems = [f"{key!r} is missing" for key in kinds if key not in destination.metadata]
+    problems += [f"{key!r} is there, but not in the output" for key in destination if key not in kinds]
     for key in [key for key in kinds if key in destination.metadata]:
         entry = destination.metadata[key]
         kind = TensorKind(entry.dtype, entry.global_shape, 0) if isinstance(entry, ShardedTensor) else None

@@ -89,8 +89,8 @@ def convert(
 
     Args:
         source: Path, URL or storage of the checkpoint.
-        destination: Folder without a checkpoint, created if missing; with the format huggingface also the name of a
-            ``.safetensors`` file that doesn't exist.
+        destination: Folder without a checkpoint, created if missing; with the format huggingface also the path of a new
+            ``.safetensors`` file.
         backend: Format of the destination, as (backend, version) or a name, which means its latest version.
         transform: Pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards to
             write. The keys of the result don't matter, only those of its shards. The function records operations on
@@ -98,16 +98,16 @@ def convert(
             which passes on all values that aren't tensors.
         transform_common: Pure function from the common state, with holes in place of shards, to the one to write.
         common_backend: Format of the common state; by default the one that a save would choose.
-        layout: Number of pieces of whole tensors: a function from a shard to counts of pieces along its axes, or such
-            counts by patterns of keys. Other tensors are cut only if they are larger than a batch.
-        leave_out: Patterns of keys that aren't converted; ``"common"`` is the common state, whose tensors, such as a
-            module's buffers, are then in the source by the keys of their paths. Any other key that isn't in the output
-            is an error.
-        plain: Patterns of keys of FP8 numbers that need no scales: a transform may cast them without the tensors beside
-            them in the source that are named like scales.
-        prune: Whether keys that the transform doesn't pass on are left out too, for example by one that keeps some
+        layout: Number of pieces along each axis of a tensor: a function from a whole shard to such counts, or a dict of
+            counts by key pattern. Other tensors are cut only if they are larger than a batch.
+        leave_out: Patterns of keys that aren't converted; ``"common"`` stands for the common state; its tensors, such
+            as a module's buffers, are then inputs, with the keys of their paths. Any other key of the source that isn't
+            in the output is an error.
+        plain: Key patterns of FP8 tensors that need no scales: a transform may cast them, and ignore tensors of the
+            source that are named like their scales.
+        prune: Whether keys that the transform drops are left out without an error, for example if it keeps only some
             layers.
-        max_bytes_in_flight: Upper bound of a batch's bytes. A format that can't stream has one batch in memory. In an
+        max_bytes_in_flight: Upper bound of a batch's bytes. A format that can't stream holds one batch in memory. In an
             object store, a batch to the format huggingface is one or more files; 5 * 10**9 gives files as large as on
             a disk.
         verify: Whether the destination is read back and compared.
@@ -115,8 +115,8 @@ def convert(
         load_options: Options for reading the source, and the destination when it is compared.
         save_options: Options for writing the destination; `progress` is called with the bytes written, and later
             compared, since its last call.
-        world: World of the ranks that convert together, each with the same arguments: they share the batches by bytes,
-            and the comparison. None for this process alone; the call then isn't collective.
+        world: World of the ranks that convert together, all with the same arguments; batches and the comparison are
+            shared out by bytes. None for this process alone; the call then isn't collective.
 
     Raises:
         NotACheckpoint: There is no source.
@@ -128,7 +128,8 @@ def convert(
         ShapeError: Quantised values would be cast without their scales.
         UnsupportedValue: The format can't hold some value.
         StrategyError: The format can't be written.
-        RemoteError: One of several ranks failed; raised on every rank. It is also of the class that the failures share.
+        RemoteError: One of several ranks failed; raised on every rank. It is also an instance of the class that the
+            failures share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -164,7 +165,8 @@ def convert(
             prune=prune,
             layout=layout,
             most_bytes=max_bytes_in_flight,
-            # One batch only: no other may add to a file there. It streams, whatever its size.
+            # Without `write_parts`, batches can't share a file, so tensors aren't cut: one batch streams, whatever its
+            # size.
             cuts=can(target.storage).write_parts is not None or not traits.shares_files,
         )
         where = (target.storage, checkpoint, target.formats.backends, plan.batches, strategies)
@@ -199,7 +201,7 @@ def _destination(
 
 
 def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
-    """Raise an error unless ranks agree about the conversion, by journals' names and hashes of common states."""
+    """Raise an error unless all ranks have the same journal's name and the same hash of the common state."""
     for what, values in zip(("other bytes", "another common state"), zip(*outcomes, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
@@ -233,7 +235,7 @@ def _check(
 def _finish(target: ConversionTarget, journal: Journal, *, is_old: bool) -> None:
     save_id = begun_save(journal) if is_old or not can(target.storage).late_requests else None
     if save_id is not None:
-        # A call that was killed right after its commit left its note there, or couldn't remove it.
+        # A call that was killed right after its commit has left its owner's note, or couldn't remove it.
         disown(target.storage, save_id)
         if can(target.storage).late_requests:
             remove_unless_committed(target.storage, save_id)
@@ -302,8 +304,8 @@ def _begin_or_resume(
     alone, durable = not target.formats.in_save_folder, target.options.durable
     claims.enter_context(owned(storage, save_id, durable=durable, has_note=begun is not None, alone=alone))
     with listed(storage, deep=False) as listing:
-        # Another save may have been committed since the first look, before this one was known to be alone. Its files
-        # aren't orphaned, whatever a conversion that has no time left to clean up says in its journal.
+        # Another save may have been committed since the first look. Its files aren't orphaned, even if the journal of
+        # its conversion, which hasn't been cleaned up yet, lists them.
         is_there = _holds_checkpoint(listing, target)
     if is_there and start is None:
         return save_id, _state_of_committed(target, save_id)
@@ -320,7 +322,7 @@ def _begin_or_resume(
 
 def _in_progress(target: ConversionTarget) -> StorageError:
     heading = f"convert: the same conversion to {target.storage.where()!r} is in progress"
-    return StorageError(error_text(heading, fix="Wait for it; a call after it was killed resumes it."))
+    return StorageError(error_text(heading, fix="Wait until it ends. If it was killed, the same call resumes it."))
 
 
 def _look(target: ConversionTarget, journal: Journal) -> tuple[str, Start | None, bool]:
@@ -365,7 +367,7 @@ def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
 
 
 def _begin(target: ConversionTarget, journal: Journal, start: Start) -> Claim:
-    """Make the folder and the journal of a new conversion, and return the mark that it is alive."""
+    """Make the folder and the journal of a new conversion, and return the claim that marks it as alive."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     with ExitStack() as undo:
         claim, folder = make_folder(pending, target.formats, undo)

@@ -21,7 +21,7 @@ def contents_of(batches: Sequence[Batch], *, nonce: str, allow_pickle: bool) -> 
 
     Args:
         batches: Batches to write.
-        nonce: Stand-in for a value that can't be hashed, which makes it equal to nothing.
+        nonce: Text that stands for values that can't be hashed, so that they equal nothing.
         allow_pickle: Whether values are pickled.
     """
     hashes: dict[int, str] = {}
@@ -33,9 +33,9 @@ def contents_of(batches: Sequence[Batch], *, nonce: str, allow_pickle: bool) -> 
 
 
 def common_hash(common: Any) -> str:
-    """Return the hash of a common state; an empty text if only its format can write some value, or it has pickles.
+    """Return the hash of a common state; empty if it has pickles, or values that only its format can write.
 
-    Pickles of equal sets differ from process to process.
+    Pickles aren't hashed, since those of equal sets differ between processes.
     """
     try:
         return digest(encode_tree(common))
@@ -68,10 +68,10 @@ def _data(data: Any, hashes: dict[int, str], nonce: str) -> Any:
 def _source(source: Any, hashes: dict[int, str], nonce: str) -> str:
     """Return the hash of a lazy tensor's source, computed once for all its views."""
     if id(source) not in hashes:
-        # A caller's function can't be hashed: such a conversion begins anew each time.
+        # A caller's function can't be hashed, so such a conversion isn't resumed.
         parts = [nonce] if source.made_of is None else source.made_of
         inputs = [_data(part, hashes, nonce) if isinstance(part, LazyTensor) else part for part in parts]
-        reader = getattr(source, "reader", None)  # of another checkpoint, from which a transform takes this tensor
+        reader = getattr(source, "reader", None)  # set if a transform takes this tensor from another checkpoint
         origin = [source_of(reader.tree.checkpoint)] if isinstance(reader, StoredBoxes) else []
         hashes[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *inputs, *origin]))
     return hashes[id(source)]

@@ -1,4 +1,4 @@
-"""The journal that a conversion keeps in its destination, to be resumed after it was killed.
+"""The journal in a conversion's destination, from which the conversion is resumed after it was killed.
 
 The journal is a hidden folder with the conversion's hash in its name, so that no other conversion resumes it.
 For each batch it holds the names of its files, recorded before they are written, and then the result of writing the
@@ -53,7 +53,7 @@ class Journal:
     Attributes:
         storage: Storage of the destination.
         folder: Name of the journal's folder in it.
-        packages: Packages whose classes may be in it.
+        packages: Packages whose classes the journal may contain.
         common: Hash of the common state to write.
     """
 
@@ -79,7 +79,7 @@ def journal_of(
 ) -> Journal:
     """Return the journal of a conversion; conversions with the same journal write the same files.
 
-    Tensors and objects that a transform has made itself are hashed by value.
+    Tensors and objects that a transform creates are hashed by value.
 
     Args:
         storage: Storage of the destination.
@@ -89,7 +89,7 @@ def journal_of(
         strategies: Dispatch table; None for the process's.
         common: Common state, which ranks compare. It distinguishes journals only if the files of tensors contain some
             of it.
-        nonce: A new value in each call, the same on all its ranks: the hash of values that can't be hashed.
+        nonce: Text that is new in each call, and the same on all its ranks; it stands for values that can't be hashed.
         allow_pickle: Whether values are pickled.
     """
     contents = contents_of(batches, nonce=nonce, allow_pickle=allow_pickle)
@@ -97,7 +97,7 @@ def journal_of(
     in_files = [own_hash] if traits_of(*backends[0], strategies).writes_common else []
     name = digest(canonical_json([_VERSION, source_of(source), backends, allow_pickle, contents, *in_files]))
     table = table_of(strategies)
-    # Only these rows are looked up: another format's row would import it.
+    # Only rows of these backends are looked up, since looking up a row imports its format.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
     return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}), own_hash)
 
@@ -149,7 +149,7 @@ def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, d
         journal: Journal of the conversion.
         batch: Number of the batch.
         result: Result of writing, which the commit needs.
-        names: Names of the files that the batch has written; removed ones were temporary files of its own.
+        names: Names of the files that the batch has written; those that are gone were its own temporary files.
         durable: Whether the record is on the medium before this returns.
     """
     files = [*names]
@@ -176,7 +176,7 @@ def results_of(journal: Journal, batches: int) -> dict[int, Any]:
         >>> results_of(journal, 8)
         {3: ('written', 4)}
     """
-    # They are listed once: a new conversion of many batches doesn't look for each of them.
+    # The folder is listed once, instead of a request for each batch.
     there = {*journal.storage.names(journal.folder)}
     results = {number: _result(journal, name) for number in range(batches) if (name := _done_file(number)) in there}
     return {number: result for number, result in results.items() if result is not HOLE}
@@ -187,10 +187,11 @@ def _done_file(batch: int) -> str:
 
 
 def _result(journal: Journal, name: str) -> Any:
-    """Return a batch's result; `HOLE` if it can't be read, or a file was removed or cut since."""
+    """Return a batch's result; `HOLE` if it can't be read, or a file was removed or truncated since."""
     data = journal.storage.read(f"{journal.folder}/{name}")
     try:
-        # The result is decoded twice: first to find the classes in it, of which only loaded ones are used then.
+        # The result is decoded twice: the first time finds its classes, and the second time uses those already
+        # imported.
         fields = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
         lengths, result = fields["lengths"], fields["result"]
         # A power failure without `durable` may have such an effect.
@@ -201,7 +202,7 @@ def _result(journal: Journal, name: str) -> Any:
 
 
 def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
-    """Return the classes of the records in a tree that are loaded already; a file must not trigger an import."""
+    """Return those classes of a tree's records that are already imported; a file must not trigger an import."""
     names = {name for name in _type_names(tree) if name.partition(".")[0] in packages}
     found = {name: [kind for address in addresses_of(name) if (kind := _loaded(address))] for name in names}
     return tuple(kinds[0] for kinds in found.values() if kinds)
@@ -243,8 +244,8 @@ def remove_others(journal: Journal) -> None:
     keep = {*files_of(journal)} if others else set()
     for other in (Journal(storage, folder) for folder in others):
         save_id, names = begun_save(other), [name for name in files_of(other) if name not in keep]
-        # It has a folder of its own, and the first of the two to finish wins. A finished one isn't alive any more, so
-        # whether it is committed is asked after that.
+        # A live conversion keeps its files: the first of the two to finish wins. A finished conversion isn't alive any
+        # more, so the commit is looked for second.
         if save_id is not None and (save_is_alive(storage, save_id) or is_committed(storage, save_id)):
             continue
         abort_uploads(other)
@@ -262,7 +263,7 @@ def abort_uploads(journal: Journal) -> None:
 
 
 def files_of(journal: Journal) -> list[str]:
-    """Return the names of the files that were written, or begun."""
+    """Return the names of the files whose writing was begun or finished."""
     storage = journal.storage
     lists = [_read_json(storage, f"{journal.folder}/{name}") for name in storage.names(journal.folder)]
     return [name for names in lists if isinstance(names, list) for name in names if isinstance(name, str)]
@@ -323,8 +324,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
 
 
 _KEPT = range(256 * 1024, 16 * 1024 * 1024)
-"""Size below which buffers are copied: copying a small one costs less than a wait, and larger ones are mostly whole
-tensors."""
+"""Sizes in bytes of the buffers that are copied into reused memory; larger ones are mostly whole tensors."""
 
 
 def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) -> Any:
@@ -337,7 +337,7 @@ def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) 
         return write(replace(pieces, buffers=handed) if isinstance(pieces, SizedBuffers) else handed, **options)
 
     def kept(buffer: Buffer) -> Buffer:
-        """Return a buffer in memory that is lent again and again: new memory, freed late, leaves holes in the heap."""
+        """Return a buffer, copied into reused memory: new memory that is freed late would fragment the heap."""
         if buffer.nbytes not in _KEPT:
             return buffer
         copy = memoryview(memory.lend(buffer.nbytes).numpy())

@@ -1,4 +1,4 @@
-"""The elements that a conversion moves: read once, in large windows, and fingerprinted then."""
+"""Reads of a conversion's source: each element is read once, in large windows, and fingerprinted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Passage:
     _parts: dict[str, dict[Box, PartialFingerprint]] = field(default_factory=lambda: defaultdict(dict))
 
     def watch(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
-        """Return a shard whose lazy data is fingerprinted when it is read, in its turn; other shards unchanged."""
+        """Return a shard whose lazy data waits for its turn and is fingerprinted; return other shards unchanged."""
         if not isinstance(shard.data, LazyTensor):
             return shard
         return replace(shard, data=of_source(_WatchedSource(self, shard, turn)))
@@ -70,7 +70,7 @@ def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
 
 @dataclass(slots=True, eq=False)
 class ReadTurn:
-    """A batch's turn to be read: no two batches are in memory, though earlier ones may still be on their way.
+    """A batch's turn to be read: batches are read one at a time, while earlier ones may still be sent.
 
     Attributes:
         gate: Gate of the conversion; closed while a batch is read.
@@ -85,7 +85,7 @@ class ReadTurn:
     _has_begun: bool = False
 
     def wait(self) -> None:
-        """Wait for the turn, before a read; nothing waits for it once it is over."""
+        """Wait for the turn before a read; return at once if the turn is over."""
         with self._lock:
             if not self._has_begun:
                 self.gate.acquire()
@@ -106,7 +106,7 @@ class ReadTurn:
 
 @dataclass(slots=True, eq=False)
 class _WatchedSource:
-    """The source of a shard's lazy data, with a window of it in memory: the next request mostly lies in it."""
+    """The source of a shard's lazy data, with a window in memory, in which the next request usually lies."""
 
     passage: Passage
     shard: ShardedTensor

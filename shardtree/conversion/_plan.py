@@ -52,7 +52,7 @@ def unused_elements(
         source: Input of the transform.
         tensors: Tensors of its output.
         objects: Objects of its output.
-        reads: Boxes that it has read itself.
+        reads: Boxes that the transform has read itself.
     """
     boxes = _used_boxes(tensors, reads)
     used = {item.data.unique_key for item in objects if isinstance(item.data, StoredObject)} | boxes.keys()
@@ -74,7 +74,7 @@ def _refuse_untaken(untaken: Mapping[str, str], leave_out: Sequence[str]) -> Non
     lost = [reasoned(untaken, name) for name in sorted(untaken) if not named(name)]
     if lost:
         heading = "convert: the source has values that can't be converted"
-        fix = "Name it by patterns with leave_out=[...], or pass prune=True."
+        fix = "Name them by patterns with leave_out=[...], or pass prune=True."
         raise KeyMismatch(error_text(heading, offenders=lost, fix=fix))
 
 
@@ -82,7 +82,8 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     """Raise an error unless shards make whole tensors of different keys, and objects have different unique keys.
 
     Raises:
-        IntegrityError: Some don't, or are flat; the error names every key, with missing and repeated elements.
+        IntegrityError: The shards don't, or some are flat; the error names every key, with missing and repeated
+            elements.
     """
     # Flat shards are refused: batches are cut as boxes, and a flat range of a box isn't one.
     problems = [f"{problem.key!r}: {problem.what}" for problem in access_problems(shard_columns(tensors))]
@@ -121,7 +122,7 @@ def _add(boxes: _Boxes, fetch: Fetch, count: int) -> None:
 
 
 def _coverage(boxes: set[tuple[tuple[int, ...], tuple[int, ...], int]]) -> int:
-    """Return the number of elements in any box, as far as their counts allow."""
+    """Return an upper bound of the number of used elements in all boxes together."""
     # It is the smaller of two upper bounds: boxes may overlap, and a view may use fewer elements than its box has.
     places = sorted({(offset, shape) for offset, shape, _ in boxes})
     begin, shape = (np.array(column, dtype=np.int64).reshape(len(places), -1) for column in zip(*places, strict=True))
@@ -147,9 +148,10 @@ def _union(begin: Column, end: Column) -> int:
 
 Counts = Sequence[int]
 Cutting = Callable[[ShardedTensor], Counts | None] | Mapping[str, Counts] | None
-"""Number of pieces along each axis: a function from a whole tensor, or counts by key pattern; None for no demand."""
+"""Number of pieces along each axis: a function from a whole tensor, or counts by key pattern; None if only the size
+decides."""
 
-_MOST_PIECES = 2**16  # per tensor, which planning takes seconds for: 16 TiB by default
+_MOST_PIECES = 2**16  # per tensor, since planning so many takes seconds; with default options, they hold 16 TiB
 _OBJECTS = 64  # per batch: their size isn't known before they are read
 
 
@@ -190,7 +192,7 @@ def batches_of(
 
     Raises:
         KeyMismatch: `layout` has a pattern that matches no key.
-        ShapeError: `layout` gives something else than a count for each axis.
+        ShapeError: `layout` has another type, or doesn't give a count for each axis.
     """
     counts_of = _counts_function(layout, tensors)
     batches = [Batch((), tuple(objects[start : start + _OBJECTS])) for start in range(0, len(objects), _OBJECTS)]
@@ -356,9 +358,9 @@ def plan_conversion(
 def _refuse_without_scales(
     tensors: Sequence[ShardedTensor], metadata: Metadata, unused: Set[str], plain: Sequence[str]
 ) -> None:
-    """Raise an error if quantised values are cast, and scales beside them in the source aren't in the output.
+    """Raise an error if quantised values are cast, while their scales in the source aren't used.
 
-    Scales that a transform receives are its own affair: `cast` refuses such values, `recode` uses the scales.
+    Used scales aren't checked: `cast` itself refuses such values, and `recode` multiplies by the scales.
     """
     is_plain = plain_matcher("convert", plain, lambda: metadata)
     pairs = (pair for shard in tensors if isinstance(shard.data, LazyTensor) for pair in cast_sources(shard.data))

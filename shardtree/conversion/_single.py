@@ -33,7 +33,7 @@ class SingleFile:
     Attributes:
         above: Storage of the folder that will contain it.
         name: Name of the file.
-        is_there: Whether an earlier call has moved it there, and was killed before it removed its hidden folder.
+        is_there: Whether an earlier call moved the file into place, and was killed before it removed the hidden folder.
     """
 
     above: Storage
@@ -50,23 +50,23 @@ class SingleFile:
         return folder_in(self.above, self.folder)
 
     def place(self) -> Storage:
-        """Return the place of the model: the file if it has its name, else the hidden folder."""
+        """Return the storage of the model: the file if it is in place already, else the hidden folder."""
         return folder_in(self.above, self.name) if self.is_there else self.draft()
 
     def refusal(self) -> AlreadyACheckpoint:
         """Return the error for a file that exists already."""
         heading = f"convert: the file {self.above.where(self.name)!r} exists already"
-        return AlreadyACheckpoint(error_text(heading, fix="Convert to another one."))
+        return AlreadyACheckpoint(error_text(heading, fix="Convert to another file."))
 
     def conflict(self) -> AlreadyACheckpoint:
         """Return the error for a hidden folder in which another conversion has finished all but the file's name."""
         heading = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
         state = f"its model in {self.above.where(self.folder)!r}"
-        fix = "Call that conversion again, which finishes it, or convert to another file."
+        fix = "Repeat that conversion to finish it, or convert to another file."
         return AlreadyACheckpoint(error_text(heading, found=state, fix=fix))
 
     def put(self, *, durable: bool) -> None:
-        """Give the file its name, after its folder was compared.
+        """Move the file into place, after the hidden folder was verified.
 
         Raises:
             AlreadyACheckpoint: Another program has made a file of that name meanwhile.
@@ -88,12 +88,12 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
     """Return the file that a destination names; None if it is a folder.
 
     Args:
-        where: A path, a URL or a storage, which is always a folder.
+        where: Path, URL or storage; a storage is always a folder.
         backends: Backends of the shards and of the common state.
 
     Raises:
         AlreadyACheckpoint: The file exists, and no conversion can have written it.
-        StorageError: The file would be a pickle, or the format is a folder.
+        StorageError: The file would be a pickle, or the format writes a folder.
 
     Examples:
         >>> single_file("/runs/step_10", [("dcp", 1), ("dcp", 1)]) is None
@@ -110,7 +110,7 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
         raise StorageError(error_text(heading, fix=fix))
     above = in_larger_requests(with_own_refusals(storage_at(path[: -len(name)] or ".")))
     file = SingleFile(above, name, is_there=above.length(name) is not None)
-    # The hidden folder gives its file up last: if it still has one, the other belongs to another program.
+    # Moving the file is the last step: if the hidden folder still has its file, the other one is another program's.
     if file.is_there and (not is_folder(above, file.folder) or file.draft().length(_DRAFT) is not None):
         raise file.refusal()
     return file
@@ -124,6 +124,6 @@ def in_one_file(strategies: Strategies | None) -> Strategies:
     """
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     if table_of(strategies)[row] is not default_strategies[row]:
-        fix = "Name a folder; or pass no limit of files (--max-file-size, save_sharded_up_to)."
+        fix = "Name a folder, or pass no limit of file sizes (--max-file-size, save_sharded_up_to)."
         raise StrategyError(error_text("convert: a single file needs the format's own function", fix=fix))
     return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

@@ -75,7 +75,7 @@ def open_alike(where: Directory, world: World, options: LoadOptions, strategies:
     other = next((rank for rank, fields_of_rank in enumerate(fields) if fields_of_rank != fields[0]), None)
     if other is not None:
         heading = f"convert: rank {other} sees another checkpoint than rank 0 in {opened.storage.where()!r}"
-        raise WorldError(error_text(heading, fix="Wait until it is saved, on storage that all ranks share."))
+        raise WorldError(error_text(heading, fix="Wait until the save ends, and use storage that all ranks share."))
     checkpoint = parse_together(replace(opened, world=world), None, strategies)
     return replace(checkpoint, world=opened.world)
 
@@ -89,7 +89,7 @@ def source_tree(
         reader: Reader of the checkpoint.
         leave_out: Patterns of keys that are left out of the dict. If the common state is left out, its tensors are in
             the dict, by the keys of their paths.
-        note: Callback with every box that is read, and for every object with a box of no axes.
+        note: Callback for each read: its argument is the box of a tensor, or a box without axes for an object.
 
     Returns:
         The dict; the keys and unique keys that patterns leave out of it; and the paths of tensors in a left-out common
@@ -108,7 +108,7 @@ def source_tree(
 
 def _tensors_of_common(tree: OpenCheckpoint, note: Note) -> tuple[dict[str, Shard], tuple[str, ...]]:
     shards, others, common = dict[str, Shard](), [], HOLE
-    # Values that need pickled code stay unread: that may be why they are left out.
+    # Values that need pickled code stay unread: they may be the reason why the common state is left out.
     with suppress(UnsafeFile, UnsupportedValue):
         common = load_common(tree.checkpoint, None, tree.strategies)
     for path, leaf in leaves_with_paths(common):
@@ -158,8 +158,8 @@ def left_out_keys(
     Args:
         doing: Name of the operation in error messages.
         metadata: Stored tensors and objects.
-        patterns: Patterns of keys; an object has its key and its unique key. A pattern that would match other keys in a
-            shell gives a FutureWarning.
+        patterns: Patterns of keys; an object matches by its key or its unique key. A pattern that would match other
+            keys in a shell gives a FutureWarning.
         others: Further keys that patterns may match, of values that aren't in the source anyway.
 
     Raises:
@@ -179,10 +179,10 @@ def left_out_keys(
     nothing = [pattern for pattern in key_patterns if not any(map(key_matcher([pattern]), names))]
     if nothing:
         fix = (
-            "Correct the pattern, or take it out if there is nothing to leave out. * is one part between dots, ** any\n"
-            "  number of them."
+            "Correct the pattern, or remove it if there is nothing to leave out. * matches one part between dots,\n"
+            "  ** any number of parts."
         )
-        heading = f"{doing}: leave_out names what isn't in the source"
+        heading = f"{doing}: leave_out has patterns that match nothing"
         raise KeyMismatch(error_text(heading, offenders=near_patterns(nothing, names, widen=False), fix=fix))
     note_shell_patterns(f"{doing}: leave_out", key_patterns, names)
     fits = key_matcher(key_patterns)
@@ -190,8 +190,8 @@ def left_out_keys(
 
 
 def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Warn of patterns that match other keys than in a shell, where ``*`` crosses dots, as it did here once."""
+    """Warn of patterns that match other keys than in a shell, where ``*`` crosses dots, as in earlier versions."""
     lines = shell_differences(patterns, keys)
     if lines:
-        fix = "* is one part between dots, ** any number of them."
+        fix = "* matches one part between dots, ** any number of parts."
         warnings.warn(error_text(f"{what}: ambiguous patterns", offenders=lines, fix=fix), FutureWarning, 3)

@@ -68,16 +68,16 @@ class Turn(World):
 
     def send(self, value: Any, to: int) -> NoReturn:
         """Raise WorldError: no other rank is there to receive."""
-        raise WorldError(error_text(f"send(to={to}): the ranks of a conversion take turns"))
+        raise WorldError(error_text(f"send(to={to}): a conversion runs one rank at a time"))
 
     def recv(self, source: int) -> NoReturn:
         """Raise WorldError: no other rank is there to send."""
-        raise WorldError(error_text(f"recv(source={source}): the ranks of a conversion take turns"))
+        raise WorldError(error_text(f"recv(source={source}): a conversion runs one rank at a time"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionTarget:
-    """The place and the format of a conversion's result.
+    """The storage and the format of a conversion's result.
 
     Attributes:
         storage: Storage of the folder.
@@ -93,9 +93,9 @@ class ConversionTarget:
 
 
 def rehearse_common(destination: ConversionTarget, common: Any) -> None:
-    """Raise an error if the destination's format can't hold a common state, which is written only to memory.
+    """Raise an error if the destination's format can't hold a common state, by writing it to memory.
 
-    A format whose common state can't be written alone raises only at the commit, which can be retried without it.
+    A format that can't write a common state alone raises only at the commit, which can be retried without the state.
 
     Raises:
         UnsupportedValue: The format can't hold it, or can't without pickling.
@@ -200,7 +200,7 @@ class Batches:
 
 
 def write_batches(batches: Batches, world: World) -> int:
-    """Write and commit a destination, and return the number of batches that were already written; every rank calls it.
+    """Write and commit a destination, and return the number of batches that were already written; collective.
 
     Args:
         batches: Batches of the destination.
@@ -210,7 +210,7 @@ def write_batches(batches: Batches, world: World) -> int:
     results: dict[int, Any] = {}
 
     def look() -> list[int]:
-        # It is made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that reason.
+        # The request of batch 0 is made first and kept, since it commits; therefore rank 0 writes batch 0.
         batches.first = batches.prepare(0)
         results.update(results_of(journal, len(plan.batches)))
         if 0 in results:
@@ -246,11 +246,11 @@ def _commit(batches: Batches, results: Mapping[int, Any]) -> None:
         finalize()
 
 
-_ROUND = 16  # batches of a rank between two meetings: the others learn of a failure then, and nobody waits for long
+_ROUND = 16  # batches of a rank between two collectives, in which ranks learn of failures
 
 
 def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
-    """Return each rank's batches in each round: runs of neighbours, level by bytes. The first batch is always rank 0's.
+    """Return each rank's batches by round: consecutive batches, balanced by bytes. The first batch is always rank 0's.
 
     Args:
         pieces: (number, bytes) of each piece of work, in order.
@@ -269,8 +269,8 @@ def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]
         hands: list[list[int]] = [[] for _ in range(ranks)]
         before = 0
         for place, (number, nbytes) in enumerate(part):
-            # A batch goes by its middle; batches without bytes, such as those of objects, are dealt out by their
-            # number.
+            # A batch's rank follows from the position of its middle byte, or from its number if all batches are without
+            # bytes.
             share_of = (2 * before + nbytes) * ranks // (2 * total) if total else place * ranks // len(part)
             hands[min(share_of, ranks - 1) if number else 0].append(number)
             before += nbytes

@@ -1,4 +1,4 @@
-"""The surroundings of a call: a shield against torch's modes, and a pause of Python's collector."""
+"""The context of a call: a shield against torch's modes, and a pause of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def shielded(function: Function) -> Function:
     """Return a function that runs outside of the torch modes of the caller's thread.
 
     These are the default device (also a function mode), other function modes, dispatch modes such as `FakeTensorMode`,
-    autocast and inference mode. New tensors are thus ordinary ones with elements, on the stated device, and arithmetic
-    is done in its operands' dtype. Existing tensors keep their nature: an inference tensor that is filled stays one.
-    Global state (the default dtype, deterministic algorithms) can't be left for the time of a call, so that each
-    allocation states its dtype.
+    autocast and inference mode. New tensors are thus ordinary tensors with elements, on the device that the allocation
+    states, and arithmetic uses its operands' dtype. Existing tensors stay as they are: an inference tensor that is
+    filled is still an inference tensor. The shield doesn't cover global state (the default dtype, deterministic
+    algorithms), so each allocation states its dtype.
 
     Examples:
         >>> with torch.device("meta"), torch.inference_mode():
@@ -81,7 +81,7 @@ def collector_paused() -> Iterator[None]:
     # The collector scans all objects each time their number has grown by a quarter. A step that makes a few for each of
     # 100,000 tensors, and frees none, would spend as much time in these scans as in its own work.
     was_on = gc.isenabled()
-    if was_on:  # else another thread turned it off, and turns it on again: simulated ranks end in any order
+    if was_on:  # otherwise the thread that turned it off turns it on again; simulated ranks end in any order
         gc.disable()
     try:
         yield
@@ -94,22 +94,22 @@ def collector_paused() -> Iterator[None]:
 
 
 _MANY = 10_000
-"""Number of new objects that are scanned in no time."""
+"""Upper bound on new objects that the collector may scan as usual, since this takes no noticeable time."""
 
 _FEW_FROZEN = 1_000
-"""Bound on frozen objects: Python 3.12 freezes some hundreds at its start; programs that freeze, freeze many more."""
+"""Upper bound on objects that Python itself freezes: 3.12 freezes hundreds at its start; programs freeze many more."""
 
 _MOST_UNSEEN = 1_000_000
-"""Number of objects marked as old before a full collection, without which cycles among them would never be freed."""
+"""Number of objects marked as old before a full collection, which frees the unreachable cycles among them."""
 
 _unseen = {"objects": 0, "full collections": 0}
 
 
 def _mark_as_old() -> None:
-    """Move many new objects to the oldest generation without scanning them.
+    """Move new objects to the oldest generation without scanning them, if there are many.
 
-    A pause alone would only postpone the work: the next collection would scan everything, 0.13 s in a load of 20,000
-    tensors that takes 0.4 s.
+    A pause alone would only postpone the work: the next collection would scan everything. In a load of 20,000 tensors
+    that takes 0.4 s, this scan would take 0.13 s.
     """
     count, full = gc.get_count()[0], gc.get_stats()[2]["collections"]
     if count <= _MANY or gc.get_freeze_count() > _FEW_FROZEN:  # a program's own frozen objects must stay frozen

@@ -28,7 +28,7 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
 def leaf(name: str) -> typing.Any:
     """Return the function or table that `_leaves` lists under a name; its module is imported at the first call.
 
-    Core and shell import no such module themselves: else loading one tensor would import all formats.
+    Core and shell never import these modules directly: otherwise loading one tensor would import all formats.
     """
     leaves: typing.Mapping[str, str] = import_quickly("._leaves", _PACKAGE).LEAVES
     return by_name(leaves[name])
@@ -46,7 +46,7 @@ def by_name(place: str) -> typing.Any:
 
 
 def when_called(place: str) -> typing.Callable[..., typing.Any]:
-    """Return a function that stands for the one at a place, as for `by_name`, and imports it when called."""
+    """Return a function that imports `by_name(place)` when it is called, and calls it with its arguments."""
     return partial(_call, place)
 
 
@@ -55,20 +55,20 @@ def _call(place: str, *arguments: typing.Any) -> typing.Any:
 
 
 def notebook_html(value: object) -> str:
-    """Return the HTML of a value for a notebook: its picture, or its text.
+    """Return the HTML of a value for a notebook: its picture, or else its text.
 
-    The room that draws pictures imports the rooms of the drawn values, so that these must find it by name.
+    The package `pictures` imports the packages of the values that it draws. To avoid a cycle, those find it by name.
     """
     html: str = leaf("html_of")(value)
     return html
 
 
 def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
-    """Return a package's `__getattr__`, which loads names from their modules, and modules that moved elsewhere.
+    """Return a package's `__getattr__`, which imports names from their modules, and modules under their old paths.
 
     Args:
         package: Full name of the package.
-        names: Names of each module, with spaces between them; modules are relative to the package.
+        names: Space-separated names by the module that defines them; modules are relative to the package.
     """
     modules = {name: module for module, those in names.items() for name in those.split()}
 
@@ -83,7 +83,7 @@ def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str
 
 
 def _moved(package: str, name: str) -> types.ModuleType | None:
-    """Return the module that had this address before modules moved; None if there was none."""
+    """Return the module that once had this import path; None if there was none."""
     old = f"{package}.{name}"
     new: str = leaf("new_address")(old)
     if name.startswith("_") or new == old:
@@ -99,15 +99,15 @@ def _moved(package: str, name: str) -> types.ModuleType | None:
 def face(
     name: str, names: Sequence[str], room: str, elsewhere: typing.Mapping[str, str] = types.MappingProxyType({})
 ) -> tuple[typing.Callable[[str], object], typing.Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a face, a module that offers the public names of inner rooms.
+    """Return the `__getattr__` and `__dir__` of a face: a public module whose names are defined in inner packages.
 
     Args:
-        name: Name of the face.
+        name: Full name of the face.
         names: Public names.
-        room: Package that has them, relative to the face.
-        elsewhere: Names that other packages have, as `later` takes them.
+        room: Package that defines them, relative to the face.
+        elsewhere: Names that other packages define, in the form that `later` takes.
     """
-    # Modules that were imported from below a face, before rooms moved under it, are still found there.
+    # With a `__path__` the face counts as a package, so that old imports of modules below it still work.
     vars(sys.modules[name]).setdefault("__path__", [])
     others = {known for those in elsewhere.values() for known in those.split()}
     here = " ".join(known for known in names if known not in others)

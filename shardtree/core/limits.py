@@ -19,23 +19,23 @@ _MIB = 1024 * 1024
 # Reading and writing files
 
 STEP_BYTES = _MIB
-"""Step in which bytes are hashed, compared or decompressed, so that it stays in the processor's cache; whole blocks."""
+"""Bytes hashed, compared or decompressed at a time: they stay in the processor's cache, and are whole hash blocks."""
 
 WINDOW_BYTES = 16 * _MIB
 """Upper bound of the bytes of a local file that a thread reads before it looks for more work."""
 
 REQUEST_BYTES = 8 * _MIB
-"""Requests to a store end at multiples of this, like blocks, so that two requests don't fetch the same bytes; pieces
-that cross a multiple belong to the request before it."""
+"""Requests to a store end at multiples of this size, which are also ends of hash blocks, so that no two requests fetch
+the same bytes. A piece that crosses a multiple belongs to the request in which it begins."""
 
 IN_FLIGHT_BYTES = 256 * _MIB
-"""Answers of stores that all loads of a process wait for, or haven't taken yet."""
+"""Upper bound of the bytes that all loads of a process have requested from stores and not yet processed."""
 
 UPLOAD_PART_BYTES = 8 * _MIB
 """Size of one part of a file that is uploaded to a store."""
 
 UPLOAD_BYTES = 40 * _MIB
-"""Copied parts of one file on their way to a store."""
+"""Upper bound of the bytes of one file that are copied and not yet uploaded to a store."""
 
 # Tensors between the host's memory and elsewhere
 
@@ -71,7 +71,7 @@ stay in the processor's caches."""
 # Checks
 
 COMPARED_BYTES = 64 * _MIB
-"""Tensors of two checkpoints that are compared at a time, by default; also those that a conversion reads back."""
+"""Bytes of tensors that a comparison of checkpoints holds at a time, by default; also in a conversion's check."""
 
 CHECKED_BYTES = 32 * _MIB
 """Bytes that a pass over stored or replicated tensors holds at a time: to verify, compare replicas or round masters."""
@@ -85,7 +85,7 @@ SIDE_FILE_BYTES = 64 * _MIB
 """Bound on a JSON file beside a checkpoint's own: the record of a step, or a manifest of checksums."""
 
 HEADER_BYTES = 64 * _MIB
-"""Bound on a written safetensors header; a new file begins before it, since readers refuse headers of over 100 MB."""
+"""Bound on a written safetensors header, at which a new file begins: readers refuse headers of over 100 MB."""
 
 ERROR_BYTES = 16 * _MIB
 """Bound on the attributes of an error for other ranks: enough for a hundred thousand keys, not for a large tensor."""

@@ -19,7 +19,7 @@ class Offence(Protocol):
 
     @property
     def key(self) -> str | TreePath:
-        """Key of the tensor or object; else a path, or the name of a file, an output or an error."""
+        """Key of the tensor or object; for other faults a path, or the name of a file, an output or an error."""
 
     @property
     def where(self) -> str:
@@ -72,19 +72,19 @@ def offence_lines(offences: Iterable[Offence]) -> list[str]:
 
 
 def offences_text(heading: str, offences: Sequence[Offence], *fixes: str) -> str:
-    """Return an error's text that names offences, with each distinct advice once, and further advice.
+    """Return the text of an error with its offences, each distinct advice of theirs once, and further advice.
 
     Args:
         heading: Text that tells what is wrong with what.
-        offences: All of them; some are shown.
+        offences: All offences; at most ten lines are shown.
         fixes: Further advice.
 
     Examples:
         >>> from shardtree.layouts import Problem
-        >>> print(offences_text("save", [Problem("w", (0,), "is held twice", fix="Hold it once.")]))
+        >>> print(offences_text("save", [Problem("w", (0,), "is stored twice", fix="Store it once.")]))
         save
-          'w' (rank 0): is held twice
-          Hold it once.
+          'w' (rank 0): is stored twice
+          Store it once.
     """
     advice = dict.fromkeys([*(offence.fix for offence in offences if offence.fix), *fixes])
     return error_text(heading, offenders=offence_lines(offences), fix="\n  ".join(advice))

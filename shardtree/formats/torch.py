@@ -79,7 +79,7 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
             tree = _put(tree, path)
         except (LookupError, TypeError) as error:
             cause = f"no empty dict at {render_path(path)}"[:200]
-            raise CorruptCheckpoint(error_text(f"{what}: its record of shards contradicts it", found=cause)) from error
+            raise CorruptCheckpoint(error_text(f"{what}: its record of shards is wrong", found=cause)) from error
     return tree
 
 

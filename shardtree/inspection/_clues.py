@@ -8,32 +8,32 @@ from collections.abc import Iterable
 from ..shell.table import is_save_folder
 
 Clue = tuple[str, str]
-"""Likely kind of a place, and the remedy."""
+"""Likely kind of a folder or file, and the remedy."""
 
 _PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
-_AS_TENSORS = "; then save what it has as tensors."
+_AS_TENSORS = "; convert the arrays to tensors, and save those."
 _SAFER = (
-    "Of weights, save_pretrained(..., safe_serialization=True) makes safetensors; whatever you trust, torch.load reads,"
-    " and `save` stores all of it."
+    "save_pretrained(..., safe_serialization=True) writes weights as safetensors. If you trust the file, read it with"
+    " torch.load, and store the result with `save`."
 )
 _PICKLED = ("pickled weights or states, which can run code when they are loaded and aren't read", _SAFER)
 
 _ORBAX = (
     r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",
     "a checkpoint of Orbax (JAX), or a part of one",
-    "orbax.checkpoint.StandardCheckpointer().restore(folder), of the folder with _METADATA, returns its arrays, and"
-    " torch.from_dlpack makes tensors of them, which `save` stores.",
+    "orbax.checkpoint.StandardCheckpointer().restore(folder) reads the folder with _METADATA. Convert its arrays with"
+    " torch.from_dlpack, and store them with `save`.",
 )
 _TENSORFLOW = (
     r".*\.data-\d{5}-of-\d{5}|saved_model\.pb",
-    "a checkpoint or model of TensorFlow's",
+    "a TensorFlow checkpoint or model",
     f"tf.train.load_checkpoint reads its variables{_AS_TENSORS}",
 )
 _CLUES = (
     (
         r"latest_checkpointed_iteration\.txt",
-        "a run of Megatron-LM's or verl's, and no step in it that can be opened",
-        "Name the folder of a step, such as iter_0000042: the error says what it lacks.",
+        "a run of Megatron-LM or verl, without a step that can be opened",
+        "Pass the folder of a step, such as iter_0000042; the error then says what it lacks.",
     ),
     (
         r"mp_rank_\d+(_\d+)*",
@@ -43,36 +43,36 @@ _CLUES = (
     (
         r"__\d+\.metadata",
         "a checkpoint of torch.distributed.checkpoint, saved with use_collectives=False: an index for each rank only",
-        "Load it with as many ranks there, and save it with collectives.",
+        "Load it there with as many ranks as saved it, and save it with use_collectives=True.",
     ),
     (
         r".*\.distcp",
-        "data files of torch.distributed.checkpoint or Megatron-Core; their save wasn't finished, or a file got lost",
-        "Load another checkpoint; .metadata and, of Megatron-Core's, metadata.json have to be there.",
+        "data files of torch.distributed.checkpoint or Megatron-Core; their save wasn't finished, or a file is missing",
+        "Load another checkpoint. A whole one has .metadata, and also metadata.json if Megatron-Core saved it.",
     ),
     (
         r"common\.pt",
-        "a save of Megatron-Core's that wasn't finished: its common state is there, and its tensors aren't",
-        "Load another checkpoint, such as the step before.",
+        "an unfinished save of Megatron-Core, with its common state but without its tensors",
+        "Load another checkpoint, such as the previous step.",
     ),
     (
         r".*\.safetensors",
-        "several safetensors files, and no index that says which make up the model",
-        "Name one of the files, or fetch the index too.",
+        "several safetensors files without the index that lists the files of a model",
+        "Pass one of the files, or download the index, too.",
     ),
-    (r"\.zarray|zarr\.json", "a zarr array, or a save of shardtree's that wasn't finished", "Name the array's group."),
+    (r"\.zarray|zarr\.json", "a zarr array, or an unfinished save of shardtree", "Pass the array's group."),
     (_PICKLES, *_PICKLED),
 )
 _GGUF = (
     "a model in llama.cpp's GGUF",
-    "Of many architectures, transformers' from_pretrained(folder, gguf_file=name) reads it, and save_pretrained then"
-    " makes safetensors.",
+    "transformers' from_pretrained(folder, gguf_file=name) reads many architectures; save_pretrained then writes"
+    " safetensors.",
 )
 _NPZ = (
-    "arrays of NumPy's",
+    "NumPy arrays",
     'safetensors.numpy.save_file(dict(numpy.load(file)), "model.safetensors") makes a file that can be opened.',
 )
-_NPY = ("an array of NumPy's", f"numpy.load reads it{_AS_TENSORS}")
+_NPY = ("a NumPy array", f"numpy.load reads it{_AS_TENSORS}")
 _HDF5 = ("arrays in HDF5, as Keras saves weights", f"h5py reads them{_AS_TENSORS}")
 _TAR = ("a tar archive", "Unpack it, and open the folder or file of weights in it.")
 _OTHERS = (
@@ -81,8 +81,8 @@ _OTHERS = (
     (r".*\.npy", *_NPY),
     (
         r".*\.nemo",
-        "a model of NeMo's, as a tar archive",
-        "Unpack it: a folder model_weights in it can be opened; NeMo's restore_from reads a model_weights.ckpt.",
+        "a NeMo model, as a tar archive",
+        "Unpack it, and open the folder model_weights in it. If it has model_weights.ckpt, use NeMo's restore_from.",
     ),
     (r".*\.msgpack", "weights of Flax", f"flax.serialization.msgpack_restore reads the file's bytes{_AS_TENSORS}"),
     (r".*\.(h5|hdf5)", *_HDF5),
@@ -93,12 +93,12 @@ _OTHERS = (
         f"onnx.load reads it, and onnx.numpy_helper.to_array each of its graph.initializer{_AS_TENSORS}",
     ),
 )
-"""Files that other programs write in formats that aren't read here."""
+"""Files of other programs in formats that shardtree doesn't read."""
 
 _CONVERSION = re.compile(r"\.convert-[0-9a-f]+")
 _UNFINISHED = (
     "a conversion that was interrupted, or is still running",
-    "Run the same conversion again: it goes on from what is there.",
+    "Run the same conversion again; it resumes.",
 )
 _SAVE = ("a save that was interrupted, or is still running", "Load another checkpoint, or wait until it is finished.")
 
@@ -162,7 +162,7 @@ _HEADS = (
     (rb"PK\x03\x04.{26}[^/]*/data\.pkl|\x80[\x02-\x05]", _PICKLED),
     (rb"PK\x03\x04.{26}.{0,300}\.npy", _NPZ),
     (rb".{257}ustar", _TAR),
-    (rb".{5}\0\0\0\{", ("a safetensors file of another name", "Give it a name that ends in .safetensors.")),
+    (rb".{5}\0\0\0\{", ("a safetensors file with another suffix", "Rename it so that it ends in .safetensors.")),
 )
 
 

@@ -37,7 +37,7 @@ from ..shell.table import (
 from ._differences import ValueDifference, value_difference
 from ._opened import OpenCheckpoint, open_checkpoint
 
-# Reads of boxes of a checkpoint's tensors; small tensors that were announced are read many at a time.
+# Reads of boxes of a checkpoint's tensors; announced small tensors are read together.
 
 TensorBox = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key of a tensor, and offset and shape of a box of it."""
@@ -48,7 +48,7 @@ _REMOTE_GROUP_BYTES = 32 * _GROUP_BYTES
 
 
 def _is_remote(reader: BoxReader) -> bool:
-    """Return whether each read is a request."""
+    """Return whether each read is a request to a remote storage."""
     return can(reader.tree.checkpoint.storage).read_range is not None
 
 
@@ -102,7 +102,7 @@ class BoxReader:
 
     def read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements, in memory that belongs to the caller."""
-        # A box that is requested twice is read again: nothing is kept once it was handed out.
+        # A box that is requested twice is read twice, since results aren't kept after they are returned.
         box = (str(key), offset, shape)
         with self._lock:  # a format may write several files at a time
             group = self._group_of.get(box)
@@ -114,7 +114,7 @@ class BoxReader:
         return self._read([box])[0] if tensor is None else tensor
 
     def _read(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
-        """Return the elements of boxes, with one plan for all; each has elements and lies inside its tensor."""
+        """Return the elements of boxes, read by one plan. Boxes must have elements, and lie inside their tensors."""
         shards = [self._target(*box) for box in boxes]
         checkpoint = self.tree.checkpoint
         backend = sharded_backend(checkpoint.fields)
@@ -124,7 +124,7 @@ class BoxReader:
         return [shard.data for shard in shards]
 
     def check(self) -> None:
-        """Raise CheckpointReplaced if another save replaced the checkpoint before all of this was read."""
+        """Raise CheckpointReplaced if another save replaced the checkpoint before these reads ended."""
         check_unreplaced(self.tree.checkpoint)
 
     def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:
@@ -154,11 +154,11 @@ def value_differences(
     """Yield the difference of each pair of tensors, None if they are equal, reading piece by piece.
 
     Args:
-        pairs: Pairs of one dtype and shape each.
+        pairs: Pairs to compare; the tensors of a pair have the same dtype and shape.
         left: Reader of the left tensors.
         right: Reader of the right tensors.
         most_bytes: Approximate bound of the memory.
-        progress: Callback with the bytes of each side compared since its last call.
+        progress: Callback with the number of bytes compared on each side since its last call.
     """
     most_together = min(most_bytes, max(group_bytes(left), group_bytes(right)))
     for group in grouped(pairs, lambda pair: int(pair[1].nbytes), most_together):
@@ -192,7 +192,7 @@ class KindDifference:
 
     @property
     def what(self) -> str:
-        """Both kinds."""
+        """The dtypes and shapes of both sides."""
         return f"{self.left} and {self.right}"
 
 
@@ -256,12 +256,12 @@ def compare(
         right: Path, URL or storage of the other checkpoint.
         max_bytes_in_flight: Approximate bound of the memory for comparing tensors.
         strategies: Dispatch table; None for the process's.
-        options: Options for reading both checkpoints; `progress` is called with the bytes of each compared since its
-            last call.
+        options: Options for reading both checkpoints; `progress` is called with the number of bytes compared on each
+            side since its last call.
 
     Raises:
-        NotACheckpoint: One of them doesn't exist.
-        UnsafeFile: One holds pickled values, and `allow_pickle` isn't given.
+        NotACheckpoint: One of the checkpoints doesn't exist.
+        UnsafeFile: One of the checkpoints holds pickled values, and `allow_pickle` isn't given.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -324,7 +324,8 @@ def _as_fields(tree: Any) -> Any:
 
 def _as_fields_leaf(leaf: Any) -> Any:
     """Return a value as dicts of its fields; its type is the entry "", a name that no field has."""
-    # A value of a class that isn't imported is a Record: only as dicts do checkpoints compare alike in every program.
+    # A value whose class isn't imported is a Record. As dicts, values compare alike, whether or not the class is
+    # imported.
     if isinstance(leaf, Record):
         return {"": leaf.type_name, **_as_fields(dict(leaf.fields))}
     if isinstance(leaf, Namespace):

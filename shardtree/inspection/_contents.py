@@ -34,12 +34,12 @@ def load_common_state_dict(
 ) -> Any:
     """Return the common state: the plain values stored outside the shards.
 
-    In place of shards, dicts lack the entry, and lists and tuples have `HOLE`.
+    Shards are left out of dicts; in lists and tuples, `HOLE` replaces them.
 
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
-        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
-            process alone.
+        world: World whose ranks all get the result; rank 0 reads it, and the call is collective. None for this process
+            alone.
         strategies: Dispatch table; None for the process's.
         options: Options of the read; `allow_pickle` and `types` matter here.
 
@@ -76,8 +76,8 @@ def load_tensors_metadata(
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
         sharded_strategy: Strategy that lists shards instead of the format's own.
-        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
-            process alone.
+        world: World whose ranks all get the result; rank 0 reads it, and the call is collective. None for this process
+            alone.
         strategies: Dispatch table; None for the process's.
         options: Options of the read.
 
@@ -115,8 +115,8 @@ def load_sharded_metadata(
         checkpoint_dir: Path, URL or storage of the checkpoint.
         sharded_strategy: Strategy that lists shards instead of the format's own.
         common_strategy: Strategy that lists objects beside the common state instead of the format's own.
-        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
-            process alone.
+        world: World whose ranks all get the result; rank 0 reads it, and the call is collective. None for this process
+            alone.
         strategies: Dispatch table; None for the process's.
         options: Options of the read.
 
@@ -153,8 +153,8 @@ def load_content_metadata(
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
         preloaded_state_dict: Loaded or common state, if the caller has it already.
-        world: World whose ranks all get the result, which rank 0 reads; the call is then collective. None for this
-            process alone.
+        world: World whose ranks all get the result; rank 0 reads it, and the call is collective. None for this process
+            alone.
         strategies: Dispatch table; None for the process's.
         options: Options of the read; `allow_pickle` and `types` matter here.
 
@@ -169,7 +169,7 @@ def load_content_metadata(
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise TreeError(error_text("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
+            raise TreeError(error_text("load_content_metadata: no checkpoint_dir and no preloaded_state_dict"))
         preloaded_state_dict = load_common_state_dict(
             checkpoint_dir, world=world, strategies=strategies, options=options
         )

@@ -39,7 +39,7 @@ def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) 
     """
     count = prod(-(-size // step) for size, step in zip(shape, cell, strict=True)) if prod(shape) else 0
     if count > most:
-        heading, fix = f"{doing} of shape {shape} is too large for its pieces", "Give it more bytes in flight."
+        heading, fix = f"{doing} of shape {shape} needs too many pieces", "Pass a larger max_bytes_in_flight."
         raise ShapeError(error_text(heading, found=f"{count} pieces", expected=f"at most {most}", fix=fix))
     return tiles(shape, cell)
 
@@ -148,7 +148,7 @@ def _part_difference(
     first = tuple(int(start + index) for start, index in zip(offset, inside, strict=True))
     lefts, rights = (_numbers(words[wrong], left.dtype) for words in (mine, theirs))
     elements = int(np.prod(shape, dtype=np.int64))
-    # Texts have no difference: torch can't convert floats of 4 bits, which it stores in pairs.
+    # Floats of 4 bits are texts here, which have no difference: torch stores them in pairs, and can't convert them.
     is_float = left.is_floating_point() and lefts.dtype.kind == "f"
     ulps = _ulps(mine[wrong], theirs[wrong], np.isnan(lefts) | np.isnan(rights)) if is_float else None
     largest = _largest(lefts, rights)

@@ -40,7 +40,7 @@ def explain(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Explanation:
-    """Return the predicted outcome of a `load` with a target, in a world of one: its problems, and its reads.
+    """Return the predicted outcome of a `load` with a target, in a world of one rank: its problems and its reads.
 
     Its `ok` is the outcome of that load. Only metadata and the common state are read, and no memory is allocated. For
     one rank of several, pass ``validate_access_integrity=False``; `explain_ranks` takes the targets of all.
@@ -48,8 +48,7 @@ def explain(
     Args:
         sharded_state_dict: The target. The data of its shards may be None or on any device.
         checkpoint_dir: Directory or URL of the checkpoint.
-        sharded_strategy: Strategy for shards, as in `load`. The effect of a function on the shards is unknown before it
-            runs.
+        sharded_strategy: Strategy for shards, as in `load`. If it is a function, its effect is unknown before it runs.
         common_strategy: Strategy for the common state, as in `load`. A function is run, since the target must fit its
             result.
         validate_access_integrity: Whether every element must be asked for by exactly one main replica.
@@ -128,12 +127,12 @@ def explain_ranks(
     verify and factories can merge what was loaded. It is None if only values can decide it; `undecided` lists these.
 
     Args:
-        sharded_state_dicts: Targets of all ranks, by rank. They are requested one at a time, repeatedly, and not kept:
-            a sequence that makes them on request takes the memory of one.
+        sharded_state_dicts: Targets of all ranks, by rank. Each is requested several times, and not kept: a sequence
+            that makes them on request takes the memory of one target.
         checkpoint_dir: Directory or URL of the checkpoint.
         sharded_strategy: Strategy for shards; this and all further arguments are as in `explain`, and the same for all
             ranks.
-        transform: One trace for all ranks, or each rank's.
+        transform: One trace for all ranks, or a sequence with a trace for each rank.
 
     Returns:
         The explanation, with what each rank would read from storage.
@@ -141,7 +140,7 @@ def explain_ranks(
     Raises:
         NotACheckpoint, CorruptCheckpoint, StrategyError, KeyMismatch: The checkpoint or an argument is invalid, as in
             `explain`.
-        MetadataError: The number of traces isn't that of targets.
+        MetadataError: The number of traces differs from the number of targets.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -177,7 +176,7 @@ def explain_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Targets(Sequence[Any]):
-    """Ranks' targets, each seen through its transform on request: all of them together might fill the memory."""
+    """Ranks' targets, transformed on request, since all of them together might fill the memory."""
 
     trees: Sequence[Any]
     transforms: Sequence[Transform]
@@ -194,13 +193,13 @@ class _Targets(Sequence[Any]):
 def _targets_through(
     trees: Sequence[Any], transforms: Transform | Sequence[Transform], *, cast: bool = False, plain: Sequence[str] = ()
 ) -> Sequence[Any]:
-    """Return the targets of all ranks, each through its own transform, or through one for all.
+    """Return the targets of all ranks, transformed by one transform for all, or by each rank's own.
 
     Raises:
         MetadataError: There aren't as many transforms as targets.
     """
     rank_transforms = transforms if isinstance(transforms, Sequence) else [transforms] * len(trees)
     if len(rank_transforms) != len(trees):
-        expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or each rank's."
+        expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or one for each rank."
         refuse("transform", "traces", len(rank_transforms), expected, fix, error=MetadataError)
     return _Targets(trees, rank_transforms, cast, plain)

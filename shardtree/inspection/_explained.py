@@ -24,8 +24,8 @@ class RankReads:
         shards: Number of tensor shards in its target.
         objects: Number of sharded objects in its target.
         cost: Cost of reading the loadable shards; None if the format can't tell.
-        sent: Bytes that it sends to other ranks, which want what it reads.
-        received: Bytes that other ranks send to it.
+        sent: Bytes that the rank reads and sends to other ranks.
+        received: Bytes that other ranks send to the rank.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class FailedCheck:
 
     @property
     def where(self) -> str:
-        """The ranks."""
+        """The ranks on which the check fails."""
         return f"({rank_text(self.ranks)})"
 
     @property
@@ -104,13 +104,13 @@ class Explanation:
             dtypes, incomplete or unreadable tensors, objects of another shape without a rule, failing checks.
         reads: Predicted reads of each rank, by rank.
         undecided: Failures that may occur when values are read.
-        omitted: Requested keys that aren't stored, but are left out by the strict mode, so that they are no problem.
+        omitted: Requested keys that aren't stored, and that the strict mode leaves out; they are no problems.
         left_out: Paths of stored plain values and containers that a load leaves out.
         unfilled: Paths of the targets' plain tensors that aren't in the result, since nothing is stored for them.
-        uncompared: Keys of an optimizer's states that would be loaded without the comparison of masters with weights
-            that their format allows, since the options have ``verify=None``.
-        exchange: Reason why ranks would read for each other or not, if ``exchange="auto"`` leaves that to the load.
-        kept: Paths of the targets' own values in the result, where a list, tuple or class needs a value that isn't
+        uncompared: Keys of optimizer states whose masters wouldn't be compared with the weights, since the options have
+            ``verify=None``.
+        exchange: Reason why ranks would read for each other, or wouldn't, if ``exchange="auto"`` lets the load decide.
+        kept: Paths at which the result has the target's own value: a list, tuple or class needs one, and none is
             stored.
     """
 
@@ -203,7 +203,7 @@ class Explanation:
         return f"{rank_text(check.ranks)}: {check}" if len(check.ranks) < len(self.reads) else str(check)
 
 
-_OVER_READ = "More is read than asked for: what lies between pieces, and the rest of blocks whose hashes are checked."
+_OVER_READ = "More is read than asked for: gaps between pieces, and whole blocks, since hashes are checked by block."
 
 _VERDICTS = {
     True: "The target fits the checkpoint.",

@@ -79,7 +79,7 @@ class _Load:
     exchange: ExchangeChoice
 
     def prospect(self, shards: Shards) -> plans.Prospect:
-        """Return the problems and the cost of loading shards; neither for a strategy of the caller's."""
+        """Return the problems and the cost of loading shards; both are empty for a caller's own strategy."""
         # Such a strategy may load what the format doesn't hold, so missing keys are no problems then.
         if callable(self.request.choices[0]):
             return plans.Prospect()
@@ -195,10 +195,9 @@ def check_alike(
 
 
 def _check(load: _Load, findings: Findings, rank: int) -> None:
-    """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself.
+    """Run the checks of a load on a rank's target, and predict the rank's reads if it reads by itself.
 
-    The checks are those of the load's `check`, in its order; after a failed check, the next ones look at the same
-    target as it did.
+    The checks are those of the load's `check`, in its order. After a failed check, the next one gets the same target.
     """
     stored, request, mode, tree = load.stored, load.request, load.mode, load.trees[rank]
     target = remaining = take_apart(tree, donate=request.donate)
@@ -229,7 +228,7 @@ def _check(load: _Load, findings: Findings, rank: int) -> None:
 def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
     """Return the missing and the unexpected keys of a rank's target, as far as the mode needs them."""
     all_stored = load.stored.keys
-    # If any rank's target failed, a missing key may be one that it asks for: none is reported.
+    # If any rank's target failed, that rank might request any key, so no key is reported as missing.
     everywhere = load.target_keys if len(load.ranks) == len(load.trees) else all_stored
     return mismatched_keys(load.mode, target.keys_among(all_stored), all_stored, everywhere)
 
@@ -237,12 +236,12 @@ def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
 def _foretell_reads(
     load: _Load, findings: Findings, rank: int, target: Target, fit: plans.Prospect, objects: ObjectsFit
 ) -> None:
-    """Add the failures that only values decide in a rank's target, and its separate reads, to the findings."""
+    """Add a rank's undecided failures to the findings, and its reads if it reads by itself."""
     findings.uncompared |= set(fit.uncompared)
     # If the check has failed, that is recorded already.
     is_known = fit is _UNCHECKED or fit.cost is not None
     findings.undecided |= dict.fromkeys(find_undecided(load.request, target, objects, load.kinds, is_known=is_known))
-    # If ranks read for each other, a rank's reads are known only once all are checked.
+    # If ranks read for each other, a rank's reads are known only once all ranks are checked.
     fitting = [] if load.exchange.together else load.fitting(target.tensors, fit.problems)
     groups = groups_of(fitting, load.kinds)
     cost = None if fit.cost is None else load.cost(groups) if len(groups) > 1 else fit.cost()

@@ -36,7 +36,7 @@ class Findings:
 
     @contextmanager
     def record(self, ranks: Sequence[int], note: str = "") -> Iterator[None]:
-        """Record an error of the check inside for these ranks, instead of raising it."""
+        """Record an error of the `with` block for these ranks, instead of raising it."""
         try:
             yield
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):

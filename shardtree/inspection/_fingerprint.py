@@ -35,11 +35,11 @@ Parts = Mapping[str, PartialFingerprint]
 
 @shielded
 def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strategies | None = None) -> dict[str, int]:
-    """Return one number for each tensor of a tree, or of a checkpoint; every rank of the world calls it.
+    """Return one number for each tensor of a tree, or of a checkpoint; collective.
 
-    The number depends only on the tensor's key, dtype, global shape and elements, bit for bit: not on the way in which
-    the tensor is cut, replicated or stored. A single changed element always changes it. Ranks exchange only
-    these numbers and descriptions of their shards. Objects and the common state have no fingerprint.
+    The number depends only on the tensor's key, dtype, global shape and elements, bit for bit: not on how the tensor is
+    sharded, replicated or stored. A single changed element always changes it. Ranks exchange only these numbers and
+    descriptions of their shards. Objects and the common state have no fingerprint.
 
     Args:
         tree: Dicts, lists and tuples of shards, factories and plain values, each rank's own. Tensors are read where
@@ -50,10 +50,10 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
         strategies: Dispatch table, for a checkpoint.
 
     Returns:
-        Numbers below 2 to the 64 by key, sorted by key, the same on all ranks.
+        Numbers below 2**64 by key, sorted by key, the same on all ranks.
 
     Raises:
-        IntegrityError: Some element doesn't have exactly one main replica, or replicas that are cut alike differ.
+        IntegrityError: Some element doesn't have exactly one main replica, or replicas of the same box differ.
         TreeError: The argument is neither a tree nor a checkpoint, or its tensors aren't in shards.
         NotACheckpoint: There is no checkpoint at the path.
         CorruptCheckpoint: The checkpoint is damaged.
@@ -92,7 +92,7 @@ def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
 def _checked_columns(parts: Sequence[ShardColumns], tree: Any) -> ShardColumns:
     columns = join_columns(parts)
     if not len(columns):
-        # Without this check, all trees without a shard would have the same fingerprints, none.
+        # Without this check, all trees without shards would have the same, empty result.
         plain = [render_path(path) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
         if plain:
             fix = "Make shards of them, as in the tree that is saved: a plain tensor has no key."

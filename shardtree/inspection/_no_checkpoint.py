@@ -1,6 +1,6 @@
-"""The kind of a place without a finished checkpoint: a run, a folder of checkpoints, an unfinished one, a wrong name.
+"""The likely kind of a path that isn't a checkpoint: a run, several checkpoints, an unfinished save, a misspelt path.
 
-The result is only an error's text: a guess from names on disk and a file's first bytes, never a choice of what to read.
+The result is only an error's text, guessed from file names and a file's first bytes; it never decides what is read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..shell.table import Fields, is_save_folder
 from ._clues import HEAD_BYTES, clue, clue_of_bytes, is_conversion, others_clue
 
 FieldsAt = Callable[[Storage], Fields | None]
-"""A function that returns the fields of the checkpoint in a place; None if there is none."""
+"""A function that returns the fields of the checkpoint in a folder; None if there is none."""
 
 
 def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
-    """Return the error for a place without a finished checkpoint: its likely kind, and the name to use instead.
+    """Return the error for a path without a finished checkpoint: its likely kind, and the path to use instead.
 
     Args:
-        storage: The place.
+        storage: Storage of the folder or file.
         fields_at: Function that finds the checkpoints in its folders.
     """
     heading = f"open: {storage.where()!r} is not a checkpoint"
@@ -51,7 +51,7 @@ def _of_folder(storage: Storage, names: Iterable[str], folders: Iterable[str], f
     steps = [name for name in folders if step_prefix(name) is not None]
     if (below := _others_below(storage, folders)) is not None:
         name, (state, what_reads_it) = below
-        return f"{'a run' if steps else 'a folder'} of another program's; {name!r} in it is {state}", what_reads_it
+        return f"{'a run' if steps else 'a folder'} of another program; {name!r} in it is {state}", what_reads_it
     if steps:
         return "a run without a finished step", f"Open {steps[0]!r} in it: the error says what it lacks."
     return "a folder without metadata.json, in no format that is recognised", fix
@@ -83,7 +83,7 @@ def _others_below(storage: Storage, folders: Iterable[str], depth: int = 2) -> t
 
 
 def _folders(storage: Storage, names: Iterable[str]) -> Iterator[str]:
-    """Yield the folders among a folder's names, steps newest first, without hidden ones and those of saves."""
+    """Yield the folders among a folder's names, newest steps first, without hidden folders and unfinished saves."""
     names = [name for name in names if not name.startswith(".") and not is_save_folder(name)]
     # Names are sorted before they are classified: a dataset of very many files may lie there.
     return (name for name in sorted(names, key=_newest_first) if is_folder(storage, name))
@@ -112,7 +112,7 @@ def step_prefix(folder: str) -> str | None:
 def _checkpoints_in(
     storage: Storage, folders: Iterable[str], fields_at: FieldsAt, depth: int = 2
 ) -> Iterator[tuple[str, Fields]]:
-    """Yield the names and fields of the checkpoints in a folder's folders; for steps, those of the newest with any.
+    """Yield the names and fields of the checkpoints in a folder's folders; of steps, only the newest with a checkpoint.
 
     Args:
         storage: The folder.
@@ -126,7 +126,7 @@ def _checkpoints_in(
         if prefix is not None and prefix in prefixes:
             continue
         inside = list[tuple[str, Fields]]()
-        with suppress(CheckpointingException):  # an unreadable folder or damaged checkpoint is another error's business
+        with suppress(CheckpointingException):  # unreadable folders and damaged checkpoints aren't suggested
             folder = folder_in(storage, name)
             fields = fields_at(folder)
             if fields is not None:
@@ -149,9 +149,9 @@ def _of_several(storage: Storage, what: str, inside: list[tuple[str, Fields]]) -
         for name, fields in inside
     ]
     if any(step_prefix(name.partition("/")[0]) is not None for name, _ in inside):
-        what, fix = f"{what}, but a run; its newest finished step is, or holds", "Name that, or an older one."
+        what, fix = f"{what}, but a run; its newest finished step is below", "Pass that step, or an older one."
         return NotACheckpoint(error_text(what, offenders=lines, fix=fix))
-    return NotACheckpoint(error_text(f"{what}, but holds some", offenders=lines, fix="Name one of these."))
+    return NotACheckpoint(error_text(f"{what}, but holds several", offenders=lines, fix="Pass one of them."))
 
 
 def _similar_path(storage: Storage) -> str | None:

@@ -145,7 +145,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         return replace(item, data=unreplaced(self.checkpoint, load_objects, [item])[0])
 
     def __repr__(self) -> str:
-        """Return the place and the size of the checkpoint."""
+        """Return the path and the size of the checkpoint."""
         return f"OpenCheckpoint({self.checkpoint.storage.where()!r}, {len(self)} keys)"
 
     def _repr_html_(self) -> str:
@@ -157,7 +157,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         Raises:
             KeyMismatch: One of the tensors isn't stored.
             UnsupportedValue: One of them is stored in a way that can't be read.
-            StrategyError: The format doesn't record the place of its chunks.
+            StrategyError: The format doesn't record the files of its chunks.
         """
         tensors = (key for key, shard in self.metadata.items() if isinstance(shard, ShardedTensor))
         return layout_in(self.checkpoint, self.strategies, keys or tuple(tensors))
@@ -200,7 +200,7 @@ def open_checkpoint(
         checkpoint_dir: Path, URL or storage of the checkpoint.
         strategies: Dispatch table; None for the process's.
         options: Options for reading elements, objects and the common state.
-        parameter_names: The field of `options` of this name, which is passed so often that it has its own keyword.
+        parameter_names: The same as `LoadOptions.parameter_names`, as a keyword for convenience.
         transform: Trace whose outputs are in the mapping instead of the stored tensors, lazily computed from them.
 
     Raises:
@@ -240,10 +240,10 @@ def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Itera
     Args:
         checkpoint: The checkpoint.
         strategies: Dispatch table; None for the process's.
-        names: Names that the index must have. Some formats have names that only a read finds, which is made for these
-            alone; otherwise the index has the names in the files.
+        names: Names that the index must have. In some formats, only a read can find some names: it is made for these
+            names alone, and the index has the names in the files otherwise.
     """
-    # The format is asked: two joined formats have a plain dict together, without the index.
+    # The format itself is asked, since two joined formats return a plain dict, without the index.
     backend = sharded_backend(checkpoint.fields)
     metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, None, backend, strategies))
     if isinstance(metadata, DeferredMetadata):
@@ -257,7 +257,7 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     Raises:
         KeyMismatch: One of the tensors isn't stored.
         UnsupportedValue: One of them is stored in a way that can't be read.
-        StrategyError: The format doesn't record the place of its chunks.
+        StrategyError: The format doesn't record the files of its chunks.
     """
     metadata = index_of(checkpoint, strategies, keys)
     if metadata is None:
@@ -328,10 +328,10 @@ def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None
         keys: Keys that are read.
 
     Raises:
-        ShapeError: Names them, with the reason.
+        ShapeError: A shape is unproven; the error names all such keys, with a reason.
     """
     reasons = unproven_of(metadata)
     if wrong := [key for key in keys if key in reasons]:
         why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
-        fix = f"In this format {why}. Say the saved shapes by LoadOptions(shapes=...), or load into a target."
+        fix = f"In this format {why}. Pass the saved shapes with LoadOptions(shapes=...), or load into a target."
         raise ShapeError(error_text(f"{doing}: tensors of unproven shapes", offenders=map(repr, wrong), fix=fix))

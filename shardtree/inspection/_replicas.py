@@ -34,18 +34,18 @@ Holders = tuple[int, ...] | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDifference:
-    """Equal copies of a part of a tensor that differ from the main one.
+    """Copies of a part of a tensor that equal each other, but differ from the main replica.
 
     Attributes:
         key: Key of the tensor.
         holders: Ranks or files that hold these copies.
-        than: Holders of copies equal to the main replica, or the first file.
+        than: Holders of the main replica, or in a checkpoint of the first copy, and of copies equal to it.
         box: Text of the part.
         values: Difference of the elements, with the main replica's on the left; `first` is an index in the tensor. None
             if dtypes or shapes differ, or one side has no elements.
     """
 
-    where: ClassVar[str] = ""  # `what` names the box beside the number of elements in it
+    where: ClassVar[str] = ""  # empty, since `what` names the box
     fix: ClassVar[str] = ""
 
     key: str
@@ -61,7 +61,7 @@ class ReplicaDifference:
         """The ranks that hold other elements, and the difference."""
         what, values = _unlike(self.holders, self.than), self.values
         if values is None:
-            return f"{what}: none, or of another dtype or shape"
+            return f"{what}: no elements, or another dtype or shape"
         ulps = "" if values.ulps is None else f" ({values.ulps} ulp)"
         largest = "" if values.largest is None else f", by at most {values.largest}{ulps}"
         amount = f"{values.count} of {values.elements} in {self.box}{largest}"
@@ -113,18 +113,18 @@ def check_replicas(
 ) -> tuple[ReplicaDifference, ...]:
     """Return the differing replicas of a tree's tensors, with their differences bit for bit; every rank calls it.
 
-    Ranks sum their shared shards, and send a number for each. Only if numbers differ, one rank of each group that
-    agrees gets the main replica's elements, piece by piece. `SaveOptions(check_replicas=True)` calls this before a
-    save.
+    Ranks send a checksum of each shard that they share. Only if checksums differ, the main replica's elements are sent,
+    piece by piece, to one rank of each group with equal checksums. `SaveOptions(check_replicas=True)` calls this before
+    a save.
 
     Args:
-        tree: Dicts, lists and tuples of shards, factories and plain values, each rank's own: shards of one box, as
-            data-parallel ranks have, or layer norms on tensor-parallel ones. Or a path, URL or `Storage` of a
-            checkpoint whose format gives each rank a file with copies of its own; rank 0 reads those.
+        tree: Dicts, lists and tuples of shards, factories and plain values, each rank's own. Shards of the same box are
+            compared, such as those of data-parallel ranks, or layer norms of tensor-parallel ranks. Or a path, URL or
+            `Storage` of a checkpoint whose format gives each rank a file with its own copies; rank 0 compares these.
         world: World of the ranks that take part; by default torch.distributed's default group, or else this process
             alone.
         strategies: Dispatch table, for a checkpoint.
-        options: Options for reading a checkpoint: `parameter_names` and `types` count here.
+        options: Options for reading a checkpoint: only `parameter_names` and `types` are used.
 
     Returns:
         A difference for each group of ranks whose elements differ from the main replica's, the same on all ranks;
@@ -163,7 +163,7 @@ def differing_replicas(world: World, join: Join) -> tuple[ReplicaDifference, ...
 
     Args:
         world: World of the ranks that take part.
-        join: Function that returns all ranks' shards by rank, and this rank's own in that order.
+        join: Function that returns the columns of all ranks' shards, by rank, and this rank's shards in the same order.
     """
 
     def sum_shards() -> tuple[ShardColumns, Sequence[ShardedTensor], Any]:
@@ -212,7 +212,7 @@ def _pair_differences(
             bits = {
                 row: _attempt(failures, partial(_bits, own[row], begin, size)) for row in (giver, taker) if row in own
             }
-            # A rank that failed sends zeros all the same: the other one waits for them.
+            # A rank that failed sends zeros, since the receiver waits for data.
             bits_by_receiver = {receiver: bits.get(giver)} if giver in own and sender != receiver else {}
             outgoing = {
                 to: torch.zeros(size, dtype=torch.uint8, device="cpu") if message is None else message
@@ -273,7 +273,7 @@ def _differing_copies(
     """Return the differing copies of a part in a checkpoint's files, one part at a time."""
     checkpoint = open_at(directory, one_process(), given_options("open", options, LoadOptions), strategies)
     row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
-    # The metadata isn't listed: for states in buckets that would raise if copies differ.
+    # Only keys are listed: for states in buckets, the metadata itself would raise an error if copies differ.
     keys = sharded_metadata(checkpoint, None, None, strategies).keys() if row is not None else ()
     resolution: Resolution | None = None if row is None else row(checkpoint, keys, True)
     if resolution is None or resolution.copies is None:

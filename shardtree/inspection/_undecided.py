@@ -18,7 +18,7 @@ from ._explained import Undecided
 def find_undecided(
     request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds, *, is_known: bool
 ) -> Iterator[Undecided]:
-    """Yield the open questions of a rank's load, which only its values decide.
+    """Yield the questions about a rank's load that only stored values decide.
 
     Args:
         request: Load request.

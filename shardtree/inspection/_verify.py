@@ -52,7 +52,7 @@ def verify(
     """Return the damage in a checkpoint, by file, bytes, key and region; nothing if all bytes are as they were saved.
 
     Every file is read whole, including headers and padding. Not collective. Formats other than our own have checksums
-    for a part of their bytes, or none: bytes without a checksum go to `report`, or without one to the log.
+    for a part of their bytes, or none: bytes without a checksum are passed to `report`, or logged if it is None.
 
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
@@ -79,7 +79,7 @@ def verify(
     options = given_options("verify", options, LoadOptions)
     threads = as_int(options.threads)
     if options.threads is not None and (threads is None or threads < 1):
-        heading, expected = "verify: not a number of threads", "an int, 1 at least"
+        heading, expected = "verify: invalid number of threads", "an int, 1 at least"
         raise StorageError(error_text(heading, found=repr(options.threads)[:200], expected=expected))
     nbytes = [0]
 
@@ -87,7 +87,7 @@ def verify(
         nbytes[0] += size
         options.progress(size)
 
-    # The reads themselves don't check: a strategy returns all findings, where a load's check raises at the first one.
+    # Reads don't check hashes here: they would raise at the first damage, whereas a strategy returns all findings.
     counting = replace(options, verify=None, progress=in_turn(count), threads=threads)
     findings = _findings(checkpoint_dir, counting, strategies)
     damage = tuple(finding for finding in findings if isinstance(finding, Damage))
@@ -104,7 +104,7 @@ def verify(
 def _bytes_checked(findings: Iterable[Finding]) -> int:
     by_file: dict[str, int] = {}
     for one in findings:
-        if isinstance(one, Checked):  # of two kinds of checksums, the one for more of the file
+        if isinstance(one, Checked):  # of two kinds of checksums, the one that covers more bytes
             by_file[one.file] = max(by_file.get(one.file, 0), one.nbytes)
     return sum(by_file.values())
 
@@ -113,7 +113,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     try:
         checkpoint = open_at(directory, one_process(), options, strategies)
     except CorruptCheckpoint as error:
-        # Damage isn't an error of the call, which asked for it.
+        # Damage is this function's result, so it isn't raised.
         return (Damage(METADATA_FILE, str(error)),)
     sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
     rows = [partial(strategy_of(StrategyAction.VERIFY, None, sharded, strategies), checkpoint)]
@@ -123,7 +123,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     elif common != sharded:
         beside = checkpoint
         if are_objects_beside(sharded, common, strategies):
-            # The objects are that format's shards: it checks them like those of a checkpoint that is all its own.
+            # The objects are shards of that format, which checks them as in a checkpoint that has no other format.
             names = {"sharded_backend": common[0], "sharded_backend_version": common[1]}
             beside = replace(checkpoint, fields={**checkpoint.fields, **names})
         rows.append(partial(verify_common, beside))
@@ -147,7 +147,7 @@ def _passed_over(
     list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
     names = {*list_files(checkpoint)} if list_files and not is_damaged(findings) else set()
     lengths = {name: checkpoint.storage.length(name) for name in names - {one.file for one in findings}}
-    why = f"the format {backend[0]} {backend[1]} says nothing of it"
+    why = f"the format {backend[0]} {backend[1]} doesn't check this file"
     return tuple(Unchecked(name, why, length) for name, length in sorted(lengths.items()) if length)
 
 
@@ -190,7 +190,7 @@ def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) ->
     backend = common_backend(checkpoint.fields)
     list_files, storage = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies), checkpoint.storage
     lengths = {name: storage.length(name) for name in (list_files(checkpoint) if list_files else storage.names())}
-    why = f"nothing checks a common state in the format {backend[0]} {backend[1]}"
+    why = f"the format {backend[0]} {backend[1]} can't check a common state"
     return tuple(Unchecked(name, why, length) for name, length in lengths.items() if length)
 
 

@@ -44,8 +44,8 @@ def load_plain_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return every stored tensor whole, by key, on each rank of the world.
 
-    Ranks share the work that takes more than metadata, such as comparing copies of a tensor in several files. They read
-    tensors as in `load`: from remote storage once for all.
+    Ranks share work beyond reading metadata, such as comparing copies of a tensor in several files. They read tensors
+    as in `load`: from remote storage, each only once for all ranks.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -83,7 +83,7 @@ def load_plain_tensors(
 
 
 def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:
-    """Return the names of all stored tensors, as far as the metadata has them."""
+    """Return the names of all stored tensors that the metadata has, and True."""
     metadata = sharded_metadata(checkpoint, None, None, strategies)
     return {*getattr(metadata, "stored", metadata)}, True
 

@@ -62,8 +62,8 @@ def save_universal(
         tag: Name of the checkpoint's own folder in the root.
         stage: ZeRO stage of the job that will load it: under stage 3 DeepSpeed looks for a model file of another name.
         parameter_groups: Names of the trained parameters of each of the optimizer's groups, if there are several.
-        common: Dict that replaces the checkpoint's common state in the model file. Its `optimizer` may have
-            `param_groups` alone. Values that DeepSpeed needs and the dict lacks get a default.
+        common: Dict that replaces the checkpoint's common state in the model file. Its `optimizer` may
+            contain only `param_groups`. Values that DeepSpeed needs and the dict lacks get a default.
         leave_out: Patterns of keys that aren't written. Any other key without a place in the format is an error.
         durable: Whether all files are on the medium before the checkpoint counts.
         progress: Function that is called with the number of bytes written since its last call.
@@ -166,8 +166,8 @@ def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
             weights.append(key)
     homeless += [f"'optimizer.state.*.{name}': there is no parameter {name!r}" for name in states.keys() - set(weights)]
     if homeless:
-        what = f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} without a place there"
-        raise KeyMismatch(error_text(what, offenders=sorted(homeless), fix="Name it in leave_out."))
+        what = f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} that don't fit the format"
+        raise KeyMismatch(error_text(what, offenders=sorted(homeless), fix="Name them in leave_out."))
     return _Parts(weights, states)
 
 
@@ -175,7 +175,7 @@ def _check_names(names: Sequence[str]) -> None:
     unfit = ("", ".", "..", "optimizer_state.pt")
     wrong = [repr(name) for name in names if "/" in name or "\\" in name or name in unfit]
     if wrong:
-        what = "save_universal: names that can't be folder names, as each parameter needs"
+        what = "save_universal: names of parameters that can't be names of folders"
         raise UnsupportedValue(error_text(what, offenders=wrong, fix="Convert the checkpoint to other names first."))
 
 

@@ -108,7 +108,7 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
         return tree
 
     def remove_checkpoint(self, path: Place) -> None:
-        """Remove a checkpoint, first the file that makes it one, so that a killed removal leaves no broken one."""
+        """Remove a checkpoint, beginning with the file that identifies it: a killed removal leaves no broken one."""
         parent, _, name = (str(path) if "://" in str(path) else str(Path(path).absolute())).rstrip("/").rpartition("/")
         storage = storage_at(parent or "/")
         if is_link(storage, name):  # ModelCheckpoint(save_last="link") links a checkpoint; the link alone is removed
@@ -298,7 +298,7 @@ def _shards_of(states: Mapping[str, Any]) -> Any:
 def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     if states.keys() & values.keys():
         offenders = sorted(states.keys() & values.keys())
-        what, fix = "save_checkpoint: values with names of states", "Store these values under other names."
+        what, fix = "save_checkpoint: values named like states", "Store these values under other names."
         raise TreeError(error_text(what, offenders=offenders, fix=fix))
     return {**values, **_shards_of(states)}
 

@@ -33,10 +33,10 @@ _STEP = "optimizer.state.step."
 _TYPE = "fully_reshardable"
 
 _GROUP_NAMES = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""Fields by which Megatron-Core identifies a group of a checkpoint, beside `is_expert_parallel`."""
+"""Fields by which Megatron-Core identifies a group of a checkpoint, in addition to `is_expert_parallel`."""
 
 _GROUP_NAMES_SINCE_019 = (*_GROUP_NAMES, "max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
-"""Fields by which it identifies a group from 0.19 on; a missing field counts as None."""
+"""Fields by which Megatron-Core identifies a group from 0.19 on; a missing field counts as None."""
 
 _Optimizers = Mapping[int | None, Mapping[str, Any]]
 """Common state of each optimizer, by number; the number is None if one optimizer has everything."""
@@ -51,7 +51,7 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
 
     With expert parallelism, Megatron-Core has a separate optimizer for the experts, without it one optimizer for
     everything, and it can't load either form as the other. Pass `expert_parallel` if the resuming run differs from the
-    saved one in this. A run of 0.19 whose `min_lr` differs from the saved one ends in
+    saved one in this. A run of Megatron-Core 0.19 whose `min_lr` differs from the saved one ends in
     ``KeyError: (None, 0.0001, ...)``, also with Megatron-Core's own checkpoints.
 
     Optimizers that aren't distributed, such as Muon beside a distributed Adam, stay as they are; their states lose the
@@ -134,7 +134,7 @@ def _without_number(key: str) -> str:
 def _arrange(
     parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None, names: Sequence[str]
 ) -> _Optimizers:
-    """Return the optimizers of the parts: one for experts and one for the rest with expert parallelism, else one."""
+    """Return the optimizers of the parts: the experts' apart, or all joined, by `expert_parallel`; else as saved."""
     optimizers: dict[int | None, dict[str, Any]] = {}
     for (number, name), value in sorted(parts.items(), key=str):
         optimizers.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value

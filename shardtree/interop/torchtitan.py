@@ -59,7 +59,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     buffer, is stored from the first rank that has its key.
 
     Args:
-        config: The policies, with the fields of torchtitan's own `CheckpointManager.Config`, and two more.
+        config: The policies, with the fields of torchtitan's own `CheckpointManager.Config`, `backend` and `durable`.
         dataloader: The data loader, or None.
         model_parts: The modules of this rank's pipeline stages.
         optimizers: The container of their optimizers.

@@ -43,7 +43,7 @@ def attention_qkv(
     Args:
         heads: Number of query heads in the whole layer.
         head_size: Number of rows of one head.
-        query_groups: Number of key heads, which is also that of value heads; `heads` by default.
+        query_groups: Number of key heads, equal to the number of value heads; `heads` by default.
         held: Form of the tensor in the model.
         tensor_parallel: Number of ranks that share a concatenated layer; an interleaved one is the same for any number.
         stored: Form of the stored tensor if there are no names; [queries; keys; values] by default.
@@ -56,7 +56,7 @@ def attention_qkv(
         MetadataError: A number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups:
             then several ranks would hold the same keys and values, which aren't shards of one tensor.
         TreeError: The names are unusable, or the key has no such part.
-        ShapeError: The length of the axis isn't that of all heads together.
+        ShapeError: The axis has another length than all heads together.
 
     Examples:
         >>> import torch
@@ -75,12 +75,12 @@ def attention_qkv(
     for field, value in (("heads", heads), ("head_size", head_size), ("query_groups", groups)):
         positive(doing, field, value)
     if heads % groups:
-        fix = "Count those of the whole layer, not of a rank."
+        fix = "Count the groups of the whole layer, not of one rank."
         refuse(doing, "query_groups", groups, f"a divisor of {heads} heads", fix, error=MetadataError)
     blocks = {"interleaved": groups, "concatenated": positive(doing, "tensor_parallel", tensor_parallel)}
     for field, form in (("held", held), ("stored", stored)):
         if form not in _FORMS:
-            refuse(doing, field, repr(form)[:100], f"one of {_FORMS}", "Name the form.", error=MetadataError)
+            refuse(doing, field, repr(form)[:100], f"one of {_FORMS}", "Pass a form by its name.", error=MetadataError)
     # Ranks that share a query group hold copies of its keys and values. Those would be stored twice, at the same place.
     if groups % blocks[held]:
         expected = f"a divisor of {groups} query groups"
@@ -123,7 +123,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
     """Return the lens from rows rotated as neighbouring pairs, to rows rotated as pairs of a head's two halves.
 
     Meta's Llama holds the first form, Hugging Face's the second. It is for queries and keys, not for values: after
-    `attention_qkv`, give it those keys alone, with `by_pattern`.
+    `attention_qkv`, apply it with `by_pattern` to the queries' and keys' tensors only.
 
     Args:
         head_size: Number of rows of one head; the number of heads follows from the axis.

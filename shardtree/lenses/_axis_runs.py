@@ -1,4 +1,4 @@
-"""The mapping of one axis: runs of its indices, each stored at consecutive places of some part."""
+"""The mapping of one axis: runs of its indices, each stored at consecutive indices of some part."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _column(name: str, values: Any) -> Column:
         column = np.asarray("lists of other lengths")
     if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
         found = f"{column.dtype} of shape {column.shape}"
-        refuse("AxisRuns", name, found, "one axis of integers", "Pass one number a run.", error=ShapeError)
+        refuse("AxisRuns", name, found, "one axis of integers", "Pass one number for each run.", error=ShapeError)
     return column.astype(np.int64)
 
 
@@ -75,8 +75,8 @@ def _check_runs(runs: AxisRuns) -> None:
     if ((runs.part < PADDING) | (runs.part >= len(runs.sizes))).any():
         expected = f"PADDING, or 0 to {len(runs.sizes) - 1}, as there are {len(runs.sizes)} sizes"
         refuse("AxisRuns", "part", sorted(set(runs.part.tolist()))[:10], expected, "", error=ShapeError)
-    # What makes a lens invertible, checked here for all lenses of an axis: stored places held twice would lose
-    # elements, and places that aren't held would be written by no rank.
+    # This check makes lenses of an axis invertible: a stored index in two runs would lose an element, and an index in
+    # no run would be written by no rank.
     for number, size in enumerate(runs.sizes):
         rows = (runs.part == number) & (runs.length > 0)
         start, length = runs.start[rows], runs.length[rows]
@@ -85,7 +85,7 @@ def _check_runs(runs: AxisRuns) -> None:
         if not np.array_equal(ends, np.concatenate([start[order], [size]])):
             pairs = zip(start[order].tolist(), ends[1:].tolist(), strict=True)
             found = ", ".join(f"[{first}:{end}]" for first, end in list(pairs)[:10])
-            expected = f"each of its {size} places exactly once"
+            expected = f"each of its {size} indices exactly once"
             refuse("AxisRuns", f"part {number}", found or "nothing", expected, "", error=ShapeError)
 
 
@@ -129,7 +129,7 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
     )
     if count < 0 or count * sum(each) != whole:
         found, expected = f"{count} groups of {sum(each)}", f"{whole} in all"
-        raise ShapeError(error_text("the axis isn't made of such groups", found=found, expected=expected))
+        raise ShapeError(error_text("the groups don't fill the axis", found=found, expected=expected))
     length = np.tile(np.array(each, dtype=np.int64), count)
     part = np.tile(np.arange(len(each)), count)
     start = length * np.repeat(np.arange(count), len(each))

@@ -29,7 +29,8 @@ def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
         shard: Flat shard, with or without data; a shard without a flat range is returned unchanged.
 
     Returns:
-        Boxes of an irregular grid. An empty range has no boxes, unless its box is empty too: then it has that one.
+        Boxes of an irregular grid. An empty range has no boxes, unless its box is empty, too; then that box is
+        returned.
 
     Raises:
         ShapeError: The argument isn't a shard.
@@ -92,7 +93,7 @@ def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
     values = list(tensors)
     if len(values) != len(boxes):
         found, expected = plural(len(values), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
-        raise ShapeError(error_text(subject, found=found, expected=expected))
+        raise ShapeError(error_text(f"{subject}: wrong number of tensors", found=found, expected=expected))
     pairs = enumerate(zip(values, boxes, strict=True))
     wrong = [f"tensor {number}: {text}" for number, (one, box) in pairs if (text := _misfit(one, box)) is not None]
     if wrong:
@@ -196,12 +197,12 @@ class _Build:
         else:
             form = _flat_form(own, data, flattened_range, self.lens)
         shards = {str(number): part for number, part in enumerate(form.shards)}
-        # What merging needs travels in the tree: `merge_fn` must be one function for a parameter, its moments and each
-        # flat range, whose boxes differ, and only the tree reaches both build and merge.
+        # The tree carries the merge function: `merge_fn` must be the same for a parameter, its moments and each flat
+        # range, whose boxes differ, and only the tree is passed from build to merge.
         return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _check_and_merge(tree, key, form))}
 
     def for_target(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        """Return the tree that is built of a load's target; whatever the lens computes, no element of it is read."""
+        """Return the tree for a load's target; its elements aren't read, even if the lens computes with them."""
         if self.box.allow_shape_mismatch:  # elements that aren't stored keep the target's values
             return self(key, data, replica_id, flattened_range)
         with only_filled():
@@ -215,8 +216,8 @@ def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any
     shapes = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
     if shapes != boxes:
         what, fix = (
-            f"factory of {key!r}: the tree to merge isn't the one that was built",
-            "Merge what was loaded for the tree that it built.",
+            f"factory of {key!r}: the tree to merge has other shapes than the built one",
+            "Merge the tree that was loaded into the built one.",
         )
         raise ShapeError(error_text(what, found=_shapes_text(shapes), expected=_shapes_text(boxes), fix=fix))
     return form.merge(parts)
@@ -252,7 +253,7 @@ def _flat_form(shard: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Stor
 
 
 def _place_like(example: Any, box: Any) -> Any:
-    """Return a merged box on the device of another one, or lazy like it: padding alone doesn't know where to be."""
+    """Return a merged box on the device of an example, or lazy as that is, since padding alone has no device."""
     if not isinstance(box, torch.Tensor):
         return box
     if isinstance(example, torch.Tensor):
@@ -267,7 +268,7 @@ def _checked_data(key: str, data: Any, shape: tuple[int, ...]) -> Any:
     actual = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
     if data is not None and actual != shape:
         what = f"factory of {key!r}: the data has another shape than its shard"
-        fix = "A state of another shape than its parameter needs a rule of its own."
+        fix = "Store a state of another shape than its parameter without this factory."
         raise ShapeError(error_text(what, found=actual, expected=shape, fix=fix))
     return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would require gradients
 
@@ -295,7 +296,7 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent
     """
     lenses = checked_lenses("factories_by_pattern", lenses)
     if isinstance(absent, str):
-        fix = "Put it into a list."
+        fix = "Pass a list of patterns."
         refuse("factories_by_pattern", "absent", repr(absent)[:100], "a list of patterns", fix, error=MetadataError)
     shards = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
     patterns = {id(leaf): next((each for each in lenses if _fits(each, leaf.key)), None) for leaf in shards}

@@ -30,13 +30,12 @@ class StoredForm:
     merge: Callable[[Sequence[Any]], Any]
 
 
-# One function returns the stored boxes along with the way back, as `jax.vjp` does, so that the way back may use what
-# the way there has found. Megatron-Core's factories are two functions, and the second has to guess the first one's
-# arguments.
+# One function returns the stored boxes along with the way back, as `jax.vjp` does, so that the way back may use results
+# of the way there. Megatron-Core's factories are two functions, and the second has to guess the first one's arguments.
 Lens: TypeAlias = Callable[[ShardedTensor], StoredForm]
 """A function from a box of the model's tensor to its stored form.
 
-The place of a stored element may depend on the tensor's global shape and the lens's parameters, never on the layout.
+The index of a stored element may depend on the tensor's global shape and the lens's parameters, never on the layout.
 So boxes, flat ranges, optimizer states and any number of ranks lead to the same stored tensors. The shard is a box.
 Axis numbers don't count its prepended axes, which its data needn't have.
 
@@ -71,7 +70,7 @@ def compose(*lenses: Lens) -> Lens:
 def check_function(doing: str, field: str, lens: object) -> None:
     """Raise MetadataError unless a lens is a function."""
     if not callable(lens):
-        fix = "Pass what `gate_and_up(...)`, `transposed()` or another such function returns."
+        fix = "Pass a lens, such as `gate_and_up(...)` or `transposed()`."
         refuse(doing, field, type(lens).__name__, "a lens", fix, error=MetadataError)
 
 
@@ -106,7 +105,7 @@ def _apply_in_order(lenses: Sequence[Lens], shard: ShardedTensor) -> StoredForm:
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
-DESCRIBE = "Describe what the model holds with `ShardedTensor.from_rank_offsets`, say."
+DESCRIBE = "Describe the model's tensor, for example with `ShardedTensor.from_rank_offsets`."
 
 
 def check_box(doing: str, shard: ShardedTensor) -> None:
@@ -131,8 +130,8 @@ def check_exact(doing: str, shard: ShardedTensor) -> None:
     """
     check_box(doing, shard)
     if shard.allow_shape_mismatch:
-        what = f"{doing}: where {shard.key!r} is stored follows from its global shape"
-        fix = "Leave out allow_shape_mismatch. For a padded axis there is `padded_axis`."
+        what = f"{doing}: {shard.key!r} has no exact global shape"
+        fix = "Leave out allow_shape_mismatch, or use `padded_axis` for a padded axis."
         raise ShapeError(error_text(what, found="allow_shape_mismatch=True", expected="the exact shape", fix=fix))
 
 
@@ -147,7 +146,7 @@ def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
     if not -axes <= number < axes:
         found, expected = f"axis {number}", f"one of {axes} axes"
         raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=found, expected=expected))
-    # Prepended axes aren't counted: the lens of one layer is that of stacked layers too.
+    # Prepended axes aren't counted, so that the lens of one layer also works for stacked layers.
     return number % axes
 
 
@@ -155,11 +154,11 @@ def positive(doing: str, field: str, value: int) -> int:
     """Return a count, after checking that it is an integer of at least 1.
 
     Raises:
-        MetadataError: It isn't.
+        MetadataError: The value isn't such an integer.
     """
     number = integer(doing, field, value)
     if number < 1:
-        refuse(doing, field, number, "1 or more", "Count them in what all ranks hold together.", error=MetadataError)
+        refuse(doing, field, number, "1 or more", "Count over all ranks.", error=MetadataError)
     return number
 
 
@@ -200,7 +199,7 @@ def no_elements(shard: ShardedTensor, shape: Shape) -> torch.Tensor:
 
 
 def device_of(data: Any) -> torch.device:
-    """Return the device of a shard's tensor; the CPU if it has none, or one without memory, as load targets may."""
+    """Return the device of a shard's tensor; the CPU if it has none, or one without memory, as in a load's target."""
     device = getattr(data, "device", None)
     return device if isinstance(device, torch.device) and device.type != "meta" else torch.device("cpu")
 

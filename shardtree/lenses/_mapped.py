@@ -1,4 +1,4 @@
-"""Lenses that permute, split or pad one axis: each of its indices goes to a place of that axis in a stored tensor."""
+"""Lenses that permute, split or pad one axis: each of its indices has an index along that axis of a stored tensor."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], 
 def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[str] | None) -> list[str]:
     if part is None or names is None:
         if count != 1:
-            what, fix = f"{doing}: {count} parts and no names", "Pass part= and names=."
+            what, fix = f"{doing}: {count} parts, but no names", "Pass part= and names=."
             raise ShapeError(error_text(what, fix=fix))
         return [key]
     # The number of parts is known only with the axis's length.
@@ -155,7 +155,7 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
     nothing but padding stores nothing.
 
     Args:
-        size: Length of the stored axis, which is that without padding.
+        size: Length of the axis without padding, as it is stored.
         axis: Number of the axis in the model's tensor; prepended axes don't count.
         fill: Value of the padding in a merged tensor; the padding of a saved tensor may have any value.
 
@@ -220,7 +220,7 @@ def gate_and_up(
     Raises:
         MetadataError: `tensor_parallel` isn't an integer of at least 1.
         TreeError: The names are unusable, or the key has no such part.
-        ShapeError: The axis can't be divided like that.
+        ShapeError: The axis can't be divided into `tensor_parallel` pairs of gate and up rows.
 
     Examples:
         >>> import torch

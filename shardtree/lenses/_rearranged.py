@@ -80,8 +80,8 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
     A name is an axis; names in parentheses are axes merged into one, row-major. Both sides have the same names. If the
     pattern names the prepended axes too, they become axes of the tensor; else they stay in front.
 
-    A box may become several boxes where it cuts through merged axes. On the left these are few. On the right there is
-    at most one for each index of the merged axes before the last one that the box doesn't hold whole. Data are views
+    A box that cuts through merged axes may become several boxes: few if the axes are merged on the left; if on the
+    right, at most one for each index of the merged axes before the last one that the box holds in part. Data are views
     where torch can make them.
 
     Args:
@@ -152,7 +152,7 @@ def _checked_sizes(pattern: str, left: Groups, sizes: Mapping[str, int]) -> dict
         lacking = [name for name in group if name not in sizes]
         if len(lacking) > 1:
             fix = f"Pass all but one: {', '.join(f'{name}=...' for name in lacking[1:])}."
-            refuse(doing, "sizes", f"none for {', '.join(lacking)}", "one unknown an axis", fix, error=MetadataError)
+            refuse(doing, "sizes", f"none for {', '.join(lacking)}", "one per axis at most", fix, error=MetadataError)
     return {name: positive(doing, name, size) for name, size in sizes.items()}
 
 

@@ -36,7 +36,7 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
     count = sum(whole.startswith(f".{part}.", at) for at in range(len(whole)))
     if count != 1:
         fix = "Name the part of the key that is replaced, with adjacent parts where it occurs twice."
-        what = f"{doing}: the part of the key to replace"
+        what = f"{doing}: no unique part of the key to replace"
         raise TreeError(error_text(what, found=f"{part!r} {count} times in {key!r}", expected="once", fix=fix))
     return whole.replace(f".{part}.", f".{name}.", 1)[1:-1]
 
@@ -124,8 +124,8 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
 
     Args:
         lenses: Lens of each pattern of keys, or None for tensors that stay unchanged. ``*`` matches one part between
-            dots of a key, ``**`` any number of them. The first pattern counts that matches the key or the rest of it
-            after some dot: so an optimizer's state gets the lens of its parameter.
+            dots of a key, ``**`` any number of them. The first pattern that matches the key, or its rest after some
+            dot, counts; so an optimizer's state gets the lens of its parameter.
 
     Raises:
         MetadataError: There are no patterns, or a value isn't a lens.
@@ -148,7 +148,7 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
     def lens(shard: ShardedTensor) -> StoredForm:
         pattern = next((each for each in lenses if _fits(each, shard.key)), None)
         if pattern is None:
-            fix = 'Add one, with None if the tensor stays unchanged; {"**": None} matches all keys.'
+            fix = 'Add a pattern, with None if the tensor stays unchanged; {"**": None} matches all keys.'
             what = f"by_pattern: no pattern matches {shard.key!r}"
             raise TreeError(error_text(what, expected=", ".join(map(repr, lenses)), fix=fix))
         inner = lenses[pattern]

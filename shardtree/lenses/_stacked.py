@@ -28,11 +28,11 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
     Args:
         part: Part of the key before the number, such as ``"layers"``, ``"decoder.layers"`` or ``"experts"``.
         layers: Number of layers in the whole model.
-        first: Number that is added to the key's, if keys count the layers of one pipeline stage only.
+        first: Number to add to the key's number, if keys count only the layers of one pipeline stage.
 
     Raises:
         MetadataError: A number isn't an integer, or there are no layers.
-        TreeError: The key doesn't have the part followed by a number, or there are fewer layers.
+        TreeError: The key doesn't have the part followed by a number, or the number isn't below `layers`.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("layers.3.norm.weight", torch.zeros(2))

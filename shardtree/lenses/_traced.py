@@ -46,8 +46,8 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
             once loaded.
 
     Raises:
-        TraceError: When the lens meets a shard: the function asks for values, or isn't one to one.
-        ShapeError: The function returned a dict without `part`, or a tensor with it.
+        TraceError: When the lens is applied: the function asks for values, or isn't one to one.
+        ShapeError: The function returned a dict although `part` is None, or a tensor although it isn't.
         TreeError: The key has no such part.
 
     Examples:
@@ -61,7 +61,7 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
     def whole(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         output = function(tensor)
         if isinstance(output, Mapping) == (part is None):
-            fix = "Return a dict with part=..., whose names replace it, or a tensor without."
+            fix = "Pass part= for a dict, whose names replace that part, and no part for a tensor."
             raise ShapeError(error_text(f"{doing}: the function returned a {type(output).__name__}", fix=fix))
         return output if isinstance(output, Mapping) else {"": output}
 
@@ -227,7 +227,7 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
         'fc1'
     """
     if not isinstance(found, Trace):
-        fix = "Pass what shardtree.trace gives."
+        fix = "Pass the result of shardtree.trace."
         refuse("transform", "trace", type(found).__name__, "a Trace", fix, error=MetadataError)
 
     def on_leaf(path: Any, leaf: Any) -> Any:
@@ -241,13 +241,13 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
 
 
 def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTensor) -> StoredForm:
-    """Return the stored boxes of a target's box; those that are read as they are have the target's memory as data."""
+    """Return the stored boxes of a target's box; boxes that are read unchanged have the target's memory."""
     doing = "transform"
     check_box(doing, shard)
     check_written(whole, shard.key, doing)
     kind, target = whole.outputs[shard.key], Kind(shard.global_shape, shard.dtype)
     if kind.shape != target.shape or (kind.dtype is not target.dtype and not cast):
-        fix = "Trace the code with what is stored, and make the target of what it makes."
+        fix = "Trace the code with the stored tensors, and make the target from its outputs."
         what = f"{doing}: the trace's {shard.key!r} doesn't fit the target"
         raise ShapeError(error_text(what, found=kind, expected=target, fix=fix))
     if kind.dtype is not target.dtype:

@@ -1,4 +1,4 @@
-"""Live ranks: simulated and started ones, and tensors that move from ranks that hold them to ranks that want them."""
+"""Simulated and started ranks, and tensors that move between ranks from memory to memory."""
 
 import typing
 

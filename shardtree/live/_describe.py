@@ -150,7 +150,7 @@ def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -
         plan = with_relays(plan) if options.relay else plan
     if unknown := [f"rank {rank}" for rank in plan.ranks if rank >= len(descriptions)]:
         heading = f"redistribute: the plan has ranks that the world of {len(descriptions)} lacks"
-        fix = "Number the plan's ranks as in the world, and let all of them call this."
+        fix = "Number the plan's ranks as in the world, and make this call on all of them."
         raise WorldError(error_text(heading, offenders=unknown, fix=fix))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)
 
@@ -234,7 +234,7 @@ def resharded_objects(
     """Return this rank's target objects with their data; collective. Nothing is sent if no rank wants objects.
 
     Raises:
-        KeyMismatch: The sources have no such object.
+        KeyMismatch: The sources lack an object that a target asks for.
         IntegrityError: Objects have another array shape, and no rule applies.
     """
     if not any(each.wants_objects for each in descriptions):

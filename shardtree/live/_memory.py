@@ -99,7 +99,7 @@ def check_joins(ends: Ends, common: Any) -> None:
     """
     if ends.target is None:
         return
-    kinds = (ShardedTensor, ShardedObject, LocalNonpersistentObject)  # that get their data
+    kinds = (ShardedTensor, ShardedObject, LocalNonpersistentObject)  # leaves whose data arrives later
     leaves = [leaf if isinstance(leaf, kinds) else HOLE for leaf in ends.target.leaves]
     with refuse_too_deep(DOING):
         join_filled(common, ends.target.rebuild(leaves), ends.target.plain, DOING)
@@ -150,7 +150,7 @@ def target_memories(
         check_unchanged(DOING, shard, data)
         check_writable(DOING, shard, data)
         if data.is_conj() or data.is_neg():
-            fix = "Donate .resolve_conj().resolve_neg() of it."
+            fix = "Donate its .resolve_conj().resolve_neg()."
             raise ShapeError(error_text(f"{DOING}: the donated tensor of {shard.key!r} is a lazy conjugate", fix=fix))
     # Sources are read while targets are filled: an alias would be overwritten before it was sent.
     read = [(shard, shard.data) for shard in sources if shard.data.layout is torch.strided]
@@ -224,8 +224,8 @@ def make_buffers(
     size = largest_step(schedule, rank)
     try:
         return Buffers(empty((size,), dtype=torch.uint8, device=device))
-    except (RuntimeError, AssertionError) as error:  # the second: torch was built without that kind of device
-        need, fix = f"{size} bytes on {device}", "Let fewer bytes be in flight: max_bytes_in_flight."
+    except (RuntimeError, AssertionError) as error:  # the latter if torch was built without the device
+        need, fix = f"{size} bytes on {device}", "Pass a smaller max_bytes_in_flight."
         raise CheckpointingException(error_text(f"{doing}: no memory for buffers", found=need, fix=fix)) from error
 
 

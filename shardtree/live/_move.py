@@ -1,6 +1,6 @@
-"""The executor of plans: each rank packs, exchanges and unpacks, step by step; all follow from one schedule.
+"""The executor of plans: each rank packs, exchanges and unpacks, step by step, by one schedule for all ranks.
 
-All bytes that one rank sends to another in one step form one message: tensors of large items first, then the
+All bytes that one rank sends to another in one step form one message: large items first, then in the
 schedule's order, so that every piece is aligned. The sender converts tensors that are cast while it packs them.
 """
 
@@ -37,12 +37,12 @@ from .resharding import (
 
 
 class Transport(Protocol):
-    """A function that sends buffers to some ranks and fills buffers with what some ranks send.
+    """A function that sends buffers to ranks and fills buffers with what ranks send.
 
     It is called once a step on every rank of the world, and returns when its own buffers may be used again: `incoming`
-    is filled, and nothing reads `outgoing` any more. `World.exchange` is one. Every pair of ranks agrees about the
-    bytes between them, because all ranks follow one schedule; no buffer is empty, and a rank that has nothing to do
-    in a step gets two empty mappings. Buffers are reused from step to step.
+    is filled, and nothing reads `outgoing` any more. `World.exchange` is such a function. Every pair of ranks agrees
+    about the bytes between them, because all ranks follow one schedule; no buffer is empty, and a rank that has nothing
+    to do in a step gets two empty mappings. Buffers are reused from step to step.
     """
 
     def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
@@ -80,16 +80,16 @@ class Route:
 
 
 LONG = 8 * 1024 * 1024
-"""Size in bytes from which a piece is a message of its own, which is sent from and received into the shard's memory
-without a buffer. A separate step for a shorter piece would take longer than packing it."""
+"""Size in bytes from which a piece is a message of its own: it goes from one shard's memory into the other's without a
+buffer. A separate step for a shorter piece would take longer than packing it."""
 
 
 def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
     """Return a schedule in which no step has two long pieces between two ranks, or a long piece beside short ones.
 
-    It saves a load's exchange, whose pieces lie in large files, a tenth of the processor's time. `redistribute` doesn't
-    use it: it takes the same or less time a byte, but up to three times as many steps, which is slower on busy
-    machines.
+    In a load's exchange, whose pieces lie in large files, this saves a tenth of the processor's time. `redistribute`
+    doesn't use it: time per byte is the same or less, but there are up to three times as many steps, which takes longer
+    on busy machines.
 
     Examples:
         >>> import shardtree as st
@@ -117,7 +117,7 @@ def move(route: Route, transport: Transport) -> Exception | None:
     A rank that fails still makes the transport's calls, so that no other rank waits for it.
 
     Returns:
-        The first failure on this rank, except in the transport itself.
+        The first failure on this rank outside the transport, or None.
 
     Raises:
         Exception: An error of the transport, with the step as a note.
@@ -139,7 +139,7 @@ def move(route: Route, transport: Transport) -> Exception | None:
             raise
         for boxes in arrivals:
             failure = first_failure(failure, partial(copy_boxes, *boxes))
-    # Last, copy elements that several shards of the rank want out of the shard that received them.
+    # Last, elements that several shards of the rank want are copied from the shard that received them.
     return first_failure(failure, partial(copy_own, local[transfers.hop[local] > 0]))
 
 

@@ -20,9 +20,9 @@ from ..shell.world import DEFAULT_TIMEOUT, World, distributed, one_process
 
 T = TypeVar("T")
 
-# The first call of fully_shard imports the last of these.
+# `fully_shard` imports torch._dynamo at its first call.
 _DTENSOR_MODULES = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
-_GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
+_GRACE = 5.0  # seconds in which the other ranks may end by themselves after a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ def run_processes(
 ) -> list[T]:
     """Run fn in several processes on this machine, and return its results, by rank.
 
-    Each runs ``fn(world)`` with torch.distributed's default group initialised, over gloo. Once one fails the others
-    have a few seconds to end; all processes have ended when this returns or raises. As with any started process, a
-    script that calls it needs its ``if __name__ == "__main__":``. Ranks are forked from a server that has
-    imported torch, and DTensors and FSDP2 if this process has when it first calls this.
+    Each process runs ``fn(world)`` with a gloo group as torch.distributed's default group. After a failure, the other
+    processes have a few seconds to end; all have ended when this returns or raises. As with any multiprocessing, a
+    script must call this under ``if __name__ == "__main__":``. Ranks are forked from a server that has imported torch,
+    and also DTensors and FSDP2 if this process had imported them before its first call.
 
     Args:
         size: Number of processes.
@@ -91,14 +91,14 @@ def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Itera
     context.set_forkserver_preload([__package__, *_shared_imports()])
     _start_server()
     ends: list[tuple[Any, Any]] = []
-    # An interpreter that ends waits for processes that aren't daemons: those that a thread has left hanging are killed
-    # before, since finalizers with a priority come first.
+    # At exit, the interpreter waits for processes that aren't daemons. Those that a thread has left hanging are killed
+    # before that, since finalizers with a priority run first.
     kill = util.Finalize(None, _kill, args=(ends,), exitpriority=0)
     try:
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
             arguments = (rank, size, store.port, timeout, fn, sender)
-            # Not daemons: a daemon may start no processes, as checkpoints' writers and data loaders do.
+            # Ranks aren't daemons, which can't start processes such as data loaders or writers of checkpoints.
             process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank} of {size}")
             process.start()
             sender.close()
@@ -226,7 +226,7 @@ def launched_world(timeout: float) -> Iterator[World]:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        heading = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes can't meet"
+        heading = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes can't connect"
         fix = "Start them with torchrun, or unset WORLD_SIZE and RANK for a process by itself."
         raise WorldError(error_text(heading, found=f"{type(error).__name__}: {error}", fix=fix)) from error
     try:

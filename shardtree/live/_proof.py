@@ -1,4 +1,4 @@
-"""The proof that received data equals sent data: a hash for each link, and where one differs, for each piece.
+"""The proof that received data equals sent data: a hash for each link, and for each piece of links that differ.
 
 The hashes travel through the world's own messages, never through the transport that they check.
 """
@@ -30,8 +30,8 @@ T = TypeVar("T")
 def hash_for(devices: Iterable[str]) -> Callable[[torch.Tensor], int]:
     """Return the function that hashes a message, the same on all ranks.
 
-    It is XXH3-64 if all buffers are in the host's memory: sums take half as long again there, and without a compiler
-    several times as long. Otherwise it is a sum, which a device computes without copying the message.
+    It is XXH3-64 if all buffers are in host memory, where a sum would take 1.5 times as long, and several times as long
+    without a compiler. Otherwise it is a sum, which a device computes without copying the message.
 
     Args:
         devices: Kind of device of each rank's buffers.
@@ -112,9 +112,7 @@ def join_with_proof(world: World, route: Route, transport: HashingTransport, joi
         sums = gather(world, "redistribute: find what differs", partial(_own_sums, route, links))
         lines = [_link_line(route, link, sums[link[0]][0], sums[link[1]][1]) for link in links]
         heading = f"{DOING}: received data differs from sent data"
-        fix = (
-            "Don't use the targets: send them again. If this recurs, look at the transport, and at these ranks' memory."
-        )
+        fix = "Don't use the targets: redistribute again. If this recurs, check the transport and these ranks' memory."
         raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
     if not all(succeeded for _, _, succeeded in ranks):
         agree(world, "redistribute: join", partial(_raise, own[2]))
@@ -141,7 +139,7 @@ def _rows(route: Route, link: tuple[int, int]) -> list[int]:
 
 
 def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the rows of pieces with their sums, packed from the shards' present content as when they are sent."""
+    """Yield the rows of pieces with their sums, computed from the shards' current content, packed as for sending."""
     plan, schedule, start = route.plan, route.schedule, np.zeros(1, dtype=np.int64)
     for row in rows:
         transfer, first, last = (column[row : row + 1] for column in (schedule.transfer, schedule.start, schedule.stop))
@@ -167,7 +165,7 @@ def _sending_targets(route: Route) -> Route:
 
 def _link_line(route: Route, link: tuple[int, int], out: Sums, into: Sums) -> str:
     plan, rows = route.plan, _rows(route, link)
-    # Both sides' memory may be equal by now; then the difference is in any piece of the link.
+    # Both sides' memory may be equal by now; then any piece of the link may have differed.
     differing = [row for row in rows if out[row] != into[row]] or rows
     boxes: dict[str, None] = {}
     for row in route.schedule.transfer[differing].tolist():

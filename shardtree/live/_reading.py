@@ -1,4 +1,4 @@
-"""Ranks that read for each other: the part that each reads, its exchange, and what `explain` predicts of it.
+"""Reads that ranks share: the part that each rank reads, the exchange, and the prediction of both for `explain`.
 
 The groups of a load are planned from the shards of all ranks: a part that one rank reads for several must be in the
 same group on each of them.
@@ -142,8 +142,8 @@ def parts_to_read(
         shared: Plan of the reads of all ranks.
         rank: Number of the rank.
         shards: Wanted shards of the rank, with contiguous data or none.
-        element: Element of its shard at which each read begins; reads at -1, such as some columns of a matrix, get new
-            memory; None for parts without data.
+        element: Offset of each read in the elements of its shard; -1 for a read that isn't contiguous there, such as
+            some columns of a matrix, and gets new memory. None for parts without data.
     """
     mine = np.flatnonzero(shared.reads.rank == rank)
     reads = select_rows(shared.reads, mine)
@@ -246,10 +246,10 @@ def foretold_groups(
 ) -> tuple[Callable[[int, Shards], list[Shards]], list[SharedReads]]:
     """Return the groups that each rank would read at once in a shared read, and the plan of each group.
 
-    Only the exchange isn't planned: with the replicas of a large model it would take most of the memory.
+    The exchange isn't planned: for a large model with replicas, its plan would take most of the memory.
 
     Args:
-        targets: Function that yields each rank's shards; it is called anew, and its shards aren't kept.
+        targets: Function that yields each rank's shards, which aren't kept.
         kinds: Kinds of the stored tensors.
         is_cut: Whether shards may be cut between ranks.
 

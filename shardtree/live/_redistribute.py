@@ -102,7 +102,7 @@ def _differences(keys: Sequence[str], mine: Column, plan_places: Column, axes: i
     own, other = ({tuple(place) for place in places.tolist()} for places in (mine, plan_places))
     lines = [f"only in the tree: {_text(keys, place, axes)}" for place in sorted(own - other)]
     lines += [f"only in the plan: {_text(keys, place, axes)}" for place in sorted(other - own)]
-    return lines or ["some shards occur more often in one than in the other"]
+    return lines or ["some shards occur more often on one side than on the other"]
 
 
 def _text(keys: Sequence[str], place: tuple[int, ...], axes: int) -> str:
@@ -154,8 +154,8 @@ def redistribute(
         plain: Key patterns of values that need no scales, as for `load`.
         transform: Trace of the function that makes targets from the sources, by key, such as an engine's own loader:
             each rank receives only the elements that its targets are made of. Plain tensors are targets too, keyed by
-            their paths. A plan passed with it is made from the sources and the result of `lenses.through_trace` on the
-            targets.
+            their paths. A plan passed with it must be made from the sources and the result of `lenses.through_trace` on
+            the targets.
         world: World of the ranks that take part; by default torch.distributed's default group, or else this process
             alone.
         max_bytes_in_flight: Upper bound of the bytes that a rank sends and receives in one step, and so of its buffers.
@@ -179,12 +179,12 @@ def redistribute(
         IntegrityError: A target asks for elements that no source has, the sources' common states differ, or a rank's
             tree differs from the plan; with `verify`, some data arrived changed.
         WorldError: Ranks passed different plans or options, or a peer doesn't answer.
-        ShapeError: A tensor no longer fits its shard, donated tensors share memory or aren't writable, or a dtype
-            differs that isn't cast, can't be cast, or needs its scales.
+        ShapeError: A tensor no longer fits its shard, donated tensors share memory or aren't writable, or dtypes
+            differ without `cast`, can't be cast, or need their scales.
         KeyMismatch: A target asks for a key that no source has, or a pattern matches nothing.
         CheckpointingException: A source shard has no data, or memory can't be allocated.
         TreeError: A target doesn't fit the common state, or has a plain tensor that no source has.
-        RemoteError: One of several ranks failed; raised on every rank. It is also of the class that the failures share.
+        RemoteError: One of several ranks failed; raised on every rank. It is also of the failures' common class.
 
     Examples:
         >>> import shardtree as st
@@ -218,7 +218,7 @@ def redistribute(
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
     common = shared_common(ranks, descriptions, ends.source.common)
     objects = resharded_objects(ranks, descriptions, ends, rules)
-    is_direct = transport is None  # a transport of the caller's may need the kind of memory that its buffers have
+    is_direct = transport is None  # a caller's transport may need buffers in a kind of memory of its own
     if transport is None:
         kind = agreed_device(descriptions)
         if device is None:
@@ -274,7 +274,7 @@ def _prepare(
     try:
         place = device_of_tensors(ends) if device is None else torch.device(device)
     except (RuntimeError, TypeError):
-        refuse(DOING, "device", device, "a kind of device of torch's", "Leave it out.", error=MetadataError)
+        refuse(DOING, "device", device, "a torch device", "Leave it out, or pass 'cuda'.", error=MetadataError)
     return (
         ends,
         Options(most, relay, cast, tuple(checked_patterns(f"{DOING}: plain", plain)), bool(verify)),

@@ -38,15 +38,15 @@ def reduce_elements(
         f: Function of a tensor of elements, in any shape, and of the further trees' values at that leaf. Combined over
             calls, its value must not depend on how elements are spread over calls, except for rounding.
         tree: Any tree of this rank.
-        rest: Further trees of its structure and layout, as `map_data` takes them.
-        combine: Associative and commutative function of two values of f.
+        rest: Further trees with the structure and layout of `tree`, as for `map_data`.
+        combine: Associative and commutative function of two values of `f`.
         initial: The result where no rank has an element.
         world: The ranks that hold the tree; torch.distributed's default group, or else this process alone.
 
     Raises:
         IntegrityError: A tensor that counts has no elements, on any rank; or the main replicas of the ranks don't hold
             each element of a global tensor once, for example because `world` leaves out some ranks.
-        Exception: An error of f, with the leaf's path as a note.
+        Exception: An error of `f`, with the leaf's path as a note.
 
     Examples:
         >>> import shardtree as st
@@ -81,10 +81,10 @@ def _reduced(
         return [*map(_portable, values)], shard_columns(shards, ranks.rank)
 
     parts = gather(ranks, "reduce_elements: reduce", own, given=given)
-    # A rank that forgot the others, or ranks that each call their part the whole, would get a plausible wrong number.
+    # A world without some ranks, or ranks whose shards each claim to be whole, would give a plausible wrong number.
     if problems := access_problems(join_columns([columns for _, columns in parts])):
         heading = "reduce_elements: the ranks don't hold each element of the global tensors once"
-        fix = "Pass the world of all ranks that hold the tree. Of one rank's part alone, reduce its plain tensors."
+        fix = "Pass the world of all ranks that hold the tree. For one rank's part alone, pass its plain tensors."
         raise IntegrityError(offences_text(heading, problems, fix))
     values = [value for own_values, _ in parts for value in own_values]
     return reduce(combine, values) if values else initial
@@ -123,10 +123,10 @@ _HALF = 32  # bits
 
 
 def _exact_sum(elements: torch.Tensor) -> complex:
-    """Return the sum of elements, of integers as Python's integer: torch's sum of int64 would wrap."""
+    """Return the sum of elements; that of integers is exact, while torch's sum of int64 would wrap."""
     if elements.is_floating_point() or elements.is_complex():
         return widened(elements).sum().item()
-    # uint64 has no arithmetic in torch: its bits are read as int64, and what that counts as negative is put right.
+    # uint64 has no arithmetic in torch: its bits are read as int64, and the sign of the high half is removed below.
     unsigned = elements.dtype == torch.uint64
     numbers = elements.contiguous().view(torch.int64) if unsigned else widened(elements)
     high, low = numbers >> _HALF, numbers & ((1 << _HALF) - 1)

@@ -28,7 +28,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    what: str  # as errors name it; equal on all ranks of a collective
+    what: str  # name in errors; equal on all ranks of a collective
     value: Any
     sends_to: int = -1  # -1: not a message to one rank
     receives_from: int = -1
@@ -41,7 +41,7 @@ class Meeting:
         self.size = size
         self.timeout = timeout
         self.error: WorldError | None = None
-        self.stopped: set[int] = set()  # ranks in which Stopped was raised: what they raise isn't reported
+        self.stopped: set[int] = set()  # ranks in which Stopped was raised; their errors aren't reported
         self._stopped = False
         self._ended: set[int] = set()
         self._waiting: dict[int, _Call] = {}
@@ -118,13 +118,13 @@ class Meeting:
 
     def _stop_if_stuck(self) -> None:
         if self._waiting and not self._stopped and len(self._waiting) + len(self._ended) == self.size:
-            heading = "the ranks called different things, and would wait for each other forever"
+            heading = "the ranks called different collectives, and would wait for each other forever"
             self._stop(WorldError(error_text(heading, offenders=self._calls())))
 
     def _give_up(self, rank: int) -> None:
         with self._lock:
             if rank in self._waiting:
-                heading = f"rank {rank} waited {self.timeout:g} seconds"
+                heading = f"rank {rank} waited {self.timeout:g} seconds for other ranks"
                 self._stop(WorldError(error_text(heading, offenders=self._calls())))
 
     def _stop(self, error: WorldError | None) -> None:
@@ -145,7 +145,7 @@ class SimulatedWorld(World):
     """A world of simulated ranks, which are threads.
 
     Values are pickled, as between processes: ranks can't share mutable state by accident, and what real ranks couldn't
-    send can't be sent here either. It costs microseconds, once for each sender and receiver.
+    send can't be sent here either. Pickling costs microseconds, once for each sender and receiver.
     """
 
     __slots__ = ("_meeting",)
@@ -209,7 +209,7 @@ def _check_sizes(buffers: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int
     sizes = {(rank, to): data.numel() for rank, (outgoing, _) in enumerate(buffers) for to, data in outgoing.items()}
     room = {(source, rank): part.numel() for rank, (_, rooms) in enumerate(buffers) for source, part in rooms.items()}
     wrong = [
-        f"rank {pair[0]} sends rank {pair[1]} {sizes.get(pair, 0)} bytes, which has room for {room.get(pair, 0)}"
+        f"rank {pair[0]} sends {sizes.get(pair, 0)} bytes to rank {pair[1]}, which expects {room.get(pair, 0)}"
         for pair in sorted(sizes.keys() | room.keys())
         if sizes.get(pair, 0) != room.get(pair, 0)
     ]
@@ -229,8 +229,8 @@ def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> l
         timeout: Seconds that a rank waits for the others.
 
     Raises:
-        BaseException: The error of fn, with its rank as a note. If several ranks fail before they are stopped, it is
-            the lowest one's, so that a test fails in the same way each time.
+        BaseException: The error of fn, with its rank as a note. If several ranks fail before they are stopped, the
+            lowest rank's error is raised, so that a test fails in the same way each time.
         WorldError: The ranks called different collectives, or wait for each other in a circle; the error names each
             rank's call.
 
@@ -239,12 +239,12 @@ def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> l
         [[0, 10, 20], [0, 10, 20], [0, 10, 20]]
         >>> simulate(2, lambda world: world.barrier() if world.rank else world.all_gather(1))
         Traceback (most recent call last):
-        shardtree.errors.WorldError: the ranks called different things, and would wait for each other forever
+        shardtree.errors.WorldError: the ranks called different collectives, and would wait for each other forever
           rank 0: all_gather
           rank 1: barrier
     """
     if size < 1:
-        raise WorldError(error_text("simulate: no ranks", found=size, expected="at least 1"))
+        raise WorldError(error_text("simulate: too few ranks", found=size, expected="at least 1"))
     meeting = Meeting(size, timeout)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}

@@ -81,7 +81,7 @@ def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = 
         doing: Name of the operation, for the message.
 
     Raises:
-        UnsupportedValue: a requested value can't be read.
+        UnsupportedValue: A requested value can't be read.
     """
     wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
     if wrong:

@@ -1,4 +1,4 @@
-"""Readers of files behind requests, which fetch bytes ahead of their reads, in few or concurrent requests."""
+"""Readers of remote files that prefetch bytes, in few or concurrent requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[R
 
 
 _NEAR_BYTES = 16 * 1024
-"""Spans with shorter gaps between them come by one request."""
+"""Spans with shorter gaps between them are fetched by one request."""
 
 _AT_ONCE = 32
 _requests = BoundedSemaphore(_AT_ONCE)

@@ -21,7 +21,7 @@ Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
-    """Remove every stored tensor and object whose key begins with a prefix, and data files without further use."""
+    """Remove all tensors and objects whose keys begin with a prefix, and the data files that nothing else uses."""
     before, fields = read_metadata(checkpoint.storage)
     old = read_index(replace(checkpoint, fields=fields))
     if (thinner := without_prefix(old, key_prefix)) is None:
@@ -51,7 +51,7 @@ def _next_name(storage: Storage, name: str) -> str:
 
 
 def without_prefix(index: Index, key_prefix: str) -> tuple[Index, set[str]] | None:
-    """Return the index without tensors and objects of a key prefix, and the files that only these were in.
+    """Return the index without tensors and objects of a key prefix, and the files that held nothing else.
 
     Returns None if no key has the prefix.
     """

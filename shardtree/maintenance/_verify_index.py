@@ -19,7 +19,7 @@ from ._opened import opened
 # Tensors, objects and elements in a byte range of a file.
 
 _MOST_REGIONS = 10_000
-"""If more chunks lie in a range, such as that of a missing file, only keys are named."""
+"""Largest number of chunks named for a damaged range; if it has more, as a missing file may, only keys are named."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +223,7 @@ def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]
 def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
     """Yield the findings about an index's files; wrong lengths, blocks with wrong hashes, files without hashes.
 
-    As many threads as the options say read, each a part of a file at a time.
+    `LoadOptions.threads` threads read, each one part of a file at a time.
 
     Args:
         checkpoint: Checkpoint with the files.

@@ -35,8 +35,8 @@ class Coverage:
         keys: Keys of the tensors.
         kinds: Dtype and shape of each tensor.
         once: Number of elements with one main replica, int64 (keys,).
-        twice: Number of elements with several, int64 (keys,).
-        missing: Number of elements with none, int64 (keys,).
+        twice: Number of elements with several main replicas, int64 (keys,).
+        missing: Number of elements without a main replica, int64 (keys,).
         copies: Mean number of shards of an element, replicas included, float64 (keys,).
         problems: Boxes with several or no main replicas, with the ranks that hold them; the first 20 of each tensor.
     """

@@ -41,15 +41,15 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __init__(self, /, *sizes_alone: Never, **axes: int) -> None:
-        # JAX and torch take sizes, then names. Accepted only to raise an error that shows the call with names.
+        # JAX and torch take sizes, then names. Such arguments are accepted only to show the right call in the error.
         if sizes_alone:
-            found, expected = f"{plural(len(sizes_alone), 'argument')} without a name", "each axis's size by its name"
-            fix = f"Write {_by_name(sizes_alone)}; `on_ranks` puts other ranks on it."
+            found, expected = f"{plural(len(sizes_alone), 'argument')} without a name", "the size of each axis by name"
+            fix = f"Write {_by_name(sizes_alone)}; `on_ranks` sets other ranks."
             refuse("Mesh", "axes", found, expected, fix, error=MetadataError)
         sizes = tuple((name, integer("Mesh", name, size)) for name, size in axes.items())
         for name, size in sizes:
             if size < 1:
-                refuse("Mesh", name, size, "at least 1", "Leave out an axis that isn't there.", error=MetadataError)
+                refuse("Mesh", name, size, "at least 1", "Leave out axes that aren't used.", error=MetadataError)
         object.__setattr__(self, "axes", sizes)
         object.__setattr__(self, "ranks", tuple(range(prod(size for _, size in sizes))))
 
@@ -81,19 +81,19 @@ class Mesh:
             ranks: Ranks of the grid in row-major order, each once.
 
         Raises:
-            MetadataError: The number of ranks isn't the mesh's size, a rank occurs twice, or one is negative.
+            MetadataError: The number of ranks isn't the mesh's size, a rank occurs twice, or a rank is negative.
 
         Examples:
             >>> Mesh(tp=2, dp=2).on_ranks(range(4, 8)).rank_at(tp=1, dp=0)
             6
         """
         if not isinstance(ranks, Iterable):
-            fix = "Name the rank of each place: range(4, 8), say."
+            fix = "Pass all ranks in row-major order, such as range(4, 8)."
             refuse(repr(self), "ranks", type(ranks).__name__, f"{self.size} ranks", fix, error=MetadataError)
         # Converted, since ranks often come from NumPy, whose integers print and pickle differently.
         ranks = tuple(integer("Mesh", f"ranks[{place}]", rank) for place, rank in enumerate(ranks))
         if len(ranks) != self.size or len(set(ranks)) != self.size or min(ranks) < 0:
-            expected, fix = f"{self.size} different ranks, from 0", "Name the rank of each place, in row-major order."
+            expected, fix = f"{self.size} different ranks, from 0", "Pass each rank once, in row-major order."
             raise MetadataError(error_text(f"{self!r}: ranks don't fit", found=ranks, expected=expected, fix=fix))
         mesh = Mesh(**self.shape)
         object.__setattr__(mesh, "ranks", ranks)
@@ -107,7 +107,7 @@ class Mesh:
         """
         rank = integer(repr(self), "rank", rank)
         if rank not in self.ranks:
-            refuse(repr(self), "rank", rank, "one that is on the mesh", "See Mesh.ranks.", error=MetadataError)
+            refuse(repr(self), "rank", rank, "a rank of the mesh", "Pass one of Mesh.ranks.", error=MetadataError)
         sizes = [size for _, size in self.axes]
         place = np.unravel_index(self.ranks.index(rank), sizes) if sizes else ()
         return {name: int(index) for (name, _), index in zip(self.axes, place, strict=True)}
@@ -121,7 +121,7 @@ class Mesh:
         for name, index in coordinates.items():
             if not 0 <= integer(repr(self), name, index) < self.shape.get(name, 0):
                 fix = "Give an index for each axis, from 0 to its size."
-                refuse(repr(self), name, index, "an index of that axis", fix, error=MetadataError)
+                refuse(repr(self), name, index, "an index along an axis of the mesh", fix, error=MetadataError)
         if coordinates.keys() != self.shape.keys():
             expected, fix = ", ".join(self.shape), "Give an index for each axis."
             refuse(repr(self), "coordinates", ", ".join(coordinates), expected, fix, error=MetadataError)
@@ -137,12 +137,12 @@ def check_mesh(mesh: Any) -> None:
     """
     if not isinstance(mesh, Mesh):
         what = "the argument isn't a mesh"
-        fix = "Pass Mesh(dp=2, tp=4), say, before the specs; `mesh_of` makes one of a DeviceMesh."
+        fix = "Pass a mesh such as Mesh(dp=2, tp=4) before the specs; `mesh_of` converts a DeviceMesh."
         raise MetadataError(error_text(what, found=type(mesh).__name__, expected="a Mesh", fix=fix))
 
 
 def _by_name(sizes: tuple[Any, ...]) -> str:
-    """Return the call that makes a mesh of arguments in the style of JAX and torch: sizes, then names.
+    """Return the correct call for arguments in the style of JAX and torch: sizes, then names.
 
     Examples:
         >>> _by_name(((2, 4), ("dp", "tp"))), _by_name((8,))

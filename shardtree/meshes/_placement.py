@@ -33,7 +33,7 @@ class Placement:
         key: Key of the tensor.
         kind: Dtype and shape of the tensor.
         spec: Spec of the tensor.
-        copy: Number among the tensors of one key, which are tied; 0 for the main one.
+        copy: Index among tied tensors, which have the same key; only index 0 has main replicas.
     """
 
     key: str
@@ -60,7 +60,7 @@ def keyed_tensors(
         raise MetadataError(error_text(f"{doing}: key isn't a function", found=type(key).__name__, fix=fix))
     problems = [f"{render_path(path)}: {reason}" for path, leaf in pairs if (reason := _why_not_dense(leaf))]
     if problems:
-        dense = "Shard dense tensors, as .to_dense() and .dequantize() give them."
+        dense = "Convert them to dense tensors first, with .to_dense() or .dequantize()."
         fix = SHAPE_FIX if any(without_shape(leaf) for _, leaf in pairs) else dense
         raise TreeError(error_text(f"{doing}: tensors that aren't dense", offenders=problems, fix=fix))
     tensors = [(path, leaf) for path, leaf in pairs if isinstance(leaf, (torch.Tensor, LazyTensor))]
@@ -87,7 +87,7 @@ def copies_by_path(
     leaves: Mapping[TreePath, Any],
     key: KeyFunction | None,
 ) -> dict[TreePath, int]:
-    """Return each tensor's number among those of its key; several tensors may have a key only if the caller chose it.
+    """Return each tensor's index among those with its key, by path. Only keys that the user chose may be repeated.
 
     Args:
         doing: Name of the caller in errors.
@@ -96,7 +96,7 @@ def copies_by_path(
         key: Function that the user passed, or None.
 
     Raises:
-        TreeError: Two paths lead to one key, which neither shards nor `key` chose.
+        TreeError: Two paths have the same key, which comes from neither `key` nor shards.
         IntegrityError: Tensors of one key differ.
 
     Examples:
@@ -115,11 +115,11 @@ def copies_by_path(
             continue
         offenders = [render_path(other_path), render_path(path)]
         if key is None and not all(isinstance(leaves[each], ShardedTensor) for each in (other_path, path)):
-            fix = "Pass key=, or rename one of them."
+            fix = "Pass key= to choose the keys, or rename one of them."
             raise TreeError(error_text(f"{doing}: two paths have the key {shard.key!r}", offenders=offenders, fix=fix))
         if not _same_tensor(other, shard):
-            fix = "Give each tensor a key of its own; one key is for one tensor that occurs twice"
-            fix += ", and a lazy one, which isn't read to compare, for the same lazy tensor."
+            fix = "Give each tensor a key of its own. Only equal tensors may share a key; lazy tensors, which aren't"
+            fix += " compared, may share it only if they are one object."
             what = f"{doing}: different tensors have the key {shard.key!r}"
             raise IntegrityError(error_text(what, offenders=offenders, fix=fix))
     return copies
@@ -161,8 +161,8 @@ def placed_leaves(
     """Return a tree's leaves with their placements, and the function that rebuilds the tree from new leaves.
 
     Raises:
-        TreeError: A leaf is a factory or part of a tensor, or two paths lead to one key.
-        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh; or `key` isn't a function.
+        TreeError: A leaf is a factory or part of a tensor, or two paths have the same key.
+        MetadataError: A tensor has no spec, a spec doesn't fit its tensor or the mesh, or `key` isn't a function.
         KeyMismatch: A pattern of `specs_by_pattern` matches no tensor.
         IntegrityError: Tensors of one key differ.
     """
@@ -195,7 +195,7 @@ def _check_leaves(pairs: Sequence[tuple[TreePath, Any]]) -> None:
         raise TreeError(error_text("shard: factories can't be sharded", offenders=factories, fix=fix))
     parts = [f"{render_path(path)}: {leaf.key!r}" for path, leaf in pairs if _is_partial(leaf)]
     if parts:
-        fix = "Pass whole tensors: `unshard` joins shards, and DTensors know their own layout."
+        fix = "Pass whole tensors; join shards with `unshard` first."
         raise TreeError(error_text("shard: tensors or objects that aren't whole", offenders=parts, fix=fix))
     refuse_hidden("shard", pairs)
 
@@ -212,7 +212,7 @@ def _is_partial(leaf: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """One tensor's shards on all ranks, one a row."""
+    """Shards of one tensor on all ranks, one per row."""
 
     offset: Column
     shape: Column
@@ -231,7 +231,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
         specs: Spec of each tensor, by the same keys.
 
     Raises:
-        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh; or its kind isn't a TensorKind.
+        MetadataError: A tensor has no spec, a spec doesn't fit its tensor or the mesh, or a kind isn't a TensorKind.
 
     Examples:
         >>> import torch
@@ -242,7 +242,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
     """
     for name, value in (("kinds", kinds), ("specs", specs)):
         if not isinstance(value, Mapping):
-            fix = "Pass a dict; `layout_of` takes a tree, and one spec for all."
+            fix = "Pass a dict; `layout_of` also takes a tree, and one spec for all tensors."
             refuse("mesh_columns", name, type(value).__name__, "a dict by the tensors' keys", fix, error=MetadataError)
     missing = [repr(key) for key in kinds if key not in specs]
     if missing:
@@ -252,7 +252,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
-    """Return the shards of all ranks of a mesh as columns, for placements; tied tensors may have one key."""
+    """Return the shards of placed tensors on all ranks of a mesh as columns; tied tensors may share a key."""
     placements = sorted(placements, key=lambda each: (each.key, each.copy))
     _check_kinds(placements)
     for each in placements:

@@ -1,4 +1,4 @@
-"""shard: a tree of whole tensors, cut for the ranks of a mesh. from_local: a tree of tensors that a rank holds."""
+"""`shard` cuts a tree of whole tensors for the ranks of a mesh; `from_local` wraps the tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None
             all ranks.
         mesh: Mesh of the ranks.
         specs: Specs of the tensors: a PartitionSpec for all of them, a tree of specs (each holds for all tensors at its
-            place and below, as in JAX), or a function ``(key, leaf) -> PartitionSpec`` such as `specs_by_pattern`
+            path and below, as in JAX), or a function ``(key, leaf) -> PartitionSpec`` such as `specs_by_pattern`
             returns.
         key: Function from a tensor's path to its key; by default the entries of the path are joined by dots. Tensors
             with one key must be equal; the first one is the main replica.
@@ -47,8 +47,8 @@ def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None
         keeps their place.
 
     Raises:
-        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh.
-        TreeError: A leaf is a factory or part of a tensor, or two paths lead to one key.
+        MetadataError: A tensor has no spec, or a spec doesn't fit its tensor or the mesh.
+        TreeError: A leaf is a factory or part of a tensor, or two paths have the same key.
         KeyMismatch: A pattern of `specs_by_pattern` matches no tensor, and `unused="allow"` isn't passed.
         IntegrityError: Tensors of one key differ.
 
@@ -68,7 +68,7 @@ def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction
         rank: Rank on the mesh.
 
     Raises:
-        MetadataError: The rank isn't on the mesh, or `shard` would raise it.
+        MetadataError: The rank isn't on the mesh, or a spec is missing or doesn't fit.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
@@ -81,7 +81,7 @@ def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction
 def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
     """Return the sharded tree of each rank with meta tensors as data: targets of a load, which allocates their memory.
 
-    Meta tensors have a shape and a dtype but no elements; `without_data` puts None in their place.
+    Meta tensors have a shape and a dtype but no elements; `without_data` replaces them by None.
 
     Args:
         tree: Tree of whole tensors, as for `shard`; shards without data and meta tensors suffice, such as
@@ -185,17 +185,17 @@ def from_local(
         mesh: Mesh of the ranks.
         specs: Specs of the global tensors, as for `shard`.
         rank: Rank on the mesh.
-        key: Function from a tensor's path to its key; by default the entries of the path are joined by dots. A tensor
-            that occurs twice may have one key; the first one is the main replica.
+        key: Function from a tensor's path to its key; by default the entries of the path are joined by dots. Tied
+            tensors may share a key; the first one is the main replica.
         global_shapes: Global shapes, by key, of tensors whose parts differ in size.
 
     Raises:
-        MetadataError: A tensor has no spec, or one that doesn't fit it or the mesh; or the rank isn't on the mesh.
-        ShapeError: A tensor has another shape than the rank's part of the global tensor, or that part is empty.
+        MetadataError: A tensor has no spec, a spec doesn't fit its tensor or the mesh, or the rank isn't on the mesh.
+        ShapeError: A tensor has another shape than the rank's part of the global tensor, or the rank has no part of it.
         IntegrityError: Different tensors have one key.
-        KeyMismatch: A pattern of `specs_by_pattern` matches no tensor, and nearly matches one that got the default.
-        TreeError: The tree holds DTensors, which know their own layout, or tensors that aren't dense; or two paths
-            lead to one key, which `key` didn't choose.
+        KeyMismatch: A pattern of `specs_by_pattern` matches no tensor, but nearly matches a key that got the default.
+        TreeError: The tree holds DTensors or tensors that aren't dense, or two paths have the same key without a `key`
+            function that chose it.
 
     Examples:
         >>> import torch

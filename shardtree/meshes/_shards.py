@@ -65,8 +65,7 @@ class RankShard:
         """Boxes in row-major order of the local tensor; usually one, also for a part without elements."""
         if 0 in self.shape:
             starts = zip(self.spans, self.global_shape, strict=True)
-            # A box of the local shape that begins where the first intervals do stays within the tensor, since intervals
-            # are disjoint.
+            # The box begins at each axis's first interval. It stays within the tensor, since intervals are disjoint.
             offset = tuple(spans[0][0] if spans else size for spans, size in starts)
             return (RankBox(offset, self.shape, (0,) * len(offset)),)
         per_axis = [list(_local_spans(spans)) for spans in self.spans]
@@ -153,7 +152,7 @@ def _parts(
 
 
 def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
-    """Return the row-major index of some coordinates over the given axes."""
+    """Return the row-major index of a mesh position over the given axes."""
     number = 0
     for axis in axes:
         number = number * mesh.shape[axis] + place[axis]
@@ -162,8 +161,8 @@ def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
 
 def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) -> Spans:
     whole: Spans = ((0, size),) if size else ()
-    # Names in a tuple count as one axis, as in JAX: one cut into as many parts as the product of their sizes. Cutting
-    # along one after the other would give other parts if sizes aren't multiples.
+    # As in JAX, names in a tuple count as one mesh axis, whose size is their product: the tensor is cut once. Cutting
+    # along one name after the other gives different parts if the length isn't a multiple of that size.
     if isinstance(entry, tuple) and not isinstance(entry[0], AxisSplit):
         axes = [split.axis for split in splits(entry)]
         return cut_spans(whole, prod(mesh.shape[axis] for axis in axes), _flat_index(mesh, axes, place))
@@ -173,7 +172,7 @@ def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) ->
 
 
 def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:
-    # Only equal pieces make a regular grid, and a wrong claim would be worse than none.
+    # Only equal pieces make a regular grid, and a wrong grid would be worse than None.
     if not size or size % count:
         return count == 1
     if all(split.split_factor == 1 for split in splits(entry)):
@@ -223,7 +222,7 @@ def rank_leaf(
 
 
 def rank_data(whole: Any, part: RankShard) -> Any:
-    """Return the data of a rank's part: a view of the global tensor for one box, else a copy of the boxes, joined.
+    """Return the data of a rank's part: a view of the global tensor for one box, else the boxes joined in a copy.
 
     Args:
         whole: Global tensor; a lazy one isn't read, and None stays None.
@@ -243,7 +242,7 @@ def rank_data(whole: Any, part: RankShard) -> Any:
         found, fix = tuple(whole.shape), "Pass the whole tensor that the part was computed for."
         raise ShapeError(
             error_text(
-                "rank_data: the tensor has another shape than the part's",
+                "rank_data: the tensor doesn't have the part's global shape",
                 found=found,
                 expected=part.global_shape,
                 fix=fix,
@@ -270,13 +269,13 @@ class BuildBoxes:
     def __call__(
         self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        """Return a shard for each box, whose data are views of the rank's tensor, or None if it is.
+        """Return a shard for each box. Its data is a view of the rank's tensor, or None if `data` is None.
 
         Raises:
             ShapeError: The tensor has another shape than the part, or a flat range was passed.
         """
         if flattened_range is not None:
-            found, fix = flattened_range, "Flatten each box: the shards that `apply_factories` gives."
+            found, fix = flattened_range, "Call `apply_factories` first, then flatten the shard of each box."
             raise ShapeError(
                 error_text(f"{key!r}: a part of several boxes can't have a flat range", found=found, fix=fix)
             )
@@ -307,12 +306,12 @@ class MergeBoxes:
     part: RankShard
 
     def __call__(self, boxes: Sequence[Any]) -> Any:
-        """Return the rank's tensor, a copy of the boxes, joined."""
+        """Return the rank's tensor: the boxes joined in a copy."""
         return _concatenate(list(boxes), self.part)
 
 
 def _concatenate(boxes: list[Any], part: RankShard) -> Any:
-    """Return the tensor that boxes in row-major order form; they are concatenated along the last axis first."""
+    """Return the concatenation of boxes in row-major order; the last axis is joined first."""
     for axis in reversed(range(len(part.spans))):
         count = len(part.spans[axis])
         rows = [boxes[first : first + count] for first in range(0, len(boxes), count)]

@@ -24,8 +24,8 @@ class AxisSplit:
 
     Attributes:
         axis: Name of the mesh axis.
-        split_factor: Number of blocks; each is cut into a piece for every rank, so that several blocks interleave the
-            ranks.
+        split_factor: Number of equal blocks that the axis is first cut into. Each block is then cut into one piece per
+            rank, so that every rank has a piece of each block.
 
     Raises:
         MetadataError: The axis isn't a name, or the factor isn't an integer of at least 1.
@@ -52,7 +52,7 @@ class AxisSplit:
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | tuple[AxisSplit, ...] | None
 """Spec of one axis of a tensor: a mesh axis; several mesh axes that count as one, the first outermost; several splits,
-applied one after the other; or None, which doesn't cut it."""
+applied one after the other; or None for an axis that isn't cut."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -63,8 +63,8 @@ class PartitionSpec:
         entries: Entry of each axis of the tensor: a mesh axis, a tuple of them, an `AxisSplit`, a tuple of those, or
             None. Axes beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
             by `torch.chunk`: the last parts are shorter or empty.
-        at: Index along mesh axes of the ranks that hold the tensor at all, such as ``at={"pp": 1}`` for the layers of a
-            pipeline's second stage.
+        at: Mesh coordinates of the ranks that hold the tensor; other ranks have no part of it. ``at={"pp": 1}`` is for
+            the layers of a pipeline's second stage, for example.
 
     Raises:
         MetadataError: An entry has another type, `at` isn't a mapping from names to integers, or a mesh axis occurs
@@ -130,8 +130,8 @@ def _entry(entry: Any) -> SpecEntry:
 
 def _at(at: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(at, Mapping) or not all(isinstance(axis, str) for axis in at):
-        found, expected = repr(at)[:200], "indices by the mesh's axes"
-        refuse("PartitionSpec", "at", found, expected, "Pass at={'pp': 1}, say.", error=MetadataError)
+        found, expected = repr(at)[:200], "a dict from mesh axes to indices"
+        refuse("PartitionSpec", "at", found, expected, "Pass a dict such as at={'pp': 1}.", error=MetadataError)
     # Sorted, so that equal specs compare equal, in whatever order `at` was written.
     return tuple((axis, integer("PartitionSpec", f"at[{axis!r}]", index)) for axis, index in sorted(at.items()))
 
@@ -171,7 +171,7 @@ def check_fits(subject: str, global_shape: tuple[int, ...], mesh: Mesh, spec: Pa
     check_mesh(mesh)
     checked_spec(subject, spec)
     if len(spec.entries) > len(global_shape):
-        expected, fix = f"at most {len(global_shape)} entries", "Give one for each axis of the tensor."
+        expected, fix = f"at most {len(global_shape)} entries", "Give at most one entry for each axis of the tensor."
         what = f"{subject} of shape {global_shape}: its spec is too long"
         raise MetadataError(error_text(what, found=spec, expected=expected, fix=fix))
     unknown = [repr(axis) for axis in (*spec.axes, *dict(spec.at)) if axis not in mesh.shape]
@@ -198,8 +198,8 @@ SpecFunction: TypeAlias = Callable[[str, Any], PartitionSpec]
 
 Specs: TypeAlias = Any
 """A PartitionSpec for all tensors, a tree of specs, or a `SpecFunction`. In a tree, each spec holds for all tensors at
-its place and below, as in JAX; plain values need none. A container may be of another class with the same entries: a
-dict of fields for a registered class or a named tuple, say."""
+its path and below, as in JAX; plain values need no spec. A container of specs may have another class than the tree's,
+if its entries are the same: for example, a dict of fields for a registered class or a named tuple."""
 
 
 _NEAR: Final = 0.75  # difflib's measure: `uup` is 0.8 from `up`, `gate` 0.75 from `agte`, `head` 0.44 from `embed`
@@ -210,7 +210,7 @@ class PatternSpecs:
     """Specs by patterns of keys; a `SpecFunction`. `specs_by_pattern` makes it.
 
     Attributes:
-        rows: Patterns as texts and as predicates of keys, with their specs; the first matching one counts.
+        rows: (pattern, predicate of keys, spec) for each pattern; the first match counts.
         default: Spec of keys that no pattern matches; None makes them an error.
         allow_unused: Whether patterns may match no key.
 
@@ -250,7 +250,7 @@ def specs_by_pattern(
     Args:
         patterns: Spec of each pattern of keys, in which ``*`` matches one part between dots and ``**`` any number.
         default: Spec of keys that no pattern matches; without it, they are an error.
-        unused: Treatment of a pattern that is no key's first one, most likely a typing error. With "raise", functions
+        unused: Treatment of a pattern that is no key's first match, most likely a typing error. With "raise", functions
             that see the whole tree raise, such as `shard`; `from_local`, which sees one rank's tensors, raises only if
             the pattern nearly matches a key that got the default. "allow" is for specs that several models share.
 
@@ -260,7 +260,7 @@ def specs_by_pattern(
     Raises:
         TreeError: A pattern isn't a text, or is empty.
         MetadataError: A value of `patterns` or the default isn't a PartitionSpec, `patterns` isn't a dict, or `unused`
-            has another value.
+            is neither "raise" nor "allow".
 
     Examples:
         >>> specs = specs_by_pattern({"layers.*.up.weight": PartitionSpec("tp")}, default=PartitionSpec())
@@ -268,7 +268,7 @@ def specs_by_pattern(
         (PartitionSpec('tp'), PartitionSpec())
     """
     if not isinstance(patterns, Mapping):
-        found, fix = type(patterns).__name__, "Say which keys a spec is for: {'**.weight': PartitionSpec('tp')}."
+        found, fix = type(patterns).__name__, "Pass a dict such as {'**.weight': PartitionSpec('tp')}."
         raise MetadataError(error_text("specs_by_pattern: patterns isn't a dict of specs", found=found, fix=fix))
     if unused not in ("raise", "allow"):
         fix = "Pass 'allow' for specs shared by models."
@@ -290,11 +290,11 @@ def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool
         doing: Name of the caller in errors.
         specs: Specs of any form; only those of `specs_by_pattern` are checked.
         keys: Keys of the tree's tensors.
-        whole: Whether these are the tensors of all ranks, not those of one rank.
+        whole: Whether `keys` are those of all ranks, not of a single rank.
 
     Raises:
-        KeyMismatch: With all tensors: a pattern is the first one of no key. With one rank's: such a pattern nearly
-            matches a key that got the default.
+        KeyMismatch: A pattern is the first match of no key. With a single rank's keys, this is an error only if the
+            pattern nearly matches a key that got the default.
 
     Examples:
         >>> specs = specs_by_pattern({"embed.weight": PartitionSpec("tp")}, default=PartitionSpec())

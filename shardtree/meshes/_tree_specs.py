@@ -1,4 +1,4 @@
-"""Specs for all tensors of a tree, given in any form: the spec of each tensor, by path."""
+"""The spec of each tensor of a tree by path, from specs in any form."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
         tensors: The tree's tensors, by path.
 
     Raises:
-        MetadataError: A tree of specs holds another value, has an entry that the tree doesn't have, or lacks one for a
-            tensor.
+        MetadataError: A tree of specs holds a value that isn't a spec, has an entry that `tree` lacks, or has no spec
+            for a tensor.
 
     Examples:
         >>> import torch
@@ -43,7 +43,7 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
     placed = [(path, place, spec) for path, place, spec in prefix_places(specs, tree) if spec is not None]
     beyond = [render_path(path, "specs") for path, place, _ in placed if place is None]
     if beyond:
-        fix = "Remove them, or give them the tree's names."
+        fix = "Remove them, or rename them after entries of the tree."
         raise MetadataError(error_text("specs have entries that the tree doesn't have", offenders=beyond, fix=fix))
     return _nearest({place: spec for _, place, spec in placed if place is not None}, tensors)
 
@@ -56,6 +56,6 @@ def _nearest(
     lacking = [path for path, place in places.items() if place is None]
     if lacking:
         missing = [f"{tensors[path].key!r}: no spec at {render_path(path, 'specs')}" for path in lacking]
-        fix = "Give a PartitionSpec at its place, or at one above it; PartitionSpec() where it isn't cut."
+        fix = "Put a PartitionSpec at its path or above it; PartitionSpec() for a tensor that isn't cut."
         raise MetadataError(error_text("tensors without a spec", offenders=missing, fix=fix))
     return {path: specs[place] for path, place in places.items() if place is not None}

@@ -79,12 +79,12 @@ def abstract_optim_state_from_metadata(
         optim_state_dict: State dict of the fresh optimizer, for its groups; its states are ignored.
         id_to_sharded_param_map: Sharded parameters by id or name, as for `optim_state_to_sharding_state`.
         metadata: Metadata of the stored states: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)`` if no
-            state is a Python value. Moments of a parameter without axes are stored like its numbers; if this rank holds
-            it as a flat range or in a stack, only a template distinguishes them.
-        exclude_keys: State keys that aren't requested. One text is one key.
+            state is a Python value. A parameter without axes has moments that are stored like its numbers, such as step
+            counts: if this rank holds it as a flat range or in a stack, use `abstract_optim_state`.
+        exclude_keys: State keys that aren't loaded; a single text is one key.
         rules: Rules for states of other shapes, as for `optim_state_to_sharding_state`. They get states without data.
-        missing: "refuse" or "leave_out" for a parameter without a stored state: one that never had a gradient, a new
-            one, or one of another name.
+        missing: Treatment of a parameter without a stored state, which had no gradient yet, is new or was renamed:
+            "refuse" for an error, "leave_out" for no target.
 
     Raises:
         TreeError: A stored state has no rule, a parameter has no stored state, or a state may be a moment or a number;
@@ -103,8 +103,10 @@ def abstract_optim_state_from_metadata(
     groups = groups_of(doing, optim_state_dict["param_groups"])
     check_rules(doing, rules)
     if missing not in ("refuse", "leave_out"):
-        raise TreeError(error_text(f"{doing}: missing", found=repr(missing), expected="'refuse' or 'leave_out'"))
-    check_dict(doing, "metadata", metadata, "what `load_sharded_metadata` gives", (ShardedTensor, ShardedObject))
+        raise TreeError(
+            error_text(f"{doing}: unknown missing", found=repr(missing), expected="'refuse' or 'leave_out'")
+        )
+    check_dict(doing, "metadata", metadata, "the result of `load_sharded_metadata`", (ShardedTensor, ShardedObject))
     by_param = _by_param(metadata, excluded(doing, exclude_keys))
     check_known(doing, members(groups), id_to_sharded_param_map)
     params = {name: id_to_sharded_param_map[name] for name in members(groups)}
@@ -185,7 +187,7 @@ def _with_stored_group(
     group_params = {name: param for name, param in params.items() if keys[name] <= stored_keys}
     wrong = [repr(name) for name in kinds_of if name not in group_params]
     if wrong:
-        fix = "Was it saved by ids? Load it by ids then. If not, pass the result of `load_sharded_metadata`."
+        fix = "If the optimizer was saved by ids, load it by ids; else pass the result of `load_sharded_metadata`."
         raise TreeError(error_text(f"{doing}: parameters without a stored group", offenders=wrong, fix=fix))
     return group_params
 
@@ -219,9 +221,9 @@ def _problem(param: ShardedParam, shard: ShardedTensor, leaf: ShardedTensor | Sh
         return None
     kinds = [_is_moment(shard, leaf), leaf.global_shape == shard.global_shape[: shard.prepend_axis_num]]
     if not any(kinds):
-        return f"{leaf.global_shape} stored, its parameter {shard.global_shape}"
+        return f"{leaf.global_shape} is stored, the parameter has {shard.global_shape}"
     if all(kinds) and moment_shape(param) != ():
-        return f"{leaf.global_shape} stored, which may be a moment or a number: use `abstract_optim_state`"
+        return f"{leaf.global_shape} is stored: it may be a moment or a number, so use `abstract_optim_state`"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Rules for states with axes of their parameter, cut as these are or reduced along one; and helpers of all rules."""
+"""Rules for states that share axes with their parameter, or are reduced along one; and helpers of all rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def placed(
     axes: Sequence[AxisCut | None],
     replica_id: ReplicaId,
 ) -> ShardedTensor:
-    """Return a state's shard, for a save or a load: cut axes are as given; the state knows the sizes of the others.
+    """Return a state's shard for a save or a load; sizes of axes that aren't cut come from the state.
 
     Raises:
         ShapeError: The state has another shape than the parameter's implies.
@@ -51,8 +51,11 @@ def placed(
     if state.dtype is None or len(sizes) != len(axes) or not (state.is_stored or sizes == expected):
         found = type(state.data).__name__ if state.dtype is None else sizes
         axis_texts = ["any" if cut is None else str(cut.size) for cut in axes]
-        text = f"({', '.join(axis_texts)}{',' * (len(axes) == 1)}) for {shard.data_shape}"
-        raise ShapeError(error_text(f"{rule}: {state_key!r} of {shard.key!r}", found=found, expected=text))
+        shape = f"({', '.join(axis_texts)}{',' * (len(axes) == 1)})"
+        text = f"{shape} for a parameter of shape {shard.data_shape}"
+        raise ShapeError(
+            error_text(f"{rule}: wrong shape of {state_key!r} of {shard.key!r}", found=found, expected=text)
+        )
     cuts = [cut or AxisCut(size, 0, size) for cut, size in zip(axes, sizes, strict=True)]
     return ShardedTensor(
         f"{PREFIX}.{state_key}.{shard.key}",
@@ -77,7 +80,8 @@ def one_box(rule: str, param: ShardedParam, state_key: str) -> ShardedTensor:
 
 def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: str) -> TreeError:
     fix = "Write a rule of your own for it, or keep each shard's own state with `one_per_shard`."
-    return TreeError(error_text(f"{rule}: {state_key!r} of {param.key!r}", found=found, expected=expected, fix=fix))
+    heading = f"{rule}: the rule can't be applied to {state_key!r} of {param.key!r}"
+    return TreeError(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 def cuts_of(shard: ShardedTensor) -> list[AxisCut]:
@@ -89,7 +93,7 @@ def cuts_of(shard: ShardedTensor) -> list[AxisCut]:
 def check_where_cut(rule: str, where_cut: object, choices: Sequence[str] = ("refuse", "equal", "own")) -> None:
     if where_cut not in choices:
         expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        raise TreeError(error_text(f"{rule}: where_cut", found=repr(where_cut), expected=expected))
+        raise TreeError(error_text(f"{rule}: unknown where_cut", found=repr(where_cut), expected=expected))
 
 
 # States cut as their parameters are, along some of their axes.
@@ -99,10 +103,10 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
     """Return the rule for states whose axes are cut like axes of the parameter, or not cut.
 
     Args:
-        axes: Axis of the parameter for each axis of the state, of the same length; None for an axis of the state alone,
-            which every shard has whole. Negative axes count from the parameter's end.
-        where_cut: Assumption about shards that differ along an axis of the parameter that the state lacks: "equal" if
-            all have the same state, which is then stored once; "refuse" for an error.
+        axes: For each axis of the state, the parameter's axis that has the same length and is cut alike; None for an
+            axis that only the state has, which every shard has whole. Negative axes count from the parameter's end.
+        where_cut: Treatment of parameters that are cut along an axis without a counterpart in the state. "equal": their
+            shards have equal states, and one is stored. "refuse": an error.
 
     Examples:
         >>> import torch
@@ -115,7 +119,7 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
     numbers = [place for place in places if place is not None]
     if len(set(numbers)) < sum(axis is not None for axis in axes):
         expected = "different axes of the parameter, or None, for each axis of the state"
-        raise TreeError(error_text("along: axes", found=repr(axes)[:200], expected=expected))
+        raise TreeError(error_text("along: unusable axes", found=repr(axes)[:200], expected=expected))
     check_where_cut("along", where_cut, ("refuse", "equal"))
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
@@ -127,7 +131,7 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
         apart = [cut for cut in others if cut.size != cut.whole]
         if apart and where_cut == "refuse":
             found = f"{shard.local_shape} at {shard.global_offset} of {shard.global_shape}"
-            raise unfit("along", shard, state_key, found, "whole along the other axes; or where_cut='equal'")
+            raise unfit("along", shard, state_key, found, "a shard whole along the other axes; or where_cut='equal'")
         return placed("along", shard, state_key, OptimizerState.of(state), cut_axes, copies(shard, apart))
 
     return rule
@@ -146,8 +150,8 @@ def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
 def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
     """Return a leaf for a state that each shard has for itself. It can't be loaded in another layout.
 
-    The states are stored as an array with a place for each piece of the grid; another layout asks for another array,
-    which is an error.
+    The states are stored as an array with one cell per piece of the grid. Another layout needs an array of another
+    shape, so a load into it is an error.
 
     Args:
         param: Shard of the parameter: one box of a regular grid.
@@ -232,7 +236,7 @@ def _one_per_piece(
     # The stored state has the grid's axes in front; for a parameter of one axis, the grid's axis would be ambiguous.
     expected = len(cuts) + len(shard.local_shape) if own.is_stored else len(cuts)
     if not cuts or own.axes(shard.prepend_axis_num) != expected:
-        text = "a state that keeps the reduced axis, with size 1, or one of each piece, of a parameter of several axes"
+        text = "a state that keeps the reduced axis with size 1, or one per piece of a parameter of several axes"
         raise unfit("reduced_axis", shard, state_key, f"{pieces} pieces", text)
     if not own.is_stored:
         placed("reduced_axis", shard, state_key, own, cuts, shard.replica_id)  # only for its check of the shape
@@ -276,7 +280,7 @@ def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRul
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A shard's place on the reduced axis of a state.
+    """The position of a shard on the reduced axis of a state.
 
     Attributes:
         pieces: Length of the axis in the whole state.

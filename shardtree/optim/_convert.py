@@ -44,7 +44,7 @@ def optim_state_to_sharding_state(
     *,
     rules: OptimizerRules | None = None,
 ) -> ShardedStateDict:
-    """Return an optimizer's state dict as a sharded tree, with states sharded as their parameters. Nothing is changed.
+    """Return an optimizer's state dict as a new sharded tree, with states sharded as their parameters.
 
     - A tensor of its parameter's shape becomes the parameter's shard, or its factory, with that tensor as data, under
       the key ``optimizer.state.<state key>.<parameter's key>``.
@@ -55,14 +55,14 @@ def optim_state_to_sharding_state(
     - Hyperparameters of groups stay plain values. With numbered parameters, a group's members aren't stored, and group
       i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each parameter's
       group is stored under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
-      ranks must have the same groups, even those without parameters of theirs.
+      ranks must have the same groups, even ranks that hold none of a group's parameters.
 
     Args:
         optim_state_dict: Result of ``optimizer.state_dict()``, or its form by names (`optim_state_by_name`, or torch's
             ``get_optimizer_state_dict``). Its other entries stay.
         id_to_sharded_param_map: Sharded parameters by id (`get_param_id_to_sharded_param_map`) or by name
-            (`sharded_params_by_name`). It may have more than the optimizer.
-        exclude_keys: State keys that are left out. One text is one key.
+            (`sharded_params_by_name`). It may have more parameters than the optimizer.
+        exclude_keys: State keys that are left out; a single text is one key.
         rules: Rules for states of other shapes, by patterns of state keys, or of ``<state key>.<parameter's key>``
             (``*`` matches one part between dots, ``**`` any number); the first match counts, also for states that would
             need no rule.
@@ -131,7 +131,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
         more = ", ..." if len(params) > 4 else ""
         expected = f"one of {len(params)} sharded parameters: {', '.join(map(repr, list(params)[:4]))}{more}"
         fix = (
-            "Give the sharded tree of the whole model, with the model's own parameters as data (keep_vars=True), and "
+            "Pass the sharded tree of the whole model, with the model's own parameters as data (keep_vars=True), and "
             "the optimizer itself, so that ids are in its order."
         )
         heading = f"{doing}: the optimizer has parameters that the sharded tree lacks"
@@ -147,8 +147,8 @@ def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) 
         if not isinstance(key, str) or "." in key or list_item(key)[1] is not None
     ]
     if wrong:
-        fix = "In a checkpoint it would be another parameter's. Give it another key, or leave it out with exclude_keys."
-        heading = f"{doing}: state keys that aren't texts without dots, or end as items of lists"
+        fix = "Stored, such keys would be ambiguous: rename them, or leave them out with exclude_keys."
+        heading = f"{doing}: state keys that aren't texts, contain a dot, or end like '[0]'"
         raise TreeError(error_text(heading, offenders=wrong, fix=fix))
 
 
@@ -169,15 +169,15 @@ def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam]
 
 
 def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperparameters = "stored") -> StateDict:
-    """Return a loaded sharded optimizer state in the form that `load_state_dict` takes. Nothing is changed.
+    """Return a loaded sharded optimizer state in the form that `load_state_dict` takes.
 
-    By ids this only checks: group i has the hyperparameters of the stored group i, whatever its members. By names,
-    groups are the optimizer's own, in its order, each with the hyperparameters that its parameters had when saved.
+    With ids, group i has the hyperparameters of the stored group i, whatever its members. With names, groups are the
+    optimizer's own, in its order, each with the hyperparameters that its parameters had when saved.
 
     Args:
         loaded: Result of `load` for a tree of `optim_state_to_sharding_state` or `abstract_optim_state`.
-        hyperparameters: "stored", or, by names only, "own" for the optimizer's own hyperparameters, as its state dict
-            had them when the target was made.
+        hyperparameters: "stored" for the saved ones. "own", only with names, for those that the optimizer's state dict
+            had when the target was made.
 
     Returns:
         A state dict by ids or by names, as the target was; `optim_state_by_id` turns names into ids.
@@ -221,10 +221,10 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
 def regroup_optim_state(
     optim_state_dict: StateDict, param_groups: Sequence[Group], *, hyperparameters: Hyperparameters = "stored"
 ) -> StateDict:
-    """Return a state dict by names with the groups of another one, in that one's order.
+    """Return a state dict by names, rearranged into other groups of the same parameters.
 
-    torch binds states to parameters by their positions in groups, so an optimizer with other groups, or with other
-    places in them, needs this first.
+    torch binds states to parameters by their positions in groups, so an optimizer whose groups have other members or
+    another order needs this first.
 
     Args:
         optim_state_dict: State dict by names.
@@ -232,7 +232,7 @@ def regroup_optim_state(
         hyperparameters: "stored" for the hyperparameters that the parameters had, "own" for those of `param_groups`.
 
     Raises:
-        TreeError: Parameters of one new group had different hyperparameters, or a parameter is in only one of the two.
+        TreeError: Parameters of one new group had different hyperparameters, or an argument lacks a parameter.
 
     Examples:
         >>> groups = [{"lr": 1, "params": ["w"]}, {"lr": 2, "params": ["b"]}]
@@ -308,7 +308,7 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     order: list[Any] = members(new["param_groups"])
     if order != sorted(id_to_name):
         wrong = [
-            f"place {place}: {_name_text(id_to_name, here)}, expected {_name_text(id_to_name, should)}"
+            f"position {place}: {_name_text(id_to_name, here)}, expected {_name_text(id_to_name, should)}"
             for place, (here, should) in enumerate(zip_longest(order, sorted(id_to_name)))
             if here != should
         ]
@@ -327,14 +327,14 @@ def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any],
     groups = groups_of(doing, optim_state_dict["param_groups"])
     if members(groups) and are_names(doing, groups, states) is not by_name:
         found, expected = ("ids", "names") if by_name else ("names", "ids")
-        raise TreeError(error_text(f"{doing}: wrong labels of parameters", found=found, expected=expected))
+        raise TreeError(error_text(f"{doing}: wrong kind of parameter labels", found=found, expected=expected))
     used = dict.fromkeys([*members(groups), *states])
-    wrong = [f"{label!r} isn't known" for label in used if label not in labels]
+    wrong = [f"{label!r} isn't in the map" for label in used if label not in labels]
     new = [labels[label] for label in used if label in labels]
-    wrong += [f"{label!r} would be several" for label in dict.fromkeys(new) if new.count(label) > 1]
+    wrong += [f"{label!r} would label several parameters" for label in dict.fromkeys(new) if new.count(label) > 1]
     if wrong:
         fix = "Make the map with `get_param_id_to_name_map` from this optimizer and its model."
-        raise TreeError(error_text(f"{doing}: parameters that can't be distinguished", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: the map doesn't fit the parameters", offenders=wrong, fix=fix))
     new_groups = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
     state = {labels[label]: entries for label, entries in states.items()}
     return {**optim_state_dict, "state": state, "param_groups": new_groups}

@@ -64,8 +64,8 @@ def arranged_groups(
         stored: Stored groups; their members are ignored.
         group_of: Number of each parameter's stored group.
         own: Groups of the optimizer, by names.
-        which: "own" keeps the optimizer's hyperparameters. A group without members keeps them too, unless the groups
-            are the stored ones in their order: under ZeRO a rank may have nothing of a group that others have.
+        which: "own" keeps the optimizer's hyperparameters, "stored" replaces them. A group without members on this
+            rank, as under ZeRO, keeps them too, unless all groups are the stored ones in their order.
 
     Raises:
         TreeError: Parameters of one group had different hyperparameters, or aren't stored; the error names each.
@@ -75,7 +75,7 @@ def arranged_groups(
         return [dict(group) for group in own]
     lost = [repr(name) for group in own for name in group["params"] if name not in group_of]
     if lost:
-        fix = "Pass hyperparameters='own' to keep the optimizer's, or take these parameters out of it."
+        fix = "Pass hyperparameters='own' to keep the optimizer's, or remove these parameters from it."
         raise TreeError(error_text(f"{doing}: parameters without a stored group", offenders=lost, fix=fix))
     conflicts = [line for number, group in enumerate(own) for line in _conflicts(number, group, stored, group_of)]
     if conflicts:
@@ -103,7 +103,7 @@ def check_which(doing: str, which: object) -> None:
     """
     if which not in ("stored", "own"):
         raise TreeError(
-            error_text(f"{doing}: unknown hyperparameters", found=repr(which), expected="'stored' or 'own'")
+            error_text(f"{doing}: unknown value of hyperparameters", found=repr(which), expected="'stored' or 'own'")
         )
 
 

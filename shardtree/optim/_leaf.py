@@ -33,12 +33,12 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
 
     Args:
         model_param: Shard or factory of the parameter.
-        optim_param: Tensor of the shape of the parameter's data, of any dtype; flat if that is flat.
+        optim_param: Moment of any dtype, with the shape of the parameter's data: flat for a flat range.
         prefix: Prefix of the key, joined by a dot.
 
     Raises:
         ShapeError: The tensor has another shape than the parameter.
-        TreeError: The state is a DTensor or no tensor, or the parameter isn't sharded.
+        TreeError: `optim_param` is a DTensor or no tensor, or `model_param` is neither a shard nor a factory.
 
     Examples:
         >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
@@ -58,7 +58,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     check_has_shape(heading, optim_param)
     expected = moment_shape(model_param)
     if expected is not None and tuple(optim_param.shape) != expected:
-        fix = "Does it belong to another parameter or another rank? Tensors of another shape need a rule."
+        fix = "Pass this parameter's state of this rank; a state of another shape needs a rule."
         wrong = f"{heading} has another shape than the parameter"
         raise ShapeError(error_text(wrong, found=tuple(optim_param.shape), expected=expected, fix=fix))
     return moment(model_param, optim_param, prefix)
@@ -84,17 +84,17 @@ def moment_shape(param: ShardedParam) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """A state as a rule gets it: of the same type whether it is saved or a target is made to load it.
+    """A state as rules get it, both for a save and for the target of a load.
 
-    It has no shape: this rank's is known only when it is saved, the whole one only when it is loaded. Sizes of cut axes
-    follow from the parameter; `along` takes those of others from whichever is known.
+    It has no shape, since a save knows only this rank's shape, and a load only the whole one. Sizes of cut axes follow
+    from the parameter; for other axes, `along` takes the known ones.
 
     Attributes:
         data: The tensor or value; None if only stored metadata is known.
         dtype: Dtype of a tensor; None for any other value.
-        sizes: Lengths of a tensor's axes as far as they are known: this rank's, or the whole ones with prepended axes
-            in front.
-        is_stored: Whether `sizes` are the whole ones.
+        sizes: Known lengths of a tensor's axes: of this rank's tensor, or of the stored one with prepended axes in
+            front.
+        is_stored: Whether `sizes` are those of the stored tensor.
 
     Examples:
         >>> state = OptimizerState.of(torch.zeros(2, 3))
@@ -120,7 +120,7 @@ class OptimizerState:
         return OptimizerState(value, value.dtype, tuple(value.shape)) if is_tensor else OptimizerState(value)
 
     def axes(self, front: int) -> int:
-        """Return the number of the state's axes, without those that are prepended in the whole."""
+        """Return the number of the state's axes, without prepended ones."""
         return len(self.own_sizes(front))
 
     def own_sizes(self, front: int) -> tuple[int, ...]:
@@ -152,11 +152,11 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
         >>> check_rules("save", {"row_var": max})
     """
     if rules is not None and not isinstance(rules, Mapping):
-        fix = "Say which states it is for: {'row_var': rule}."
-        raise TreeError(error_text(f"{doing}: not a dict of rules", found=type(rules).__name__, fix=fix))
+        fix = "Pass a dict such as {'row_var': rule}."
+        raise TreeError(error_text(f"{doing}: rules isn't a dict", found=type(rules).__name__, fix=fix))
     wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in (rules or {}).items() if not callable(rule)]
     if wrong:
-        raise TreeError(error_text(f"{doing}: not rules for states", offenders=wrong, fix=RULES_FIX))
+        raise TreeError(error_text(f"{doing}: rules that aren't functions", offenders=wrong, fix=RULES_FIX))
 
 
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:

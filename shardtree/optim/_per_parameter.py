@@ -18,11 +18,11 @@ from ._state_dict import ShardedParam, check_param
 
 
 def first_element(shard: ShardedTensor) -> int:
-    """Return the number of a shard's first element: 0 for exactly one shard of each tensor, and its replicas.
+    """Return the row-major index of a shard's first element: 0 for exactly one shard of each tensor, and its replicas.
 
-    Elements are counted in row-major order, without prepended axes: each index of those is a tensor of its own. A
-    shard without elements gets a number that no element has. In a tensor without elements, 0 goes to the shard that
-    begins at index 0 and has elements along all axes of nonzero length.
+    Prepended axes don't count: each of their indices is a tensor of its own. A shard without elements gets an index
+    beyond the last element. In a tensor without elements, 0 goes to the shard that begins at index 0 and has elements
+    along all axes of nonzero length.
 
     Args:
         shard: A box, or a flat range of one, on any grid.
@@ -65,9 +65,9 @@ def _number(index: list[int], shape: tuple[int, ...]) -> int:
 def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor | ShardedObject | ShardedTensorFactory:
     """Return a leaf for a value that all shards of a parameter share; exactly one rank has its main replica.
 
-    The main replica is on the rank whose main replica of the parameter holds the first element. Along prepended axes
-    each index is a parameter of its own, with its own value. A factory's value is stored once for each key that it
-    builds, so that it can be loaded where those are parameters of their own, and must be the same for all of them.
+    The rank whose main replica of the parameter holds the first element has the main replica of the value. Along
+    prepended axes, each index is a parameter of its own, with its own value. A factory's value is stored under each key
+    that it builds, so that a model in which these are separate parameters can load it; it must be the same for all.
 
     Args:
         param: Shard of the parameter on this rank, or its factory.
@@ -120,12 +120,12 @@ def built_shards(param: ShardedParam) -> list[ShardedTensor]:
         >>> [shard.key for shard in built_shards(ShardedTensor.from_rank_offsets("w", torch.zeros(2)))]
         ['w']
     """
-    tree, _ = build_factories([param], is_target=True)  # only the places of these shards are used
+    tree, _ = build_factories([param], is_target=True)  # only the positions of these shards are used
     return [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
 
 
 def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Return the shard whose elements come first, for each key and place along prepended axes."""
+    """Return the shard whose elements come first, for each key and index along prepended axes."""
     found: dict[Any, ShardedTensor] = {}
     for shard in sorted(shards, key=first_element):
         found.setdefault((shard.key, shard.global_offset[: shard.prepend_axis_num]), shard)

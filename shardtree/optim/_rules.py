@@ -82,7 +82,7 @@ def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, Optim
             return one_per_shard(param, state_key, wrapped)
         if wrapped.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):
             raise unfit(
-                "square_preconditioners", param, state_key, "a piece of it", "all; or where_cut='equal' or 'own'"
+                "square_preconditioners", param, state_key, "a part", "the whole; or where_cut='equal' or 'own'"
             )
         return one_per_parameter(param, state_key, wrapped)
 
@@ -100,7 +100,7 @@ def on_mesh(
     *,
     shape: Callable[[ShardedParam], Sequence[int]] | None = None,
 ) -> OptimizerRule:
-    """Return the rule for states that lie on a mesh by a spec of their own, whatever the parameter's layout.
+    """Return the rule for states that are cut on a mesh by their own spec, whatever the parameter's layout.
 
     Args:
         mesh: Mesh of the ranks.
@@ -139,8 +139,8 @@ def on_mesh(
 def block_scales(block_size: int) -> OptimizerRule:
     """Return the rule for states with a value for each block of a parameter's row-major elements, as 8-bit states have.
 
-    Optimizers count blocks from each rank's first element. These are blocks of the whole parameter, and can be loaded
-    in another layout, if each rank's elements are consecutive in the parameter and begin and end with a block.
+    Optimizers count blocks from each rank's first element. They are blocks of the whole parameter too, and can be
+    loaded in another layout, if each rank's elements are consecutive in it and begin and end at block boundaries.
 
     Args:
         block_size: Number of elements in a block.
@@ -161,7 +161,7 @@ def block_scales(block_size: int) -> OptimizerRule:
     """
     elements_of_block = as_int(block_size)
     if elements_of_block is None or elements_of_block < 1:
-        raise TreeError(error_text("block_scales: block_size", found=repr(block_size), expected="a count of elements"))
+        raise TreeError(error_text("block_scales: unusable block_size", found=repr(block_size), expected="1 or more"))
     block_size = elements_of_block
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
@@ -183,7 +183,7 @@ def block_scales(block_size: int) -> OptimizerRule:
 
 
 def _are_consecutive(shard: ShardedTensor, begin: int, count: int) -> bool:
-    """Return whether a shard's elements are consecutive in the tensor, as the number of the last one shows."""
+    """Return whether a shard's elements are consecutive in the tensor, as the index of the last one shows."""
     flat = shard.flattened_range or slice(0, count)
     last = replace(shard, data=None, flattened_range=slice(flat.stop - 1, flat.stop))
     return first_element(last) == begin + count - 1

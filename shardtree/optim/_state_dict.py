@@ -31,10 +31,14 @@ def states_of(doing: str, optim_state_dict: Any) -> States:
         keys = optim_state_dict.keys() if isinstance(optim_state_dict, Mapping) else ()
         # torch's `get_optimizer_state_dict` can return a flat dict, which is recognised by its keys.
         flat = any(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys)
-        fix = "Take it nested: flatten_optimizer_state_dict=False." if flat else "Pass `optimizer.state_dict()`."
+        fix = "Get it nested, with flatten_optimizer_state_dict=False." if flat else "Pass `optimizer.state_dict()`."
         found = "a flat dict" if flat else type(optim_state_dict).__name__
         expected = "{'state': {id or name: {...}}, 'param_groups': [{'params': [...], ...}]}"
-        raise TreeError(error_text(f"{doing}: not an optimizer's state dict", found=found, expected=expected, fix=fix))
+        raise TreeError(
+            error_text(
+                f"{doing}: the argument isn't an optimizer's state dict", found=found, expected=expected, fix=fix
+            )
+        )
     states: Any = optim_state_dict["state"]
     if not isinstance(states, Mapping):
         raise _not_a("state", doing, type(states).__name__, "a dict by parameter")
@@ -92,7 +96,7 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
     texts = [name for name in names if isinstance(name, str)]
     if texts and len(texts) < len(names):
         fix = (
-            "Turn all of it into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and remove "
+            "Convert all into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and remove "
             "entries of 'state' that don't belong to a parameter."
         )
         heading = f"{doing}: some parameters are named, others numbered"
@@ -101,7 +105,7 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
 
 
 def _not_a(part: str, doing: str, found: str | None, expected: str, wrong: Sequence[str] = ()) -> TreeError:
-    heading = f"{doing}: not the {part!r} of an optimizer's state dict"
+    heading = f"{doing}: invalid {part!r} in the optimizer's state dict"
     fix = "Pass the result of `optimizer.state_dict()`."
     return TreeError(error_text(heading, found=found, expected=expected, offenders=wrong, fix=fix))
 
@@ -113,7 +117,7 @@ def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any =
     """Raise an error unless an argument is a dict, with values of some types.
 
     Raises:
-        TreeError: It isn't; the error names each wrong value.
+        TreeError: It isn't a dict, or has values of other types; the error names each of them.
 
     Examples:
         >>> check_dict("save", "id_to_name", {0: "w"}, "{id: name}", str)
@@ -129,7 +133,7 @@ def check_params(doing: str, params: object) -> None:
     """Raise an error unless the argument maps ids or names to sharded parameters.
 
     Raises:
-        TreeError: It doesn't; the error names each wrong value.
+        TreeError: It isn't such a dict; the error names each wrong value.
 
     Examples:
         >>> check_params("save", {})
@@ -150,7 +154,11 @@ def check_param(doing: str, param: object) -> None:
     """
     if not isinstance(param, (ShardedTensor, ShardedTensorFactory)):
         expected = "a ShardedTensor or a ShardedTensorFactory"
-        raise TreeError(error_text(f"{doing}: not a sharded parameter", found=type(param).__name__, expected=expected))
+        raise TreeError(
+            error_text(
+                f"{doing}: the parameter isn't a shard or factory", found=type(param).__name__, expected=expected
+            )
+        )
 
 
 def excluded(doing: str, exclude_keys: object) -> set[Any]:
@@ -165,7 +173,11 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
     """
     keys = [exclude_keys] if isinstance(exclude_keys, str) else exclude_keys
     if not isinstance(keys, Iterable):
-        raise TreeError(error_text(f"{doing}: wrong exclude_keys", found=repr(exclude_keys), expected="state keys"))
+        raise TreeError(
+            error_text(
+                f"{doing}: exclude_keys isn't a list of state keys", found=repr(exclude_keys), expected="state keys"
+            )
+        )
     return set(keys)
 
 
@@ -175,7 +187,7 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor] | torch.optim.Optimizer
 ) -> dict[int, ShardedParam]:
-    """Return the sharded parameter of each of an optimizer's ids.
+    """Return the sharded parameter of each id of an optimizer.
 
     A shard belongs to a parameter if its data is that very object; shapes, names and memory don't count. For tied
     parameters, one tensor under several keys, the first key in alphabetical order counts, the same on every rank.
@@ -213,8 +225,8 @@ def get_param_id_to_sharded_param_map(
         heading = f"{doing}: no shard's data is a parameter of the optimizer"
         counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
         fix = (
-            "Let the tree's data be the model's own parameters, `model.state_dict(keep_vars=True)`: a detached one is "
-            "another tensor. Where the parameter is transformed, use a factory with it as data."
+            "Use the model's own parameters as data, as in `model.state_dict(keep_vars=True)`: a detached one is "
+            "another tensor. For a transformed parameter, use a factory with the parameter as data."
         )
         raise TreeError(error_text(heading, found=counts[0], expected=counts[1], fix=fix))
     return dict(sorted(by_id.items()))
@@ -224,15 +236,15 @@ def get_param_id_to_name_map(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     optim_params_iter: Iterable[torch.Tensor] | torch.optim.Optimizer,
 ) -> dict[int, str]:
-    """Return the name of each of an optimizer's ids.
+    """Return the parameter's name for each id of an optimizer.
 
     Args:
         named_parameters: Result of `model.named_parameters()`. If one tensor has several names, the first counts.
         optim_params_iter: The optimizer, or its parameters in its own order.
 
     Raises:
-        TreeError: Some of the optimizer's parameters have no name, and are listed; or the argument isn't pairs of names
-            and parameters.
+        TreeError: Some of the optimizer's parameters have no name, and the error lists them; or `named_parameters`
+            isn't pairs of names and parameters.
 
     Examples:
         >>> model = torch.nn.Linear(2, 3)
@@ -283,7 +295,7 @@ def _pairs(doing: str, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
     wrong = [f"item {place}: {type(pair).__name__}" for place, pair in enumerate(pairs) if not _is_pair(pair)]
     if wrong:
         fix = "Pass `model.named_parameters()`."
-        raise TreeError(error_text(f"{doing}: not pairs of names and parameters", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: items that aren't (name, parameter)", offenders=wrong, fix=fix))
     return pairs
 
 
@@ -314,11 +326,11 @@ def _params_in_order(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
     wrong += [] if many else [f"a single {type(items).__name__}"]
     if wrong:
         fix = "Pass the optimizer, or the parameters in its order."
-        raise TreeError(error_text(f"{doing}: not an optimizer's parameters", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: items that aren't parameters", offenders=wrong, fix=fix))
     # A DTensor is recognised by an attribute: importing the class would load torch.distributed.
     cut = [f"item {place}: {tuple(param.shape)}" for place, param in enumerate(params) if hasattr(param, "placements")]
     if cut:
-        fix = "Use `from_dtensors` of shardtree.interop.dtensor on the optimizer's state: DTensors know their layout."
+        fix = "Use `from_dtensors` of shardtree.interop.dtensor on the optimizer's state instead."
         raise TreeError(error_text(f"{doing}: parameters that are DTensors", offenders=cut, fix=fix))
     return params
 

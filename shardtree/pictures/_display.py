@@ -73,7 +73,7 @@ class Drawing:
         form = forms.get(name.rpartition(".")[2].lower())
         if form is None:
             expected = ", ".join(f".{ending}" for ending in forms)
-            raise MetadataError(error_text("save a drawing: no such form", found=repr(name)[:200], expected=expected))
+            raise MetadataError(error_text("save a drawing: unknown suffix", found=repr(name)[:200], expected=expected))
         write_text(path, form(self.picture))
 
 
@@ -106,10 +106,10 @@ def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> D
     - A shard, or one rank's tree: its place in the global tensors.
     - An open checkpoint, or a tensor of it: which file holds which part. `of` is a tensor's key.
     - A lens: where each row of the local tensors is stored. `of` is a shard, or one shard for each rank.
-    - A factory: the same.
+    - A factory: where each row of its tensor is stored.
     - A trace: the source rows of each output row. `of` is an output.
     - A reshard plan: the traffic between ranks, and the layouts of the tensor `of` before and after. Its schedule: the
-      steps.
+      bytes of each step.
     - A series, or its steps, over time; with a retention policy as `of`, which steps it keeps.
 
     Only metadata is read: the index of an open checkpoint, the listing of a series. If a series has a world of
@@ -151,9 +151,9 @@ def html_of(value: Any) -> str:
         >>> html_of("1 < 2")
         '<pre>1 &lt; 2</pre>'
     """
-    # Drawing a factory would run the caller's function on all of its tensor, which isn't for a repr.
+    # Factories aren't drawn in a repr, since that would run the caller's function on a whole tensor.
     if isinstance(value, _DRAWN):
-        # What can't be drawn, such as a format that doesn't say which file holds what, has its text.
+        # Other values are shown as text, such as a checkpoint whose format doesn't record the files of its chunks.
         with suppress(StrategyError):
             return draw(value)._repr_html_()
     lines = shorten(str(value).split("\n"), shown=_MOST_LINES)
@@ -190,7 +190,7 @@ picture_of.register(CheckpointSeries, lambda value, of: series_picture(value.ste
 
 @picture_of.register
 def _(value: ShardedTensor, of: Any) -> Picture:
-    # A stored tensor knows the checkpoint that it is read from; one that was changed since is another.
+    # A stored tensor's source names its checkpoint; a tensor that was changed since is drawn as a shard.
     reader = getattr(value.data.source, "reader", None) if isinstance(value.data, LazyTensor) else None
     opened = reader.tree if isinstance(reader, StoredBoxes) else None
     if opened is not None and opened.metadata.get(value.key) == value.without_data():

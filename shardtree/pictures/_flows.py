@@ -1,4 +1,4 @@
-"""Pictures of what moves rows: lenses, factories and traces; which rows on one side are which on the other."""
+"""Pictures of lenses, factories and traces: flows from rows of tensors to rows of other tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..traces import Computed, Loop, Move, Trace, axis_of, coverage, factored
 from ._picture import TONES, Block, Flow, Picture, Stream
 
 _MOST_ELEMENTS = 1 << 22
-"""Of what a rank holds: each is followed to where it is stored."""
+"""Largest number of elements of a local tensor, since each element is followed to its stored index."""
 _MOST_STREAMS = 64
 
 
@@ -44,9 +44,7 @@ def lens_picture(lens: Lens, shards: Sequence[ShardedTensor]) -> Picture:
         ['rank 0 [0:2] is w[0:2]', 'rank 0 [2:4] is w[4:6]']
     """
     if not shards:
-        raise ShapeError(
-            error_text("draw: no shard to show a lens with", fix="Pass what a rank holds: draw(lens, shard).")
-        )
+        raise ShapeError(error_text("draw: no shard was passed with the lens", fix="Pass a shard: draw(lens, shard)."))
     names = [f"rank {rank}" if len(shards) > 1 else shards[0].key for rank in range(len(shards))]
     tensors = [
         _rank_tensor(name, shard.local_shape, _stored_by(lens, shard))
@@ -72,7 +70,7 @@ def factory_picture(factory: ShardedTensorFactory) -> Picture:
     shape = getattr(factory.data, "shape", None)
     if shape is None:
         raise ShapeError(
-            error_text(f"draw: the factory of {factory.key!r} has no tensor", fix="Give it one on 'meta'.")
+            error_text(f"draw: the factory of {factory.key!r} has no tensor", fix="Give it one on the meta device.")
         )
 
     def build(numbers: torch.Tensor) -> list[ShardedTensor]:
@@ -114,8 +112,8 @@ def _rank_tensor(
     """Return the stored location of each element, traced by numbering elements and looking at the lens's output."""
     count = prod(shape)
     if count > _MOST_ELEMENTS:
-        more, fix = f"{count:,} elements", "Draw it with a smaller tensor: the lens does the same to that."
-        raise ShapeError(error_text("draw: too large to follow each element", found=more, fix=fix))
+        more, fix = f"{count:,} elements", "Draw it with a smaller tensor."
+        raise ShapeError(error_text("draw: the tensor is too large", found=more, fix=fix))
     shards = build(torch.arange(count, device="cpu").reshape(shape))
     axes = max([1, *(len(one.global_shape) for one in shards)])
     shard, place = np.full(count, -1, dtype=np.int64), np.zeros((count, axes), dtype=np.int64)
@@ -137,7 +135,7 @@ class _Run:
         block: Index of the block on the left.
         start: First row in the block.
         rows: Number of rows.
-        target: The key, the axis and the place along the other axes; None for rows without a counterpart.
+        target: The key, the axis, and the position along the other axes; None for rows without a counterpart.
         to_start: First row in the target.
         what: For rows without a counterpart, the reason; for others, the computation in between, if any.
     """
@@ -153,7 +151,7 @@ class _Run:
 def _rank_picture(title: str, tensors: Sequence[_RankTensor]) -> Picture:
     axes = range(min(len(each.shape) for each in tensors))
     by_axis = [[run for number, tensor in enumerate(tensors) for run in _runs(number, tensor, axis)] for axis in axes]
-    # Rows are those of the axis along which most is moved.
+    # Rows lie along the axis with the most runs.
     axis = max(axes, key=lambda each: (len(by_axis[each]), -each))
     shapes = {one.key: one.global_shape for tensor in tensors for one in tensor.shards}
     blocks = [Block(tensor.name, tensor.shape[axis]) for tensor in tensors]
@@ -211,7 +209,7 @@ def _stream(
 
 
 def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
-    """Return a stored tensor's name, with the place of its rows where they aren't those of axis 0."""
+    """Return a stored tensor's name, with the position of its rows if they don't lie along axis 0."""
     key, axis, others = target
     free = iter(":" if is_one and isinstance(each, int) else str(each) for each in others)
     axes = ["rows" if each == axis else next(free) for each in range(len(shapes[key]))]
@@ -253,11 +251,11 @@ def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
 # Traces: which rows of outputs are which rows of sources.
 
 _MOST_RUNS = 256
-"""Of a move: more aren't drawn."""
+"""Largest number of runs that are drawn for one move."""
 
 
 class _Span(NamedTuple):
-    """Places along an axis."""
+    """Indices along an axis."""
 
     low: int
     high: int
@@ -288,7 +286,7 @@ def trace_picture(trace: Trace, of: str | None = None) -> Picture:
         ['kv [0:2] is k[0:2]', 'kv [2:4] is v[0:2]']
     """
     if of is not None and of not in trace.outputs:
-        fix = f"trace.outputs has them all: {', '.join(shorten(map(repr, trace.outputs), shown=3))}."
+        fix = f"Pass one of trace.outputs: {', '.join(shorten(map(repr, trace.outputs), shown=3))}."
         raise KeyMismatch(error_text(f"draw: the trace has no output {of!r}", fix=fix))
     numbers, runs = dict[tuple[str, int, tuple[_Span, ...]], int](), list[_Run]()
     names = [of] if of is not None else [name for name in trace.outputs if name not in trace.tied]
@@ -319,7 +317,7 @@ def _output_name(name: str, axis: int, others: tuple[_Span, ...]) -> str:
 
 
 _Row = tuple[tuple[_Span, ...], _Run]
-"""A run of an output's rows, and where it lies along the output's other axes."""
+"""A run of an output's rows, and its position along the output's other axes."""
 
 
 def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
@@ -367,7 +365,7 @@ def _rows(move: Move, shape: tuple[int, ...], root: tuple[int, ...], axis: int, 
     own, rows = min(axis, len(root) - 1), 1
     if along and along[-1][1] == into[axis]:
         last = axis_of(along[-1][2], root)
-        # Of a constant, or nothing, all rows are alike.
+        # All rows of a constant, or of unwritten elements, are alike.
         if not is_source or (last < len(root) and along[-1][2] == there[last]):
             own, rows = min(last, len(root) - 1), along.pop()[0]
     for to, at in _places(move.to, move.at, along):

@@ -27,7 +27,7 @@ _STYLE = "".join(
         "td{overflow-wrap:anywhere}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}",
         "td:first-child{white-space:pre-wrap}summary{cursor:pointer;color:var(--dim);margin:8px 0}",
         "tbody tr:hover{background:var(--row)}figure{margin:12px 0}figure svg{max-width:100%;height:auto}",
-        # On a phone a row is a block, and each cell a line that says of which column it is.
+        # On a phone, a row is a block, and each cell a line that begins with its column's heading.
         "@media(max-width:700px){main{padding:16px 12px 32px}",
         "tr{display:block;padding:5px 0;border-bottom:1px solid var(--rule)}",
         "td,td.n,th{display:block;border:0;padding:0;text-align:left;white-space:pre-wrap}",
@@ -36,7 +36,7 @@ _STYLE = "".join(
     ]
 )
 
-# No request leaves the page, whatever a key in it says.
+# The page makes no request, whatever text a key in it has.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -125,7 +125,7 @@ def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, number
     styles = [' class="n"' if place in numbers else "" for place in range(len(headings))]
     cells = "".join(f"<th{style}>{text_html(text)}</th>" for style, text in zip(styles, headings, strict=True))
     head = f"<thead><tr>{cells}</tr></thead>" if any(headings) else ""
-    # What a row is of stands first, and needs no heading where there is no head.
+    # Without a header row, as on a phone, cells show their headings; the first cell names the row, and needs none.
     marks = [f' data-of="{text_html(text)}"' if place and text else "" for place, text in enumerate(headings)]
     starts = [f"<td{style}{mark}>" for style, mark in zip(styles, marks, strict=True)]
     # Lines may end after the parts of a key or a path, so that no word is broken.

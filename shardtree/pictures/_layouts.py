@@ -1,4 +1,4 @@
-"""Pictures of layouts: who holds which part of tensors, of meshes and specs too; which file holds which part."""
+"""Pictures of layouts: which ranks hold which part of a tensor, also by mesh and spec, and which file stores it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ._tensors import (
 )
 
 MOST_REGIONS = 400
-"""Of a picture. Each is about 200 bytes of SVG."""
+"""Largest number of regions in a picture; each takes about 200 bytes of SVG."""
 _MOST_TENSORS = 6
 _MOST_FILES = 12
 
@@ -72,7 +72,7 @@ def shard_picture(shard: ShardedTensor) -> Picture:
         >>> [cell.title for cell in shard_picture(shard).rows[0][0].cells]
         ['[0:2, 0:3] on other ranks', '[2:4, 0:3] this shard']
     """
-    # A replica alone would be a hole: here only its place matters.
+    # A replica without its main shard would be drawn as a hole, so the shard is drawn as a main one.
     columns = shard_columns([replace(shard, replica_id=0, data=None)])
     this = HolderNames(lambda _: "this shard", lambda _: ("this shard", "shard"), ELSEWHERE)
     return _tensor_picture(columns, shard.key, this, with_gaps=False)
@@ -82,7 +82,7 @@ def stored_picture(layout: StoredLayout) -> Picture:
     """Return the picture of which file holds which part of stored tensors.
 
     Args:
-        layout: The layout of one tensor, or of several: then the largest are drawn.
+        layout: The layout of one or several tensors; of several, the largest are drawn.
 
     Examples:
         >>> import torch
@@ -113,7 +113,7 @@ def _file_bars(layout: StoredLayout) -> Bars:
     nbytes = group_sums(columns.rank, columns.nbytes, len(layout.files))
     files = np.flatnonzero(nbytes).tolist()
     folders = {layout.files[file].rpartition("/")[0] for file in files}
-    # A folder that all of them are in is said once.
+    # A folder that has all of the files is named once.
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
     bars = tuple(
         Bar(layout.files[file].removeprefix(folder), int(nbytes[file]), size_text(int(nbytes[file])))
@@ -132,7 +132,7 @@ def checked_key(keys: Sequence[str], key: object) -> str:
     if isinstance(key, str) and key in keys:
         return key
     near = near_names([key], keys) if isinstance(key, str) else {}
-    fix = f"Did you mean {near[str(key)]!r}?" if near else "Name one of the tensors' keys."
+    fix = f"Did you mean {near[str(key)]!r}?" if near else "Pass one of the tensors' keys."
     raise KeyMismatch(error_text("draw: no such tensor", found=repr(key)[:200], fix=fix))
 
 
@@ -142,7 +142,7 @@ def _tensor_picture(columns: ShardColumns, key: str, holders: HolderNames, *, wi
     sheets = tensor_sheets(columns, key, most=MOST_REGIONS, with_gaps=with_gaps)
     if not sheets:
         return Picture(title, (), ("It has no elements.",))
-    # Slices share what a picture may have.
+    # Slices share the number of regions that a picture may have.
     if len(sheets) > 1:
         sheets = tensor_sheets(columns, key, most=MOST_REGIONS // len(sheets), with_gaps=with_gaps)
     tones = tones_of(sheets)
@@ -164,7 +164,7 @@ def _overview(columns: ShardColumns, holders: HolderNames, noun: str) -> Picture
 
 
 def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], holders: HolderNames) -> Picture:
-    """Return the picture of the first tensors in an order, each small; of all, where these are one rank's own."""
+    """Return the picture of the first tensors in an order, each drawn small."""
     is_one_rank = holders.absent is ELSEWHERE
     keys = [columns.keys[number] for number in order[:_MOST_TENSORS]]
     most = MOST_REGIONS // _MOST_TENSORS
@@ -247,7 +247,7 @@ def mesh_picture(mesh: Mesh, spec: PartitionSpec | None = None, shape: Sequence[
     sheets = tensor_sheets(columns, _KEY, most=MOST_REGIONS // 2)
     lead = _leads(columns)
     grids = _grids(mesh, lead, tones_of(sheets), MOST_REGIONS // 2)
-    # A region of merged pieces is called by its first one; the mesh's cells by their own.
+    # A region of merged pieces is named by its first one; the mesh's cells by their own pieces.
     what = f"a tensor of {lengths}" if shape is not None else "a tensor"
     planes = [plane_of(sheet, tones_of(sheets), RANKS, heading=what if len(sheets) == 1 else "") for sheet in sheets]
     if shape is None:  # its lengths are made up
@@ -318,7 +318,7 @@ def _grid(
         tone = tones.get(next(iter(leads)), "none") if len(leads) == 1 else "kept"
         one = f": {', '.join(f'{n}={i}' for n, i in mesh.coordinates(int(here[0])).items())}" if here.size == 1 else ""
         (top, bottom), (left, right) = region.rows, region.columns
-        # Ranks with one mark hold one piece.
+        # Ranks with the same mark hold the same piece.
         mark = digit(leads.pop()) if len(leads) == 1 else "#"
         place = across[left], down[top], across[right], down[bottom]
         cells.append(Cell(*place, tone, f"{rank_words(here)}{one}", rank_labels(here), mark))

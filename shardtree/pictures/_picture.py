@@ -53,7 +53,7 @@ class Plane:
         across_names: Names of the columns; empty if they have none.
         down_names: Names of the rows; empty if they have none.
         caption: Text below the plane.
-        short_heading: A heading for where `heading` doesn't fit; if empty, `heading` loses its middle.
+        short_heading: Heading to use if `heading` doesn't fit; if empty, `heading` is shortened in the middle.
     """
 
     heading: str

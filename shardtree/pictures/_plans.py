@@ -1,4 +1,4 @@
-"""Pictures of plans: who sends how much to whom, beside the bound; a tensor's layouts before and after; steps."""
+"""Pictures of plans: traffic between ranks and its lower bound, a tensor's layouts before and after, and steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ._style import rank_words
 from ._tensors import RANKS, faults_legend, plane_of, tensor_sheets, tones_of
 
 _MOST_RANKS = 16
-"""Rows and columns of a heat map; of more ranks, several share one."""
+"""Largest number of rows and of columns of a heat map; with more ranks, several share a row."""
 _MOST_REGIONS = 64
 _MOST_STEPS = 24
 
 
 def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
-    """Return the picture of a plan: a tensor's layout before and after, the traffic between ranks, and the bound.
+    """Return the picture of a plan: a tensor's layout before and after, the traffic between ranks, and its lower bound.
 
     Args:
         plan: The plan to draw.
@@ -67,7 +67,7 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
 
 
 def _keys(plan: ReshardPlan, name: str) -> tuple[str, ...]:
-    """Return the keys of the tensors that a plan has by a name: several where a factory stores one as several."""
+    """Return the keys of a plan's tensors with a name; several if a factory stores one tensor as several."""
     names = {**plan.names, **{key: (key,) for key in plan.target.keys}}
     return names[checked_key(tuple(names), name)]
 

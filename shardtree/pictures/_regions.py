@@ -1,4 +1,4 @@
-"""Regions: a plane of boxes cut into rectangles of one set of boxes each; small ones are merged with neighbours."""
+"""Regions: a plane of boxes, cut into rectangles that each have one set of boxes; small ones are merged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from ..core.geometry import Column, distinct
 
 MOST_BANDS = 48
-"""More rows or columns than this can't be told apart: they are merged."""
+"""Largest number of rows or columns that can be told apart; more are merged."""
 _MERGED_BANDS, _MERGED_SQUARE = 32, 10
-"""Into how many they are merged, at most: along one axis, and along both, where cells are smaller."""
+"""Upper bounds of the number of merged bands: along one axis, and along each of both, whose cells are smaller."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Colum
         begin: First index of each box, int64 (boxes, 2).
         end: Stop index of each box, int64 (boxes, 2).
         extent: Size of the plane, in elements; at least 1 along both axes.
-        edges: Corners (pairs of places) that remain edges in a coarse plane, int64 (places, 2).
+        edges: Corners (pairs of indices) that remain edges in a coarse plane, int64 (places, 2).
         most: Approximate upper bound on the number of regions.
 
     Examples:
@@ -97,7 +97,7 @@ def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
     """Return the numbers of bands along both axes."""
     if rows <= MOST_BANDS and columns <= MOST_BANDS and rows * columns <= most:
         return rows, columns
-    # A long axis of few others gets more bands than one of two long axes.
+    # A long axis gets more bands if the other axis is short.
     limit = max(min(int(most**0.5), _MERGED_SQUARE), most // max(min(rows, columns), 1))
     return group_count(rows, min(limit, _MERGED_BANDS)), group_count(columns, min(limit, _MERGED_BANDS))
 
@@ -110,7 +110,7 @@ def group_count(count: int, most: int) -> int:
 
 
 def _coarser(places: Column, count: int, edges: Column) -> Column:
-    """Return evenly chosen places, together with the edges that must stay."""
+    """Return evenly chosen edges, together with those that must stay."""
     some = places[np.linspace(0, places.size - 1, count + 1).round().astype(np.int64)]
     return distinct(np.concatenate([some, np.clip(edges[:MOST_BANDS], 0, places[-1])]))
 

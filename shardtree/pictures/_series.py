@@ -1,4 +1,4 @@
-"""Pictures of series: steps over time, with what was measured of them, and which of them stay."""
+"""Pictures of series: steps over time, with a metric, and those that a policy keeps."""
 
 from __future__ import annotations
 

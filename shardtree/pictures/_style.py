@@ -29,7 +29,7 @@ _TONES = {
     "h8": ("#0b4a82", "#c9e2f8"),
 }
 STRONG = ("h6", "h7", "h8")
-"""Amounts so strong that what is written on them has the other colour."""
+"""Tones so strong that text on them has the inverse colour."""
 
 
 _DRAWN = {
@@ -43,7 +43,7 @@ _DRAWN = {
 _RED = ("#c4161c", "#ff7b72")
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
-"""The system's own."""
+"""The system's own font."""
 
 
 def _colours(*, dark: bool) -> list[str]:
@@ -60,7 +60,7 @@ def _colours(*, dark: bool) -> list[str]:
 
 
 def _scoped(rules: list[str]) -> str:
-    # In a page, an SVG's style counts for all of it: what isn't a picture of ours must stay as it is.
+    # An SVG's style applies to the whole page, so its rules are limited to our own pictures.
     return "".join(f".shardtree {rule}" for rule in rules)
 
 
@@ -86,7 +86,7 @@ PATTERNS = (
     '<pattern id="st-overlap" width="6" height="6" patternUnits="userSpaceOnUse"><rect class="pale" width="6" '
     'height="6"/><path class="red" d="M0,0L6,6M0,6L6,0" stroke-width="1"/></pattern></defs>'
 )
-"""Hatches of what is held by none, or by several."""
+"""Hatches of holes and overlaps."""
 
 
 COLOURS = {name: pair[0] for name, pair in (_TONES | _DRAWN).items()} | {
@@ -95,14 +95,14 @@ COLOURS = {name: pair[0] for name, pair in (_TONES | _DRAWN).items()} | {
     "goes": "#ffffff",
     "pinned": "#c9d0d8",
 }
-"""The colour of each tone where there are no hatches, for dark letters on it."""
+"""The colour of each tone where hatches can't be drawn, light enough for dark letters."""
 
 
 # Labels: ranks in few words, names that are shortened in the middle, and how wide text is.
 
 
 _LONGEST = 48
-"""Characters of a list of ranks."""
+"""Largest number of characters of a list of ranks."""
 
 
 def rank_words(ranks: Column) -> str:
@@ -120,7 +120,7 @@ def rank_words(ranks: Column) -> str:
     steps = np.unique(np.diff(ranks))
     if ranks.size > 3 and steps.size == 1 and steps[0] > 1:
         return f"ranks {ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({plural(ranks.size, 'rank')})"
-    # Runs are found in a few hundred at a time: a text that is cut needs no more of ten thousand.
+    # Only the first few hundred ranks are formatted: of more ranks, the text is cut anyway.
     if steps.size <= 1:
         return f"ranks {ranks[0]}-{ranks[-1]}" if ranks.size > 2 else rank_text(ranks.tolist())
     text = rank_text(ranks[: 8 * _LONGEST].tolist())

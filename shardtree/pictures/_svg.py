@@ -1,4 +1,4 @@
-"""Pictures as SVG: static, with texts on hover, in a size that fits a page; no text is cut or lies on another."""
+"""Pictures as SVG: static, with texts on hover, in a size that fits a page; no text is cut off or covers another."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _cell(cell: Cell, x: float, y: float, width: float, height: float, levels: d
     wide, high = right - left, bottom - top
     gap, gap_down = min(1.5, wide / 4), min(1.5, high / 4)
     rect = _rect(cell.tone, x + left, y + top, wide - gap, high - gap_down, cell.title)
-    # What has fewer labels than its neighbours keeps the last one.
+    # A cell with fewer labels than its neighbours keeps its last one.
     labels = cell.labels[min(levels.get(round(wide, 2), 0), max(len(cell.labels) - 1, 0)) :]
     return rect + _label(cell, labels, x + left, y + top, wide - gap, high - gap_down)
 
@@ -228,7 +228,7 @@ def _across_names(names: Sequence[str], x: float, y: float, width: float) -> str
     parts = [
         _text(x + step * (place + 0.5), y, name, max(step * every, 20), "dim mid", _LABEL)
         for place, name in enumerate(names)
-        # Half of a name may reach over the plane's edge, not more than the space beside it.
+        # A name may extend beyond the plane's edge, but only into the space beside it.
         if place % every == 0 and step * (place + 0.5) + wide[place] / 2 <= width + 8
     ]
     return "".join(parts)

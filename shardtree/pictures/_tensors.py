@@ -94,7 +94,7 @@ def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool
     """
     number = columns.keys.index(key)
     kind, own = columns.kinds[number], select_rows(columns, np.flatnonzero(columns.key == number))
-    # With the other keys, all other tensors would be looked through for what no shard of this one holds.
+    # Other keys are dropped: otherwise, all other tensors would be searched for holes, too.
     own = replace(own, keys=(key,), kinds=(kind,), key=np.zeros_like(own.key))
     whole = kind.global_shape or (1,)
     if not all(whole):
@@ -115,7 +115,7 @@ def notes_on(sheets: Sequence[Sheet]) -> tuple[str, ...]:
     """Return notes on what the planes of one tensor leave out or merge."""
     notes = [MERGED] if any(sheet.regions.is_merged for sheet in sheets) else []
     if len(sheets) == _MOST_SLICES:
-        notes.append(f"The first {_MOST_SLICES} slices alone; others may be cut otherwise.")
+        notes.append(f"The first {_MOST_SLICES} slices are shown; others may be cut differently.")
     return tuple(notes)
 
 
@@ -163,14 +163,14 @@ def _sheet(
     span_of: dict[int, slice],
     most: int,
 ) -> Sheet:
-    """Return the plane of two axes, at one place along all other axes."""
+    """Return the plane of two axes, in one slice of all other axes."""
     bad_begin, bad_end, is_double = pieces.faults
     here, bad = (_meeting(begin, end, others) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
     begin, end = (_on_plane(column[here], axes, fill) for column, fill in ((pieces.begin, 0), (pieces.end, 1)))
     low, high = (_on_plane(column[bad], axes, fill) for column, fill in ((bad_begin, 0), (bad_end, 1)))
     whole = kind.global_shape or (1,)
     extent = (1 if axes[0] is None else whole[axes[0]], whole[axes[1]])
-    # Faults are among the boxes that cut the plane: the thinnest hole has a region of its own.
+    # Faults also cut the plane, so that even the thinnest hole has a region of its own.
     both = np.concatenate([begin, low]), np.concatenate([end, high])
     plane = regions_of(*both, extent, np.concatenate([low, high]), most)
     holders, lead, faults = [], [], []
@@ -197,7 +197,7 @@ def _on_plane(column: Column, axes: tuple[int | None, int], fill: int) -> Column
     return np.stack([rows, column[:, axes[1]]], axis=1)
 
 
-# Planes of sheets, once it is known which tone whose regions have.
+# Planes made of sheets, once each holder has a tone.
 
 
 def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
@@ -265,7 +265,7 @@ def _looks(
     if fault == "overlap":
         return "overlap", f"{place} {OVERLAP.text}: {words}", (f"twice: {words}", "twice"), OVERLAP.mark
     if fault:
-        # Others may hold it as a replica of a main one that isn't there.
+        # Ranks may hold it as a replica of a missing main shard.
         labels = ("no main replica", "no main") if words else ("held by none", "none")
         return "hole", f"{place} {holders.absent.text}{words and ': '}{words}", labels, HOLE.mark
     if lead < 0:

@@ -85,7 +85,7 @@ def picture_lines(picture: Picture, width: int = 80, *, filled: bool = False) ->
 
 
 def _plain(text: str, width: int, short: str = "") -> list[Spans]:
-    """Return the lines of a text, of its short form if only that fits into one."""
+    """Return a text as lines, or its short form if only that fits into one line."""
     fitting = first_fitting((printable(text), printable(short)), width) or printable(short or text)
     return [(Span(line),) for line in wrapped(fitting, width)]
 

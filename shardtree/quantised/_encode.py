@@ -1,4 +1,4 @@
-"""Quantising: boxes of a part are computed from the blocks of the weight that they come from."""
+"""Quantising: boxes of a part, computed from the blocks of the weight."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def encoded(
     for start, shape in windows(Box((0,) * len(at.shape), at.shape), high, wide):
         piece = data[slices(start, shape)].to(torch.float32)
         if not bool(torch.isfinite(piece).all()):
-            heading = f"quantised: elements of {key!r} that aren't finite have no scale"
+            heading = f"quantised: {key!r} has elements that aren't finite"
             fix = "Leave this tensor unquantised, or look for the cause of these elements."
             raise UnsupportedValue(error_text(heading, fix=fix))
         rows, columns = (-size % (side or size) for size, side in zip(shape[-2:], block, strict=True))

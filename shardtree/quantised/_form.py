@@ -84,7 +84,7 @@ class Form:
         front = len(shapes[0]) - len(self.parts[0].tail) - 2
         if front < 0:
             found = f"{names[0]!r}: {shapes[0]}"
-            raise ShapeError(error_text(f"quantised: {self.name} stores matrices", found=found))
+            raise ShapeError(error_text(f"quantised: {self.name} needs matrices", found=found))
         sizes = zip(shapes[0][front : front + 2], self.parts[0].pack, strict=True)
         whole = (*shapes[0][:front], *(size * pack for size, pack in sizes))
         wrong = []
@@ -99,7 +99,7 @@ class Form:
         return self._turn(whole)
 
     def means(self, shape: Sequence[int]) -> tuple[object, ...]:
-        """Return a key that is equal for forms of one meaning; larger blocks are clipped to this shape of a weight.
+        """Return a key that is equal for forms with the same meaning for weights of a shape, which clips larger blocks.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -226,7 +226,7 @@ class Form:
         """Return the leaves of a weight that the model holds quantised, by key, all cut as the weight is.
 
         Args:
-            shard: Box of the weight; its data and dtype don't count.
+            shard: Box of the weight; its data and dtype are ignored.
             tensors: Parts of this box that the model holds, by key; None for a target without memory.
 
         Returns:
@@ -273,7 +273,7 @@ class Form:
         if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
             found = f"{shard.key!r}: {shard.local_shape} of {shard.global_shape}"
             fix = "Leave out allow_shape_mismatch, and vectors; `as_factory` splits flat ranges into boxes."
-            raise ShapeError(error_text(f"quantised: {self.name} stores boxes of matrices", found=found, fix=fix))
+            raise ShapeError(error_text(f"quantised: {self.name} needs boxes of matrices", found=found, fix=fix))
         whole, pack = self._turn(shard.global_shape), self.parts[0].pack
         if any(size % step for size, step in zip(whole[-2:], pack, strict=True)):
             heading = f"quantised: {shard.key!r} can't be stored as {self.name}"
@@ -303,7 +303,7 @@ class Form:
         return of_source(Boxwise(f"{self.name} of {tensors[0].name}", box.shape, dtype, recipe, identify))
 
     def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
-        """Return the parts of a box's data, lazy if these are; a list of None without elements of whole blocks."""
+        """Return the parts of a box's data, lazy if these are; all are None without elements of whole blocks."""
         is_memory = isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data)
         if shard.data is None or self.encode is None or is_memory or not is_of_blocks(box, whole, self.block):
             return [None] * len(self.parts)

@@ -50,12 +50,12 @@ class Part:
             without the last axis, None for a part without any axis of the weight.
         pack: Number of the part's elements in one stored element, along the same axes.
         tail: Sizes of further axes of the stored tensor.
-        group: Size of the groups whose indices the elements are (`g_idx`): groups of that many consecutive rows, read
-            as the difference to the expected index, 0. -n for groups of n rows that may lie anywhere; 0 for a part that
-            holds no indices.
+        group: Group size of a part whose elements are group indices (`g_idx`), for groups of that many consecutive
+            rows; an index is read as its difference to the expected one, which must be 0. -n for groups of n rows that
+            may lie anywhere; 0 for a part without indices.
         count: Number of stored elements along an axis of groups, or upper bound of the indices; `of` fills it in.
-        shape: Shape of the weight's matrices, for a part that stores it: read as the difference to that shape, 0. Any
-            two sizes will do, since `of` fills in the weight's; empty for other parts.
+        shape: Shape of the weight's matrices, for a part that stores it; the stored shape is read as its difference to
+            this one, which must be 0. Any two sizes will do, since `of` fills in the weight's; empty for other parts.
     """
 
     name: str
@@ -162,7 +162,7 @@ def decoded(
     """Return a box of a weight's stored matrices, decoded from the boxes of its parts that it needs.
 
     Raises:
-        UnsupportedValue: rows belong to other groups than the form says, or the stored shape isn't the values'.
+        UnsupportedValue: rows belong to other groups than the form says, or the stored shape isn't that of the values.
     """
     if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
         return join(*(part.spread(tensor, *box) for part, tensor in zip(parts, tensors, strict=True))).to(dtype)

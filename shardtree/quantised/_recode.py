@@ -49,7 +49,7 @@ def recode(
             FP8 or FP4 values have no scales, some parts of a weight are missing, or scales lie beside integers or bytes
             that no form explains; the error names all of them.
         KeyMismatch: a pattern fits no key, or none that gets the form; or a part would have the key of another tensor;
-            names all of them.
+            the error names all of them.
         MetadataError: `also` has patterns, but `to` is a dtype.
         UnsupportedValue: a float64 weight would be rounded although that is an error. When a weight is written: an
             element isn't finite, or is rounded.

@@ -23,7 +23,7 @@ from .policies import SavedStep, sorted_steps
 
 
 def check_names(names: object) -> None:
-    """Raise an error unless a format gives each step a name of its own from which the step can be read back.
+    """Raise an error unless a format gives each step a different name, from which its number can be parsed.
 
     Raises:
         MetadataError: The format doesn't.
@@ -34,7 +34,7 @@ def check_names(names: object) -> None:
         fine = False
     if not fine or "/" in str(names) or "\0" in str(names):
         expected = "text with one number in it, such as 'step_{:08d}', 'iter_{:07d}' or '{}'"
-        raise MetadataError(error_text("series: not names for steps", found=repr(names)[:200], expected=expected))
+        raise MetadataError(error_text("series: invalid names", found=repr(names)[:200], expected=expected))
 
 
 def step_folder(names: str, number: int) -> str:
@@ -68,8 +68,8 @@ def _pattern(names: str) -> re.Pattern[str]:
     return re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
 
 
-# The record of a step is a file beside the checkpoint's. In the checkpoint, only our own format would have a place for
-# it, and under the root it would stay behind when the folder is copied or moved.
+# The record of a step is a file of its own in the step's folder. Inside the checkpoint's files, only our own format
+# could hold it, and under the root it would stay behind when the folder is copied or moved.
 
 RECORD_FILE = "shardtree-step.json"
 
@@ -286,7 +286,7 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
 
 
 def sound_record(root: Storage, folder: str) -> StepRecord:
-    """Return a step's record; an unreadable one counts as pinned, which the step may have been."""
+    """Return a step's record; an unreadable record counts as pinned, since the step may be."""
     try:
         return read_record(root, folder) or StepRecord()
     except CorruptCheckpoint as error:

@@ -24,10 +24,10 @@ def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: 
 
     Args:
         tree: The rank's tree, as `save` gets it.
-        place: The place of the step.
+        place: Root, folder and record of the step.
         names: The format of folders' names.
         number: The number of the step.
-        world: The ranks that save; each one calls this.
+        world: World of the ranks that save; the call is collective.
     """
     try:
         numbers = fingerprint(tree, world=world)

@@ -1,4 +1,4 @@
-"""The plan of a removal, as a value: printed, it is the dry run; executed, it does exactly that."""
+"""The plan of a removal, as a value: printed, it is the dry run; executed, it removes exactly those files."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     if is_being_saved(storage, checkpoint_files):
         return "a save to it is in progress"
     names = tuple(name.removeprefix(f"{folder}/") for name in files_in(root, folder))
-    # Remains of this step's own crashed saves go too, but only names that a save gives.
+    # Files left by crashed saves of this step go too, but only those with names that a save gives.
     ours = [
         name
         for name in names
@@ -157,7 +157,7 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     # Removing through a link could empty another checkpoint.
     links = [name for name in names if is_link(root, f"{folder}/{name}")]
     if any(name == link or name.startswith(f"{link}/") for link in links for name in (*checkpoint_files, *ours)):
-        return "files of it are links"
+        return "some of its files are links"
     order = partial(_order, deciding_files(strategies))
     marks = (mark(root, folder, name) for name in sorted(ours, key=order))
     others = tuple(name for name in names if name not in {*ours, RECORD_FILE})
@@ -194,5 +194,5 @@ def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
 
 
 def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
-    """Return a file's rank in a removal: files that make the folder a checkpoint go first, so that nothing opens it."""
+    """Return a sort key for the files of a removal: those that make the folder a checkpoint are removed first."""
     return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name

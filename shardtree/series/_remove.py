@@ -1,4 +1,4 @@
-"""Removal of steps, all or nothing as far as a listing shows.
+"""Removal of steps: a listing shows a step whole or not at all.
 
 First a note in the step's folder names the files to remove: one atomic write takes the step out of the listing. Then
 the files are removed, those that make it a checkpoint first, and the note last. If that is interrupted, the note says
@@ -52,7 +52,7 @@ def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategi
 
 
 def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None, number: int) -> None:
-    """Remove the steps that a policy doesn't keep, after a step was saved, which stays; the policy's errors are raised.
+    """After a step was saved, remove the other steps that a policy doesn't keep; the policy's errors are raised.
 
     A step that can't be removed is a warning in the log: the save that was just committed is whole, and the next one
     tries again.
@@ -76,10 +76,10 @@ def _warn_of_irremovable(removal: Removal) -> None:
 
 
 def drop_after(root: Storage, names: str, number: int, strategies: Strategies | None) -> tuple[int, ...]:
-    """Remove the finished steps after one, the highest first; return their numbers. Pinned ones stay.
+    """Remove the finished steps after a step, highest first, except pinned ones; return their numbers.
 
     Raises:
-        StorageError: Some can't be removed; all others were.
+        StorageError: Some steps can't be removed; all others were removed.
     """
     with listed(root) as listing:
         steps = list_steps(listing, names, strategies)
@@ -114,7 +114,7 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
     A step stays if it was saved anew or pinned since the plan, is the newest by now, or if a save to it is in progress.
 
     Raises:
-        StorageError: Some can't be removed; all others were.
+        StorageError: Some steps can't be removed; all others were removed.
     """
     with listed(root) as listing:
         return _remove_steps(listing, names, removal, strategies)
@@ -123,7 +123,7 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 def _remove_steps(
     root: Storage, names: str, removal: Removal, strategies: Strategies | None, newest: int | None = None
 ) -> tuple[int, ...]:
-    """Execute a plan; if steps after one are dropped, `newest` is that one, and the highest go first."""
+    """Execute a plan. For `drop_after`, `newest` is the step that stays the newest, and the highest steps go first."""
     failures = finish_removals(root, names)
     steps = list_steps(root, names, strategies)
     # Steps are looked up again, since the plan may be old: the newest by now, and pinned ones, stay.
@@ -144,7 +144,7 @@ def _remove_steps(
 
 
 def _remove_together(root: Storage, items: list[StepFiles], failures: list[str]) -> list[StepFiles]:
-    """Remove steps side by side, each phase of all before the next; return those that were removed."""
+    """Remove steps in parallel, one phase after the other; return those that were removed."""
     for phase in (_is_as_planned, _note, *_PHASES):
         items = [item for item in items if _attempt(root, item.folder, partial(phase, root, item), failures)]
         try:
@@ -156,7 +156,7 @@ def _remove_together(root: Storage, items: list[StepFiles], failures: list[str])
 
 
 def finish_removals(root: Storage, names: str) -> list[str]:
-    """Finish interrupted removals, and return the reasons why some can't be, which mustn't stop the others."""
+    """Finish interrupted removals, and return the errors of those that can't be finished."""
     failures: list[str] = []
     prefetch(root, (f"{name}/{RECORD_FILE}" for name in root.names()))
     for name in root.names():
@@ -193,7 +193,7 @@ def _is_as_planned(root: Storage, item: StepFiles) -> bool:
 
 
 def _note(root: Storage, item: StepFiles) -> bool:
-    """Note the files to remove in a step's folder; return False if another process has removed it meanwhile."""
+    """Note the files to remove in a step's folder; return False if another process has removed the step meanwhile."""
     try:
         write_record(root, item.folder, StepRecord(removing=item.files))
     except StorageError:
@@ -267,7 +267,7 @@ def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_aft
         stale_after: Seconds without a change after which a save counts as interrupted, if its process can't be seen.
 
     Returns:
-        Folders of unfinished steps that still exist: of saves in progress, and with files of unknown owners.
+        Folders of unfinished steps that still exist: a save is in progress, or files have unknown owners.
     """
     with listed(root) as listing:
         failures = finish_removals(listing, names)

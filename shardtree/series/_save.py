@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlace:
-    """The place of one save of a step.
+    """The target of one save of a step.
 
     Attributes:
         root: Folder of all steps.
@@ -72,7 +72,7 @@ def checked_step(number: object) -> int:
     step = as_int(number)
     if step is not None and 0 <= step < 10**18:
         return step
-    heading = "series: not the number of a step"
+    heading = "series: invalid step number"
     raise MetadataError(error_text(heading, found=repr(number)[:200], expected="an int, 0 or more"))
 
 
@@ -91,7 +91,7 @@ def each_metric(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def alike_step(step: object) -> object:
-    """Return a step as ranks compare it: its number as an int; unchanged if it has none.
+    """Return a step as ranks compare it: its number as an int, or the value itself if it has no number.
 
     Examples:
         >>> import numpy
@@ -112,7 +112,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
     if ahead:
         logger.warning(
             "series: step %d is saved behind step %d, which is still the newest to `latest` and to policies;"
-            " if the run went back, `drop_after` removes what lies ahead",
+            " if the run went back, `drop_after` removes the later steps",
             number,
             ahead[-1],
         )
@@ -126,7 +126,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
 def with_record(request: AsyncRequest[T], place: SavePlace) -> AsyncRequest[T]:
     """Return a save that also writes a record of its step, on rank 0."""
     if request.world.rank != 0:
-        return request.add_finalize_fn(nothing)  # ranks finalize together: each needs as many functions
+        return request.add_finalize_fn(nothing)  # ranks finalize together, so each needs the same number of functions
 
     before: list[bytes | None] = []  # the old record, once a new one is written
 
@@ -151,7 +151,7 @@ def nothing() -> None:
 
 
 def _announce(place: SavePlace, before: list[bytes | None]) -> None:
-    """Write the record before the checkpoint counts; while an old checkpoint exists, it has the pins of both."""
+    """Write the record before the checkpoint counts; while an old checkpoint exists, pins of both records count."""
     data = place.root.read(place.name) if place.root.length(place.name) is not None else None
     record = replace(place.record, time=time.time())
     if place.is_finished():
@@ -163,7 +163,7 @@ def _announce(place: SavePlace, before: list[bytes | None]) -> None:
 
 
 def _take_back(place: SavePlace, before: bytes | None) -> None:
-    """Restore the old record; None if there was none. Never raises."""
+    """Restore the old record, or remove the new one if there was none; never raises."""
     try:
         if before is not None:
             place.root.replace(place.name, before, durable=True)
@@ -171,7 +171,7 @@ def _take_back(place: SavePlace, before: bytes | None) -> None:
             place.root.remove(place.name)
             remove_folder(place.root, place.folder)
     except Exception as error:
-        logger.warning("series: what a failed save noted stays in %s: %s", place.root.where(place.folder), error)
+        logger.warning("series: the record of a failed save stays in %s: %s", place.root.where(place.folder), error)
 
 
 def change_record(root: Storage, step: SavedStep, change: Callable[[StepRecord], StepRecord]) -> None:

@@ -58,8 +58,8 @@ class CheckpointSeries:
         queue: An `AsyncCallsQueue`, each rank's own, on which `save` schedules its request.
 
     Raises:
-        StorageError: The root isn't a place.
-        MetadataError: The step can't be read back from the names, `keep` isn't a function, or `queue` isn't a queue.
+        StorageError: The root isn't a path, URL or storage.
+        MetadataError: Step numbers can't be parsed from `names`, `keep` isn't a function, or `queue` isn't a queue.
 
     Examples:
         >>> import torch, shardtree as st
@@ -98,7 +98,7 @@ class CheckpointSeries:
         return on_rank_zero(self._ranks(), "series: list", self._list)
 
     def latest(self) -> SavedStep | None:
-        """Return the newest finished step, that of the highest number, whenever it was saved; None if there is none.
+        """Return the finished step with the highest number, whenever it was saved; None if there is none.
 
         After a run went back, the steps ahead of it still count, until `drop_after` removes them.
         """
@@ -180,7 +180,7 @@ class CheckpointSeries:
         compare: bool = False,
         **keywords: Any,
     ) -> AsyncRequest[Any] | None:
-        """Save a step, and apply the series' policy once it is committed, which never removes this step.
+        """Save a step, and apply the series' policy once it is committed; the policy never removes this step.
 
         Saving a step with a lower number than an existing one logs a warning: the run has gone back.
 
@@ -202,8 +202,8 @@ class CheckpointSeries:
             AlreadyACheckpoint: The step exists already, and `overwrite` isn't given.
             MetadataError: The step isn't a number, or the metrics aren't numbers by name.
             WorldError: Ranks passed different steps, names, metrics or pins, or only some have a queue or a policy.
-            CheckpointingException: The save failed, as in `save`; or an earlier save of the queue failed, which the
-                error's notes name, and this one isn't begun.
+            CheckpointingException: The save failed, as in `save`; or an earlier save of the queue failed: the error's
+                notes name it, and this save isn't begun.
         """
         ranks = self._ranks()
         if self.queue is not None:
@@ -231,7 +231,7 @@ class CheckpointSeries:
             # wasted.
             arguments["options"] = replace(arguments.get("options") or SaveOptions(), snapshot=False)
         place = SavePlace(self._storage, folder, StepRecord(None, values, bool(pinned)), arguments["strategies"])
-        # The check is prepared before the save copies anything: afterwards nobody knows the content of memory.
+        # The check is prepared before the save begins, since the tensors may change afterwards.
         compared = progress_check(sharded_state_dict, place, self.names, number, ranks) if compare else nothing
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
         noting = with_record(request, place)
@@ -247,7 +247,7 @@ class CheckpointSeries:
         return None
 
     def note(self, step: int | SavedStep, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the record of a finished step; rank 0's count.
+        """Add metrics to the record of a finished step; those of rank 0 are recorded.
 
         Raises:
             NotACheckpoint: There is no such step.
@@ -287,8 +287,8 @@ class CheckpointSeries:
         """
         policy = self.keep if policy is None else policy
         if policy is None:
-            fix = "Pass one, such as st.retention.keep_last(3), or make the series with keep=."
-            raise MetadataError(error_text("series: a removal without a policy", fix=fix))
+            fix = "Pass a policy, such as st.retention.keep_last(3), or make the series with keep=."
+            raise MetadataError(error_text("series: plan_removal has no policy", fix=fix))
         plan = partial(plan_removal, self._storage, self.names, policy, self.strategies)
         return on_rank_zero(self._ranks(), "series: plan a removal", plan)
 
@@ -300,22 +300,22 @@ class CheckpointSeries:
         the newest by now.
 
         Raises:
-            StorageError: Some can't be removed; all others were.
+            StorageError: Some steps can't be removed; all others were removed.
             MetadataError: The argument isn't a plan.
         """
-        check_type("series: remove", "removal", removal, Removal, "Pass what plan_removal returns.")
+        check_type("series: remove", "removal", removal, Removal, "Pass the result of plan_removal.")
         run = partial(remove_steps, self._storage, self.names, removal, self.strategies)
         return on_rank_zero(self._ranks(), "series: remove", run)
 
     def drop_after(self, step: int | SavedStep) -> tuple[int, ...]:
-        """Remove the finished steps with higher numbers than one that stays; return their numbers.
+        """Remove the finished steps with higher numbers than a given step; return their numbers.
 
         This is for a run that goes back: later steps would still count as the newest. The highest is removed first, so
         that a crash leaves no gap. Pinned steps stay.
 
         Raises:
             NotACheckpoint: There is no such step.
-            StorageError: Some can't be removed; all others were.
+            StorageError: Some steps can't be removed; all others were removed.
 
         Examples:
             >>> import torch, shardtree as st
@@ -336,7 +336,7 @@ class CheckpointSeries:
 
         Args:
             stale_after: Seconds without a change after which a save of another machine counts as interrupted; a save of
-                this machine does once its process is gone.
+                this machine counts once its process is gone.
 
         Returns:
             Folders of unfinished steps that still exist.
@@ -373,7 +373,7 @@ class CheckpointSeries:
         if not matches:
             listing = "no finished step" if not steps else f"steps {steps[0].number} to {steps[-1].number}"
             heading = f"series: no {'step' if number is None else f'step {number}'} under {self._storage.where()!r}"
-            raise NotACheckpoint(error_text(heading, found=listing, fix="Name one of steps()."))
+            raise NotACheckpoint(error_text(heading, found=listing, fix="Pass one of steps()."))
         return matches[-1]
 
     def _latest_verified(self) -> SavedStep | None:

@@ -100,14 +100,14 @@ def keep_steps(numbers: Iterable[int]) -> RetentionPolicy:
     """Return the policy that keeps steps by their numbers, if they exist.
 
     Raises:
-        MetadataError: A number can't be a step's.
+        MetadataError: A number isn't a valid step number.
 
     Examples:
         >>> policy = keep_steps([1, 5])
         >>> policy, sorted(policy([SavedStep(1), SavedStep(2)]))
         (keep_steps([1, 5]), [1])
     """
-    wanted = frozenset(whole_number("keep_steps", "a step", number, least=0) for number in numbers)
+    wanted = frozenset(whole_number("keep_steps", "step number", number, least=0) for number in numbers)
     return RetentionPolicy(
         f"keep_steps({sorted(wanted)})", lambda steps: {step.number for step in steps if step.number in wanted}
     )
@@ -136,7 +136,7 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
     """Return the steps of a listing in the order of their numbers, the newest last.
 
     Raises:
-        MetadataError: The argument isn't a listing.
+        MetadataError: The argument isn't an iterable of SavedStep values.
 
     Examples:
         >>> [step.number for step in sorted_steps([SavedStep(7), SavedStep(2)])]
@@ -145,7 +145,7 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
     try:
         return tuple(sorted(steps, key=lambda step: step.number))
     except (AttributeError, TypeError):
-        found, fix = type(steps).__name__, "Pass what `CheckpointSeries.steps()` returns."
+        found, fix = type(steps).__name__, "Pass the result of `CheckpointSeries.steps()`."
         raise MetadataError(error_text("invalid steps", found=found, expected="SavedStep values", fix=fix)) from None
 
 
@@ -153,25 +153,25 @@ def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
     """Return a policy's argument as an int, after checking that it is one of at least `least`.
 
     Raises:
-        MetadataError: The argument isn't.
+        MetadataError: The argument has another type or is too small.
     """
     with suppress(TypeError):  # from `operator.index`, which takes NumPy's integers, but not floats and texts
         if (number := int(index(value))) >= least and not isinstance(value, bool):  # type: ignore[arg-type]
             return number
     found = repr(value)[:200]
-    raise MetadataError(error_text(f"{policy}: {what} isn't one", found=found, expected=f"an int, {least} at least"))
+    raise MetadataError(error_text(f"{policy}: invalid {what}", found=found, expected=f"an int, {least} at least"))
 
 
 def duration(policy: str, value: object) -> float:
     """Return a policy's argument, after checking that it is a number of seconds, at least 0.
 
     Raises:
-        MetadataError: The argument isn't.
+        MetadataError: The argument has another type or is too small.
     """
     if isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
         return float(value)
     expected = "a number, 0 at least"
-    raise MetadataError(error_text(f"{policy}: not a number of seconds", found=repr(value)[:200], expected=expected))
+    raise MetadataError(error_text(f"{policy}: invalid number of seconds", found=repr(value)[:200], expected=expected))
 
 
 # Policies by number: the last few steps, and every n-th.
@@ -190,7 +190,7 @@ def keep_last(count: int) -> RetentionPolicy:
         >>> sorted(keep_last(2)([SavedStep(number) for number in (10, 20, 30)]))
         [20, 30]
     """
-    count = whole_number("keep_last", "a number of steps", count, least=0)
+    count = whole_number("keep_last", "number of steps", count, least=0)
     return RetentionPolicy(
         f"keep_last({count})", lambda steps: {step.number for step in sorted_steps(steps)[max(len(steps) - count, 0) :]}
     )
@@ -209,7 +209,7 @@ def keep_every(count: int) -> RetentionPolicy:
         >>> sorted(keep_every(100)([SavedStep(number) for number in (0, 50, 100, 150)]))
         [0, 100]
     """
-    count = whole_number("keep_every", "a number of steps", count, least=1)
+    count = whole_number("keep_every", "number of steps", count, least=1)
     return RetentionPolicy(
         f"keep_every({count})", lambda steps: {step.number for step in steps if step.number % count == 0}
     )
@@ -223,8 +223,8 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
 
     Args:
         seconds: Length of that time.
-        now: End of that time, in seconds since 1970; None for the save of the step with the largest number, so that a
-            run that stands still loses nothing. A later time of another step comes from a clock that was ahead.
+        now: End of that time, in seconds since 1970; None for the save time of the step with the largest number, so
+            that a paused run loses nothing. Steps with later times, from clocks that ran ahead, are kept.
 
     Raises:
         MetadataError: The argument isn't a number of seconds.
@@ -295,7 +295,7 @@ def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -
         >>> sorted(keep_best(1, "loss")([SavedStep(0), *steps]))
         [0, 2, 4]
     """
-    count = whole_number("keep_best", "a number of steps", count, least=0)
+    count = whole_number("keep_best", "number of steps", count, least=0)
     _check_mode(metric, mode)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
@@ -337,7 +337,7 @@ def _ranked(steps: Sequence[SavedStep], metric: str, mode: str) -> list[SavedSte
 def _check_mode(metric: object, mode: object) -> None:
     if not isinstance(metric, str) or mode not in ("min", "max"):
         found, expected = f"{metric!r}, mode={mode!r}"[:200], "a metric's name and mode='min' or 'max'"
-        raise MetadataError(error_text("wrong metric or mode", found=found, expected=expected))
+        raise MetadataError(error_text("invalid metric or mode", found=found, expected=expected))
 
 
 # A policy's decision on a listing, with reasons, which a removal executes.
@@ -373,10 +373,10 @@ def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
     wanted: object = getattr(policy, "choose", policy)(listing) if callable(policy) else None  # not yet a set
     if isinstance(wanted, Iterable):
         with suppress(MetadataError):
-            return frozenset(whole_number("series", "a step", number, least=-(10**18)) for number in wanted)
+            return frozenset(whole_number("series", "step number", number, least=-(10**18)) for number in wanted)
     found = (f"{policy_name(policy)}, which returns {wanted!r}" if callable(policy) else repr(policy))[:200]
     expected = "a function from a listing to the numbers of the steps to keep, such as keep_last(3)"
-    raise MetadataError(error_text("series: not a policy", found=found, expected=expected))
+    raise MetadataError(error_text("series: invalid policy", found=found, expected=expected))
 
 
 def _members(policy: Choose) -> Iterator[Choose]:

@@ -134,7 +134,8 @@ class MemoryStorage:
 
     def sibling(self, name: str) -> Sibling:
         """Return the sibling folder for the save of that name."""
-        # All ranks share the object, but only rank 0 makes the folder; if it never does, the object goes with the save.
+        # All ranks share the object, but only rank 0 makes the folder; if it never does, the object is freed with the
+        # save.
         with self.lock:
             return self._siblings.setdefault(name, MemorySibling(self, name))
 
@@ -307,7 +308,7 @@ class MemorySibling:
         """Return without a check, since files in memory can always be shared."""
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Share old files with the new folder, and return the names that other files have there."""
+        """Share old files with the new folder, and return the names that other files there already have."""
         pair = (self.target, self.storage)
         new, old = pair if self._exchanged else pair[::-1]
         return tuple(name for name in names if not new.share(name, old))

@@ -101,9 +101,9 @@ def check_resume(
             or returns another one.
         layouts: Numbers of ranks, or meshes, tried in all pairs of a save and a load.
         steps: Number of steps before the save.
-        shards: Function from the job to a `ShardedTensor` for each plain tensor that is this rank's part of a
-            parameter, by name of the parameter. Optimizer states of the same shape are cut like it. DTensors need no
-            description.
+        shards: Function that takes the job and returns, by parameter name, a `ShardedTensor` for each plain tensor that
+            is only this rank's part of a parameter. Optimizer states of the same shape are cut like it. DTensors need
+            no description.
         folder: Parent folder of the saves' folders; by default each place is a `MemoryStorage`, for `st.save` on
             simulated ranks.
         run: Function that runs ``fn(world)`` on a number of ranks and returns their results: `simulate`, or
@@ -111,7 +111,7 @@ def check_resume(
             torch's global generator: use your own generators there.
 
     Raises:
-        AssertionError: The resumed job differs; names each state that differs and the likely cause.
+        AssertionError: The resumed job differs; the error names each state that differs and the likely cause.
 
     Examples:
         >>> import shardtree as st

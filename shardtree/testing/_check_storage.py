@@ -41,11 +41,11 @@ def check_storage(
 
     Args:
         new_storage: Function that returns a new empty storage at each call.
-        reopen: Function that returns another object for a storage's place, as another process would open it. Without
-            it, a storage that answers from its own cache of changes passes.
+        reopen: Function that opens a storage's place again, as another process would, and returns the new object.
+            Without it, changes that are only in the storage's own cache seem to be stored.
 
     Raises:
-        AssertionError: The storage breaks a promise; names all broken promises and their faults.
+        AssertionError: The storage breaks a promise; the error names all broken promises and their faults.
 
     Examples:
         >>> check_storage(MemoryStorage)
@@ -267,13 +267,13 @@ _TOGETHER = ("make_folder is_folder remove_folder", "sibling siblings", "replace
 
 
 def _says_what_it_can(storage: Storage, seen: Seen) -> None:
-    """Capabilities that belong together come together."""
+    """Of capabilities that need each other, a storage has all or none."""
     capabilities = can(storage)
     kind = type(capabilities).__name__
     assert isinstance(capabilities, Capabilities), f"they are a {kind}, not st.storage.Capabilities"
     for names in map(str.split, _TOGETHER):
         present = [name for name in names if getattr(capabilities, name) is not None]
-        assert present in ([], names), f"{present} alone of {names}"
+        assert present in ([], names), f"only {present} of {names}"
 
 
 def _exchanges(storage: Storage, seen: Seen) -> None:

@@ -30,14 +30,14 @@ def check_world(run: Run, *, hears_of_the_dead: bool = False, hangs_after: float
         run: Function that calls its argument on every rank, with that rank's world, and raises the errors of these
             calls: ``lambda function: simulate(3, function)``, or, in a process that is a rank,
             ``lambda function: function(world)``. It is called several times, with the same worlds or new ones.
-        hears_of_the_dead: Whether to check last that the other ranks get an error after one rank has ended. This takes
-            as long as the world's timeout, and the world can't be used afterwards. Leave it out if the launcher ends
-            the whole job when a rank ends.
+        hears_of_the_dead: Whether to check, last of all, that ranks get an error after another rank has ended. This
+            takes as long as the world's timeout, and the world can't be used afterwards. Leave it out if the launcher
+            ends the whole job when a rank ends.
         hangs_after: Seconds after which an unfinished check counts as broken, and later checks are left out; must be
             more than the timeout of the worlds.
 
     Raises:
-        AssertionError: A world breaks a promise; names the broken promises and their faults.
+        AssertionError: A world breaks a promise; the error names the broken promises and their faults.
 
     Examples:
         >>> from shardtree.world import simulate

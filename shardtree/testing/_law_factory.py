@@ -189,9 +189,10 @@ def check_factory(
     """Raise unless a factory obeys the laws of lenses, also for optimizer states and flat ranges.
 
     - *Merge undoes build*: the built tensors, stored and read back, merge to the original tensor.
-    - *Build undoes merge*: other tensors in place of the stored ones, once merged, are built again unchanged.
-    - *States are cut alike*: a tensor of the same shape and any dtype, under another key, is built as the same boxes of
-      the same global shapes.
+    - *Build undoes merge*: if other tensors replace the stored ones, merging them and building again gives the same
+      tensors.
+    - *States are cut alike*: a tensor of the same shape, of any dtype and under another key, is built as the same boxes
+      of tensors of the same global shapes.
     - *Flat ranges are parts of the whole*: each element of a flat range is stored where the whole tensor stores it.
     - Building doesn't change its argument.
 
@@ -199,11 +200,11 @@ def check_factory(
         factory: Factory with data.
         states: Optimizer states to try; by default two of random bits, in float32 and bfloat16. Elements that the
             factory doesn't store, such as a vocabulary's padding, come back as its fill value. The factory's tensor
-            must have the fill there, and so must states that you pass; the default states copy it from that tensor.
+            and states that you pass must already have that value there; the default states copy it from the tensor.
         flat: Slices of the row-major flattened tensor from which the factory must build too, as for ZeRO.
 
     Raises:
-        AssertionError: The factory breaks a law; names the law, the tensor and the difference.
+        AssertionError: The factory breaks a law; the error names the law, the tensor and the difference.
 
     Examples:
         >>> from shardtree.testing import glu, transposed

@@ -146,8 +146,8 @@ def check_lens(
 
     A lossy lens, such as one that quantises, must keep these laws instead of the second and third:
 
-    - *The error is the format's*: merging the stored form of the whole gives each element within `lossy`, and merging
-      that of a shard gives the same elements.
+    - *The error is the format's*: merging the stored form of the whole tensor gives each element with an error of at
+      most `lossy`, and merging the stored form of a shard gives the same elements.
     - *Idempotent*: loaded tensors are stored again unchanged.
 
     Args:
@@ -158,7 +158,7 @@ def check_lens(
             broadcasts to the tensor's; None for a lossless lens.
 
     Raises:
-        AssertionError: The lens breaks a law; names the law and the difference.
+        AssertionError: The lens breaks a law; the error names the law and the difference.
 
     Examples:
         >>> from shardtree.lenses import transposed
@@ -303,14 +303,15 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
 
     Args:
         whole: The whole tensor, or any value that `hold` accepts; its elements should all differ.
-        hold: Function that returns each rank's local tensor of the model, called as ``hold(whole, ranks)``: the oracle,
-            written without this library.
+        hold: Function that returns each rank's local tensor of the model, called as ``hold(whole, ranks)``. It is
+            the reference, so write it without this library.
         build: Function that describes a local tensor for saving as a shard or a factory, called as
             ``build(local, rank, ranks)``.
         ranks: Numbers of ranks, tried in all pairs of a save and a load.
 
     Raises:
-        AssertionError: A rank loads wrong elements; names the numbers of ranks, the rank and the first difference.
+        AssertionError: A rank loads wrong elements; the error names the numbers of ranks, the rank and the first
+            difference.
 
     Examples:
         Gate and up rows, fused on each rank, but described as rows of one tensor:

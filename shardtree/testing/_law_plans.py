@@ -36,7 +36,7 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
         plan: The result of `plan_load`.
 
     Raises:
-        AssertionError: A byte is read wrongly, twice, or not at all; names the shard and the byte.
+        AssertionError: A byte is read wrongly, twice, or not at all; the error names the shard and the byte.
 
     Examples:
         >>> import torch, shardtree as st
@@ -71,7 +71,7 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         writes: Mask of the rows that are written.
 
     Raises:
-        AssertionError: The writes are wrong or unbalanced; names the shard or the ranks.
+        AssertionError: The writes are wrong or unbalanced; the error names the shard or the ranks.
 
     Examples:
         >>> import torch, shardtree as st
@@ -242,7 +242,7 @@ def check_flat_shards(
     shards: Callable[..., Any] = flat_shards,
     slices: Callable[..., Any] = buffer_slices,
 ) -> None:
-    """Raise unless all ranks' flat shards make up the parameters, bit for bit, and can be packed into the same slices.
+    """Raise unless all ranks' flat shards make up the parameters, bit for bit, and packing them gives the same slices.
 
     The reference packs the buffer element by element. Arguments must not change, and shards must be views of slices.
 
@@ -253,7 +253,8 @@ def check_flat_shards(
         slices: Function under test, called as ``slices(plan, rank, tree, dtype=...)``.
 
     Raises:
-        AssertionError: A result is wrong; names the rank and the bucket, or the parameter, and the difference.
+        AssertionError: A result is wrong; the error names the rank and the bucket, or the parameter, and the
+            difference.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers

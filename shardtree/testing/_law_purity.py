@@ -34,7 +34,7 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
         options: Keyword arguments for the function.
 
     Raises:
-        AssertionError: An argument or the result changes; names the argument and the path in it.
+        AssertionError: An argument or the result changes; the error names the argument and the path in it.
 
     Examples:
         >>> check_pure(sorted, [3, 1, 2])
@@ -118,8 +118,8 @@ def check_commutes(
             ``rtol=0, atol=0`` for transforms that only move or convert elements: these must be equal bit for bit.
 
     Raises:
-        AssertionError: The results differ, or an argument changes; names both layouts, the rank, the key and the
-            difference, of the worst tensor if several differ.
+        AssertionError: The results differ, or an argument changes; the error names both layouts, the rank, the key and
+            the difference, for the worst tensor if several differ.
         MetadataError: A tolerance isn't a finite number of at least 0.
 
     Examples:
@@ -150,7 +150,7 @@ def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
 
 
 def _cut(state: Any, *names: str | None) -> Any:
-    """Return a spec for each tensor that cuts as many of its axes as it has."""
+    """Return a spec for each tensor, with these mesh axes on its first axes."""
     return map_shards(lambda leaf: PartitionSpec(*names[: getattr(leaf, "ndim", 0)]), state)
 
 

@@ -38,7 +38,7 @@ def check_reshard_plan(plan: ReshardPlan) -> None:
         plan: The plan to check.
 
     Raises:
-        AssertionError: The plan is wrong; names the shard and the element, or the numbers that differ.
+        AssertionError: The plan is wrong; the error names the shard and the element, or the numbers that differ.
 
     Examples:
         >>> import torch, shardtree as st
@@ -70,7 +70,7 @@ def check_filled(plan: ReshardPlan) -> None:
         plan: The plan to check.
 
     Raises:
-        AssertionError: The plan is wrong; names the transfer, or the shard and the element.
+        AssertionError: The plan is wrong; the error names the transfer, or the shard and the element.
 
     Examples:
         >>> import torch, shardtree as st
@@ -176,7 +176,7 @@ def check_reshard(
             the expected values, and resharding back isn't checked.
 
     Raises:
-        AssertionError: A result is wrong; names the rank, the path and the difference.
+        AssertionError: A result is wrong; the error names the rank, the path and the difference.
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, shard

@@ -96,7 +96,7 @@ class Reading:
     """One rank's state of a job.
 
     Attributes:
-        values: Values by place; a partial tensor is a tuple of shards.
+        values: Values by key and name of the state; a partial tensor is a tuple of shards.
         ties: Groups of names of the same tensor.
     """
 
@@ -110,8 +110,8 @@ class JobState:
 
     Attributes:
         values: Whole values by place.
-        others: Values that differ from `values`, by place and rank; tensors are whole, with the rank's own elements
-            put in.
+        others: Values that differ from `values`, first by key and name of the state, then by rank. A tensor is
+            the whole one with the rank's own elements in place of the common ones.
         ties: Groups of names of the same tensor, on any rank.
         ranks: Number of ranks.
     """
@@ -130,7 +130,7 @@ def gathered(readings: Sequence[Reading]) -> JobState:
     """Return the whole state, gathered from the ranks' readings.
 
     Raises:
-        AssertionError: Some elements of a tensor are on no rank; names the tensor.
+        AssertionError: Some elements of a tensor are on no rank; the error names the tensor.
 
     Examples:
         >>> halves = [ShardedTensor.from_rank_offsets("w", torch.full((1,), n), (0, n, 2)) for n in range(2)]

@@ -240,7 +240,7 @@ def _scaled(found: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def scale_of(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> float | None:
-    """Return the factor by which a tensor is the expected one scaled; None if there is none, or it is 0 or 1.
+    """Return the factor between a tensor and the expected one; None if no factor fits, or if it is 0 or 1.
 
     Args:
         found: The scaled tensor.

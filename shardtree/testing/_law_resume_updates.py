@@ -92,7 +92,7 @@ def nudge(tensor: torch.Tensor, seed: int) -> None:
 def sample_problems(
     found: Sequence[Collection[Hashable] | None], samples: Mapping[int, Sequence[Collection[Hashable] | None]]
 ) -> list[ResumeProblem]:
-    r"""Return the problem of a first step after the resumption that uses other samples than in the saved job.
+    r"""Return a problem if the first step after the resumption uses other samples than that of the saved job.
 
     Args:
         found: Samples that the step used, by rank; None if steps don't return any.

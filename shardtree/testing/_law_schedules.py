@@ -27,7 +27,7 @@ def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
         schedule: A schedule of the plan.
 
     Raises:
-        AssertionError: The schedule is wrong; names the transfer, or the rank and the step.
+        AssertionError: The schedule is wrong; the error names the transfer, or the rank and the step.
 
     Examples:
         >>> import torch, shardtree as st
@@ -99,7 +99,7 @@ def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
         after: Numbers of the elements of each target shard, as `moved` returns them.
 
     Raises:
-        AssertionError: An element is wrong; names it and its shard.
+        AssertionError: An element is wrong; the error names the element and its shard.
 
     Examples:
         >>> import torch, shardtree as st
@@ -118,9 +118,9 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
     """Raise unless a plan with relays moves the same elements as the plan without, each once from its source.
 
     Every rank must receive as many bytes as without relays. Ranks that need the same elements must get equal parts of
-    them from the sources. If k ranks need elements, and n of them would get these from one source, that source must
-    send the fraction n / k of them. Parts may differ by a few rows of a box, or by a few times `shortest_cut`. The
-    reference visits every element, so keep shapes small.
+    them from the sources. If k ranks need the same elements, and n of these ranks would get them from one source
+    without relays, that source must send the fraction n / k of the elements. Parts may differ by a few rows of a box,
+    or by a few times `shortest_cut`. The reference visits every element, so keep shapes small.
 
     Args:
         plan: The plan without relays.
@@ -128,7 +128,7 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
         shortest_cut: Argument of `with_relays` for this plan.
 
     Raises:
-        AssertionError: The plan with relays is wrong; names the ranks, or the element.
+        AssertionError: The plan with relays is wrong; the error names the ranks, or the element.
 
     Examples:
         >>> import torch, shardtree as st

@@ -38,7 +38,7 @@ def check_trace(
         sources: Tensors with data, best with elements that all differ.
 
     Raises:
-        AssertionError: The code breaks a law; names the law and the difference.
+        AssertionError: The code breaks a law; the error names the law and the difference.
         TraceError: The code reads values of elements.
 
     Examples:
@@ -50,7 +50,7 @@ def check_trace(
     """
     result, eager = trace(function, sources), dict(function(dict(sources)))
     outputs = result(sources)
-    check_same("traced isn't eager", outputs, eager)
+    check_same("the trace gives other tensors than the code", outputs, eager)
     if again := result.diff(trace(function, sources)):
         raise AssertionError(f"two traces of the code differ: {next(iter(again.values()))[0]}")
     for name, tensor in eager.items():
@@ -100,7 +100,7 @@ def check_quantised(
 
     - *It is the form*: all of a weight's tensors have the dtypes and shapes of the form.
     - *Cuts commute*: a cut of a weight, dequantised, equals the cut of the dequantised weight, also if it crosses
-      blocks; and so it does in a trace.
+      blocks. The same holds in a trace.
     - *Values and scales are cut together*: the parts of all ranks, put together, are the stored tensors.
     - *Recoding comes back*: a dequantised weight that is quantised again has the same values.
     - *Scales are the values' own*: dequantised weights are close to the original ones.
@@ -108,16 +108,16 @@ def check_quantised(
     Args:
         form: The form of the weights.
         tensors: Whole stored tensors, by key; small, since many cuts are tried.
-        held: Function from a box of a weight (a shard without data) to your code's tensors on that rank, by key. None
-            cuts by the form, for boxes whose edges lie between packed values.
+        held: Function from a box of a weight (a shard without data) to your code's tensors on that rank, by key. By
+            default the form cuts the tensors, and boxes that would split packed values are skipped.
         expected: The weights that were quantised, by key.
-        most: Upper bound of an element's error, as a fraction of the largest element of its block: half a step is a
-            quarter for FP4, a sixteenth for FP8.
+        most: Upper bound of an element's error, as a fraction of the largest element of its block: a quarter
+            for FP4 and a sixteenth for FP8 allow rounding by half a step.
         same_codes: Whether recoding must give the same codes and scales, not only the same values; for tensors that the
             form itself has quantised.
 
     Raises:
-        AssertionError: A law is broken; names the law and the difference.
+        AssertionError: A law is broken; the error names the law and the difference.
 
     Examples:
         >>> from shardtree.quantised import FORMS
@@ -135,8 +135,8 @@ def check_quantised(
     try:
         weights = dense(tensors)
     except CheckpointingException as error:
-        raise AssertionError(f"it isn't the form: {error}") from error
-    assert weights, f"it isn't the form: {sorted(tensors)} are no tensors of {form.name}"
+        raise AssertionError(f"tensors don't have the form: {error}") from error
+    assert weights, f"tensors don't have the form: {sorted(tensors)} are no tensors of {form.name}"
     parts_of = {key: {name: tensors[name] for name in form.keys(key)} for key in weights}
     for key, weight in weights.items():
         _ = check_trace(dense, parts_of[key])

@@ -45,7 +45,7 @@ class OptimizerState:
         params: Global parameters by name, in order.
         prepended: Number of prepended leading axes of each parameter.
         moments: Moments by parameter and state key: tensors of the parameter's global shape and any dtype.
-        numbers: Numbers by parameter and state key: tensors of the shape of the prepended axes, scalars without any.
+        numbers: Numbers by parameter and state key: tensors of the shape of the prepended axes, or scalars.
         values: Python values by parameter and state key, one for each index along prepended axes.
         groups: Hyperparameters of each group, with the names of its parameters as ``params``.
     """
@@ -240,7 +240,7 @@ def check_optimizer_roundtrip(
         back: Function under test for loads, such as `sharding_state_to_optim_state`.
 
     Raises:
-        AssertionError: A state differs, or an element or object hasn't exactly one main replica; names it.
+        AssertionError: A state differs, or an element or object hasn't exactly one main replica; the error names which.
 
     Examples:
         >>> import torch
@@ -276,7 +276,7 @@ def check_held_once(trees: list[Any]) -> None:
         trees: Trees of all ranks, without factories.
 
     Raises:
-        AssertionError: An element or object has no main replica, or several; names it.
+        AssertionError: An element or object has no main replica, or several; the error names which.
 
     Examples:
         >>> import torch
@@ -288,7 +288,7 @@ def check_held_once(trees: list[Any]) -> None:
         tensors.append(shard_columns([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)], rank))
         objects.append(object_columns([leaf for leaf in leaves if isinstance(leaf, ShardedObject)], rank))
     problems = sharding_problems(tensors, objects)
-    assert not problems, "not held once\n  " + "\n  ".join(map(str, problems))
+    assert not problems, "not exactly one main replica each\n  " + "\n  ".join(map(str, problems))
 
 
 def check_same_state(found: Any, expected: Any, rank: int) -> None:
@@ -300,7 +300,7 @@ def check_same_state(found: Any, expected: Any, rank: int) -> None:
         rank: Index of the rank, for the message.
 
     Raises:
-        AssertionError: The state dicts differ; names the first paths that differ.
+        AssertionError: The state dicts differ; the error names the first paths that differ.
 
     Examples:
         >>> check_same_state({"state": {0: {"step": 1}}}, {"state": {0: {"step": 1}}}, 0)

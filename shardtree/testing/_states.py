@@ -250,7 +250,7 @@ def check_roundtrip(
         prepare_target: Function that is applied to each rank's target, whose shards have no data.
 
     Raises:
-        AssertionError: The state differs; names the tensor, object or rank, and the difference.
+        AssertionError: The state differs; the error names the tensor, object or rank, and the difference.
 
     Examples:
         >>> import torch

@@ -46,7 +46,7 @@ def check_ways(
 
     - *Memory to memory*: `reshard`, which `check_reshard` compares element by element.
     - *Ranks to ranks*: `redistribute`, also in small steps, and with relays. The bytes between each pair of ranks are
-      those of the plan, and all together are the lower bound.
+      those of the plan, and their sum is the lower bound.
     - *Memory to file to memory*: `save` and `load`, also with a save in the background, and with ranks that read for
       each other. Each rank sends and receives as many bytes as `explain_ranks` predicts.
 
@@ -65,8 +65,8 @@ def check_ways(
             moved bytes, and the bytes of a plan, in any form that `==` can compare.
 
     Raises:
-        AssertionError: A way gives other bits or moves other bytes; names the way, and the rank and the paths that
-            differ, or both counts of bytes.
+        AssertionError: A way gives other bits or moves other bytes; the error names the way, and the rank and the paths
+            that differ, or both counts of bytes.
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, abstract, shard

@@ -100,7 +100,7 @@ class Tracer(torch.Tensor):
 class Number(Tracer):
     """Result of `item` of a traced tensor of one element: it can fill tensors, and refuses other uses of a number.
 
-    There, it would decide dtypes as a tensor without axes does, and not as Python's numbers do.
+    In other uses it would decide dtypes as a tensor without axes does, and not as Python's numbers do.
     """
 
 
@@ -385,9 +385,9 @@ class Cells(TorchDispatchMode):
                 caller's.
         """
         roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"
-        fix = "Write to a new tensor; or pass on a copy before, or data_ptr() for comparisons, instead of the memory."
+        fix = "Write to a new tensor; or give away a copy of the memory, or for comparisons its data_ptr(), instead."
         self.refusals.refuse(
-            "a write", f"a write of {roots} to memory that the code gave to {lent}, which can't see it", fix
+            "a write", f"a write of {roots} to memory that the code gave to {lent}, which can't see the write", fix
         )
 
 

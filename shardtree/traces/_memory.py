@@ -154,7 +154,7 @@ def _give(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) 
 
 
 def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a fact about the place of a tensor's memory, which needs no elements; a tracer claims the CPU."""
+    """Return a fact about the place of a tensor's memory, which needs no elements; a tracer claims to be on the CPU."""
     if isinstance(args[0], Tracer):
         return (1, 0) if func is _T.__dlpack_device__ else False  # DLPack's number of the CPU
     with torch._C._DisableTorchDispatch():
@@ -182,7 +182,7 @@ def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Option
 
 
 def _take(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Make a tensor from memory that others have, too."""
+    """Make a tensor from memory that other objects share."""
     result = func(*args, **kwargs)
     record.own(result)
     record.lend(result, _name(func))

@@ -112,13 +112,13 @@ class Trace(Fields):
     def reads(self) -> dict[str, tuple[Box, ...]]:
         """Return the boxes of each source that the outputs read, by the source's name.
 
-        The boxes contain no other elements, unless a move would need more than some thousand of them.
+        The boxes contain no other elements, unless a move would need more than some thousand boxes.
         """
         untied = (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
         return dict(reads_of(self.sources, untied).boxes)
 
     def stored_target(self, target: Any, /, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-        """Return the target that a load of the stored tensors fills instead of this one; see `lenses.through_trace`.
+        """Return the target that a load of the stored tensors fills in place of `target`; see `lenses.through_trace`.
 
         Args:
             target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.

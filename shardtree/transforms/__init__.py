@@ -1,13 +1,15 @@
 """Pure functions on trees: stacking and keeping layers, splitting, merging and padding tensors, renaming keys.
 
-Any tree will do: flat ones, such as an open checkpoint, nested dicts, lists, tuples and registered classes, of shards
-or of plain tensors, whose keys are their paths. Beside shards, plain tensors are values that only go with their layer.
-The result has new containers like the tree's. A removed leaf isn't in its dict; in a list, tuple or class a hole takes
-its place, except at the end of a list or tuple, which gets shorter. New layers are in a dict with the keys "0", "1".
-Lazy tensors aren't read: operations on them are recorded.
+They take any tree: a flat one, such as an open checkpoint, or nested dicts, lists, tuples and registered classes.
+Leaves are shards or plain tensors; a plain tensor's key is its path. In a tree with shards, plain tensors are values:
+they are kept or removed with their layer, and their elements never change.
 
-The package also changes single places, maps functions by key, and relates states to their parameters;
-`shardtree.trees` exports these.
+The result has new containers like the tree's. Removed leaves are left out of dicts. In a list, tuple or class a `HOLE`
+takes their place, except at the end of a list or tuple, which gets shorter. New layers are in a dict with the keys "0",
+"1". Lazy tensors aren't read: operations on them are recorded.
+
+Other functions of this package replace single nodes, map functions by key, and relate optimizer states to their
+parameters; `shardtree.trees` exports them.
 """
 
 from ._at import data_at, tree_at

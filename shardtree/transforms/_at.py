@@ -1,4 +1,4 @@
-"""Changes of single places of a tree, given by a pattern, a path, or a function that goes down the tree."""
+"""Replacement of single nodes of a tree, chosen by a pattern, a path, or a function that returns nodes."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from ..errors import TreeError, TreePath, error_text, render_path, shorten
 
 SameTree = TypeVar("SameTree")
 Where: TypeAlias = str | re.Pattern[str] | TreePath | Callable[[Any], Any] | Any
-"""Places of a tree: a pattern of keys, a regular expression, a path, a tree of booleans, or a function of the tree."""
+"""Nodes of a tree: a pattern of keys, a regular expression, a path, a tree of booleans, or a function of the tree."""
 
 _BOXED: Final = (ShardedTensor, ShardedTensorFactory)
 
 
 @refusing_depth
 def tree_at(tree: Any, where: Where, replace: Any) -> Any:
-    """Return the tree with new values at some places; subtrees around them are shared.
+    """Return the tree with some nodes replaced; all other subtrees are shared.
 
     Args:
         tree: Any tree; it may be a leaf. Shards are leaves.
-        where: The places. A text is a pattern of keys and a compiled regular expression is searched, as in `select`;
-            both name leaves. A tuple is one path, of a leaf or a subtree. A function gets the tree with other leaves,
-            and returns a node of it, or a list or tuple of nodes: ``lambda tree: tree["model"].layers[0]``. A tree of
-            booleans may be a prefix.
-        replace: The new value, or a function from the old one: a shard, a plain value, a subtree. For a list of nodes
-            it is a list of as many values.
+        where: Nodes to replace. A text is a pattern of keys, and a compiled regular expression is searched in keys, as
+            in `select`; both choose leaves. A tuple is the path of one leaf or subtree. A function gets the tree with
+            placeholders as leaves, and returns a node of it, or a list or tuple of nodes:
+            ``lambda tree: tree["model"].layers[0]``. A tree of booleans chooses leaves; it may be a prefix.
+        replace: New value of any kind, or a function from the old value to the new one. If `where` returns several
+            nodes, a list with a value for each of them, or a function.
 
     Raises:
-        TreeError: There is no such place, places lie in each other, or there are more or fewer values than places.
+        TreeError: No node is found, a chosen node is inside another one, or the number of values is wrong.
         UnsupportedValue: Shards lie in values that aren't nodes.
 
     Examples:
@@ -63,7 +63,7 @@ def tree_at(tree: Any, where: Where, replace: Any) -> Any:
         True
         >>> tree_at(tree, ("model", "bias"), 0)
         Traceback (most recent call last):
-        shardtree.errors.TreeError: tree_at: no such place
+        shardtree.errors.TreeError: tree_at: no such node
           not there: tree['model']['bias']
           found 'w', 'b' in tree['model']
           Correct the path, pattern or function.
@@ -77,8 +77,8 @@ def tree_at(tree: Any, where: Where, replace: Any) -> Any:
     values = replace if several else [replace] * len(places)
     if not isinstance(values, (list, tuple)) or len(values) != len(places):
         found = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
-        expected, fix = f"a list of {len(places)}, as many as there are nodes", "Pass a function to change them alike."
-        raise TreeError(error_text("tree_at: values for several nodes", found=found, expected=expected, fix=fix))
+        expected, fix = f"a list of {len(places)}", "Pass one value for each node, or a function for all of them."
+        raise TreeError(error_text("tree_at: values don't match the nodes", found=found, expected=expected, fix=fix))
     return _edited(tree, {place: partial(_constant, value) for place, value in zip(places, values, strict=True)})
 
 
@@ -88,17 +88,17 @@ def _constant(value: Any, _: Any) -> Any:
 
 @refusing_depth
 def data_at(tree: SameTree, where: Where, data: Any) -> SameTree:
-    """Return the tree with new tensors at some places: those of shards and factories, and plain ones.
+    """Return the tree with some tensors replaced: plain ones, and the data of shards and factories.
 
-    Other values at these places stay. Metadata stays too, so that shards keep their dtypes and shapes.
+    Chosen leaves that aren't tensors stay. Shards keep their metadata, including dtype and shape.
 
     Args:
         tree: Any tree; its other leaves and subtrees are shared.
-        where: The places, as for `tree_at`. In a subtree, every tensor is changed.
-        data: A tensor, or a function of the old tensor. The function isn't called for shards without data.
+        where: Nodes, as for `tree_at`. In a subtree, every tensor is replaced.
+        data: New tensor, or a function from the old tensor to it. The function isn't called for shards without data.
 
     Raises:
-        TreeError: There is no such place, or no tensor there.
+        TreeError: No node is found, or none of the nodes contains a tensor.
         UnsupportedValue: Shards lie in values that aren't nodes.
         ShapeError: A shard's tensor would have another dtype or shape.
 
@@ -126,7 +126,7 @@ def data_at(tree: SameTree, where: Where, data: Any) -> SameTree:
     result: SameTree = _edited(tree, dict.fromkeys(places, partial(map_sharing, on_leaf)))
     if not changed:
         offenders, fix = [render_path(place) for place in places], "Use `tree_at` for other values."
-        raise TreeError(error_text("data_at: no tensor there", offenders=offenders, fix=fix))
+        raise TreeError(error_text("data_at: no tensor at these paths", offenders=offenders, fix=fix))
     return result
 
 
@@ -141,7 +141,7 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def on_tensor(f: Callable[..., Any], leaf: Any, *others: Any) -> Any:
-    """Return a leaf with a function's value in place of its tensor; the function also gets the other trees' tensors.
+    """Return a leaf with a function applied to its tensor; the function also gets the tensors of the other leaves.
 
     Examples:
         >>> on_tensor(torch.add, torch.ones(2), ShardedTensor.from_rank_offsets("w", torch.ones(2)))
@@ -153,7 +153,7 @@ def on_tensor(f: Callable[..., Any], leaf: Any, *others: Any) -> Any:
 
 
 def _edited(tree: Any, edits: Mapping[TreePath, Callable[[Any], Any]]) -> Any:
-    """Return a tree with the values of functions at some paths; everything beside the paths is shared."""
+    """Return a tree with functions applied to the nodes at some paths; all other subtrees are shared."""
     around = {place[:depth] for place in edits for depth in range(len(place))}
 
     def at(path: TreePath, node: Any) -> Any:
@@ -168,11 +168,11 @@ def _edited(tree: Any, edits: Mapping[TreePath, Callable[[Any], Any]]) -> Any:
     return at((), tree)
 
 
-# Places
+# Paths of the chosen nodes.
 
 
 def _places(doing: str, tree: Any, where: Where) -> tuple[list[TreePath], bool]:
-    """Return the paths of places, and whether a function returned several nodes."""
+    """Return the paths of the chosen nodes, and whether a function returned several."""
     flatten_visible(tree)  # raises where shards lie in values that aren't nodes
     if isinstance(where, tuple):
         return [_checked_path(doing, tree, where)], False
@@ -198,7 +198,7 @@ def _checked_path(doing: str, tree: Any, path: TreePath) -> TreePath:
 
 def _missing(doing: str, offenders: Sequence[str], found: Sequence[str], inside: str = "") -> TreeError:
     fix = "Correct the path, pattern or function."
-    heading, lines = f"{doing}: no such place", [f"not there: {text}" for text in offenders]
+    heading, lines = f"{doing}: no such node", [f"not there: {text}" for text in offenders]
     return TreeError(error_text(heading, found=f"{', '.join(found) or 'nothing'}{inside}", offenders=lines, fix=fix))
 
 
@@ -215,22 +215,22 @@ def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[
         wanted = where(marked)
     except (AttributeError, LookupError, TypeError) as error:
         text = f"{type(error).__name__}: {error}".replace("'_Mark' object", "a leaf")
-        raise _missing(doing, [f"what the function goes to ({text})"], ["a tree with leaves"]) from error
+        raise _missing(doing, [f"the node that the function looks up ({text})"], ["a tree with leaves"]) from error
     several = id(wanted) not in paths and isinstance(wanted, (list, tuple))
     nodes = wanted if several else [wanted]
     strangers = [node for node in nodes if id(node) not in paths]
     if strangers or not nodes:
         names = [f"a {type(node).__name__}, which isn't a node of the tree" for node in strangers] or ["no node at all"]
-        raise _missing(doing, [f"what the function returned: {name}" for name in names], ["a tree with leaves"])
+        raise _missing(doing, [f"the function's result: {name}" for name in names], ["a tree with leaves"])
     places = [paths[id(node)] for node in nodes]
     nested = [render_path(place) for place in places if place and place_above(place[:-1], places) is not None]
     if nested:
-        raise TreeError(error_text(f"{doing}: places in other places", offenders=nested, fix="Name the outer ones."))
+        raise TreeError(error_text(f"{doing}: nodes in other chosen nodes", offenders=nested, fix="Choose the outer."))
     return places, several
 
 
 def _nodes(path: TreePath, node: Any) -> Iterator[tuple[TreePath, Any]]:
-    if node != ():  # of which there is only one object
+    if node != ():  # all empty tuples are one object, so identity can't tell them apart
         yield path, node
     for entry, child in (entries(node) or {}).items():
         yield from _nodes((*path, entry), child)

@@ -22,13 +22,13 @@ def beyond_tolerances(
 ) -> tuple[tuple[TreePath, ...], tuple[WorstElement, ...]]:
     """Return the paths of leaves that differ by more than tolerances, the worst first, and their worst elements.
 
-    Paths of leaves that can't be compared by elements come before all others.
+    Leaves that can't be compared element by element come first.
 
     Args:
-        pairs: Paths, left and right leaves that differ in their bits.
+        pairs: (path, left leaf, right leaf) of leaves that aren't equal bit for bit.
         rtol: The tolerance relative to the right leaf.
         atol: The absolute tolerance.
-        same: The exact comparison, for the metadata of shards.
+        same: Function that compares the metadata of shards exactly.
 
     Examples:
         >>> pairs = [(("a",), 1.0, 1.5), (("b",), 1.0, 3.0), (("c",), 1, 2)]
@@ -45,7 +45,7 @@ def beyond_tolerances(
 def _worst(
     path: TreePath, left: Any, right: Any, rtol: float, atol: float, same: Callable[[Any, Any], bool]
 ) -> WorstElement | Literal[False] | None:
-    """Return the worst element of two differing leaves; None if none is beyond, False if they can't be compared."""
+    """Return the worst element of two differing leaves; None if all are within tolerance, False without elements."""
     if isinstance(left, _BOXED) and isinstance(right, _BOXED):
         if not same(with_data(left, None), with_data(right, None)):
             return False

@@ -18,13 +18,13 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     Args:
         f: A function of a path and one leaf of each tree. Its value replaces the leaf.
         tree: Any tree; shards and None are leaves. `path_key` of a path is the leaf's name.
-        rest: Trees with the first one's structure; where the first has a leaf, theirs may have a subtree.
+        rest: Further trees with the structure of `tree`; where it has a leaf, they may have a subtree.
 
     Raises:
-        TreeError: A tree of `rest` doesn't have the first one's structure.
+        TreeError: A tree of `rest` doesn't have the structure of `tree`.
         UnsupportedValue: Shards lie in values that aren't nodes.
-        MetadataError: F isn't a function.
-        Exception: An error of f, with a note of the leaf's path.
+        MetadataError: `f` isn't a function.
+        Exception: An error of `f`, with the leaf's path in a note.
 
     Examples:
         >>> map_with_path(lambda path, leaf: (path[-1], leaf), {"b": 1, "a": [2, 3]})
@@ -44,14 +44,14 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def map_by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function of trees that applies functions of tensors by key; other leaves stay.
+    """Return a function that applies functions to a tree's tensors, chosen by key; other leaves stay.
 
     In a tree with shards, functions get the data of shards and factories, as in `map_data`, and plain tensors, such as
     step counters, stay; in any other tree they get the plain tensors.
 
     Args:
         functions: Functions by pattern of keys; the first pattern that matches a shard's key, or the leaf's path,
-            counts. A function also gets the tensors of further trees at that place. Tensors that no pattern matches
+            counts. A function also gets the tensors of further trees at that path. Tensors that no pattern matches
             stay.
 
     Raises:
@@ -73,7 +73,7 @@ def map_by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[...,
     References:
         optax.partition; optax.masked.
     """
-    fix = 'Pass {pattern: function}, as {"**.bias": f, "**": g}.'
+    fix = 'Pass {pattern: function}, such as {"**.bias": f, "**": g}.'
     check_type("map_by_pattern", "functions", functions, Mapping, fix)
     wrong = [f"{pattern!r}: {type(f).__name__}" for pattern, f in functions.items() if not callable(f)]
     if wrong:

@@ -18,17 +18,17 @@ from ._by_key import map_with_path
 def reduced_here(
     f: Callable[..., Any], combine: Callable[[Any, Any], Any], tree: Any, *rest: Any, rank: int
 ) -> list[Any]:
-    """Return a rank's part of a reduction: f's combined values for the tensors that it counts; empty if it counts none.
+    """Return a rank's part of a reduction: a list of its combined value, or an empty list if the rank counts no tensor.
 
     Elements of shards are counted by their main replicas, after factories are applied; in a tree without shards, rank
     0 counts all plain tensors. Lazy tensors are read, one after the other.
 
     Args:
-        f: A function of a tensor, and of the further trees' values at its place.
+        f: A function of a tensor, and of the values at its path in `rest`.
         combine: An associative function of two values of f.
         tree: The rank's tree.
-        rest: Trees with its structure.
-        rank: The rank's number.
+        rest: Further trees with the structure of `tree`.
+        rank: Number of the rank.
 
     Raises:
         IntegrityError: A counted tensor has no elements, for example on the meta device; the error names each.

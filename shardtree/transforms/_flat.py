@@ -26,7 +26,7 @@ def flat_tensors(tree: Flat) -> dict[str, ShardedTensor]:
 
 
 def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTensor]]) -> dict[str, Any]:
-    """Return a new dict in which entries are replaced by shards, named as `renamed` says.
+    """Return a new dict in which entries are replaced by shards; `renamed` gives the new names.
 
     Args:
         doing: Name of the operation in error messages.
@@ -85,8 +85,8 @@ def check_plain(doing: str, shard: ShardedTensor) -> None:
         >>> check_plain("split", ShardedTensor.from_rank_offsets("w", torch.ones(2)))
     """
     if shard.flattened_range is not None or shard.prepend_axis_num:
-        found = "a flat range of a box" if shard.flattened_range is not None else "a box that lacks prepended axes"
-        fix = "Transform whole tensors, as `open_checkpoint` gives them, or boxes."
+        found = "a flat range of a box" if shard.flattened_range is not None else "a box without the prepended axes"
+        fix = "Transform whole tensors, such as those of `open_checkpoint`, or plain boxes."
         raise TreeError(
             error_text(
                 f"{doing}: {shard.key!r} isn't a plain box", found=found, expected="a box with all its axes", fix=fix
@@ -106,12 +106,12 @@ def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str
     """
     first = shards[0]
     wrong = [
-        f"{shard.key!r}: {name} is {getattr(shard, name)}, not {getattr(first, name)} as of {first.key!r}"
+        f"{shard.key!r}: {name} is {getattr(shard, name)}, not {getattr(first, name)} as for {first.key!r}"
         for shard in shards
         for name in fields
         if getattr(shard, name) != getattr(first, name)
     ]
-    # If only some had data, the combined tensor would have only a part of its own.
+    # If only some had data, the combined tensor would have only a part of its data.
     wrong += [
         f"{shard.key!r}: {_has(shard)}, but {first.key!r}: {_has(first)}"
         for shard in shards

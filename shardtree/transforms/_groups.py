@@ -1,4 +1,4 @@
-"""Groups of an optimizer: their lists of parameters' names, which change with the parameters."""
+"""Parameter names in an optimizer's groups, which follow renamed and removed parameters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def map_names(change: Callable[[str, list[str]], list[str]], value: Any, path: S
     """Return a value with a function applied to the lists of names in ``param_groups``; other parts are shared.
 
     Args:
-        change: A function of a list's path, as a text, and of its names.
+        change: Function of a list's path, joined by dots, and its names.
         value: Any value or tree.
-        path: Path of the value, as its key gives it.
+        path: Path of the value; for an object, the parts of its key.
 
     Examples:
         >>> groups = [{"lr": 1, "params": ["a", "b"]}]
@@ -50,12 +50,12 @@ def _are_names(path: Sequence[Any], value: Any, children: Mapping[Any, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class NamedParameters:
-    """The meaning of names in groups: a parameter's key, or the end of one, such as ``h.0.w`` for ``model.h.0.w``.
+    """Resolution of names in groups: a parameter's key, or a suffix of it, such as ``h.0.w`` for ``model.h.0.w``.
 
     Attributes:
         changed: Parameters that a transform renames or removes, by key.
-        ends: Keys of all parameters by their ends at dots.
-        rename: The transform, of a flat tree of some parameters and other values.
+        ends: Keys of all parameters, by each suffix that consists of whole parts.
+        rename: The transform, which gets a flat tree of some of the parameters and other values.
     """
 
     changed: Mapping[str, ShardedBase]
@@ -66,7 +66,7 @@ class NamedParameters:
         """Return the names after the transform; those of removed parameters are left out.
 
         Raises:
-            CheckpointingException: A name is ambiguous, or the transform can't be made of these parameters alone.
+            CheckpointingException: A name is ambiguous, or the transform fails for these parameters alone.
         """
         names, flat, roots = list(names), dict[str, Any](), dict[int, str]()
         for number, name in enumerate(names):
@@ -75,7 +75,7 @@ class NamedParameters:
             if self.changed.keys().isdisjoint(owners):
                 flat[PlacedName(f"\0{number}", (number,))] = name
             elif len(owners) > 1:
-                raise TreeError(f"{name!r} is of {' or '.join(map(repr, sorted(owners)))}")
+                raise TreeError(f"{name!r} may be {' or '.join(map(repr, sorted(owners)))}")
             else:
                 flat[PlacedName(owners[0], (number,))] = self.changed[owners[0]].without_data()
                 roots[number] = owners[0].removesuffix(name)
@@ -88,7 +88,7 @@ class NamedParameters:
 
 
 def key_ends(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return keys by their ends at dots.
+    """Return keys by each suffix that consists of whole parts.
 
     Examples:
         >>> key_ends(["a.w", "w"])
@@ -109,7 +109,7 @@ def _without(root: str, key: str) -> str:
 
 
 def renamed_in_groups(known: NamedParameters, value: Any) -> tuple[Any, list[str]]:
-    """Return a value with new names in its groups, and the problems of its lists of names."""
+    """Return a value with new names in its groups, and the problems in its lists of names."""
     wrong: list[str] = []
 
     def change(path: str, names: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from ..errors import IntegrityError, KeyMismatch, TreeError, UnsupportedValue, e
 
 
 def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return the single value that all cells have, for every cell: a rule.
+    """Return the value that all source cells share, once for each target cell: a rule.
 
     Args:
         array: All values of the source.
@@ -103,8 +103,10 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
         [25, 25]
     """
     if not callable(function):
-        found, fix = repr(function)[:200], "Pass a function of two values, as operator.add or max."
-        raise TreeError(error_text("fold_objects: not a function", found=found, expected="a function", fix=fix))
+        found, fix = repr(function)[:200], "Pass a function of two values, such as operator.add or max."
+        raise TreeError(
+            error_text("fold_objects: the argument isn't a function", found=found, expected="a function", fix=fix)
+        )
 
     def fold(array: ObjectArray, shape: Shape) -> Sequence[Any]:
         # Values are copied, since functions like operator.iadd change their first argument.
@@ -225,12 +227,12 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
         [{'consumed': 17, 'buffer': [1, 2]}, {'consumed': 17, 'buffer': [3, 4]}]
     """
     if not isinstance(rules, Mapping):
-        fix = "Say which fields they are for: {'consumed': rule}."
-        raise TreeError(error_text("rules_by_field: not a dict of rules", found=type(rules).__name__, fix=fix))
+        fix = "Pass a rule for each field: {'consumed': rule}."
+        raise TreeError(error_text("rules_by_field: rules isn't a dict", found=type(rules).__name__, fix=fix))
     wrong = [f"{field!r}: {type(rule).__name__}" for field, rule in rules.items() if not callable(rule)]
     if wrong:
         fix = "Give each field a rule, such as fold_objects(operator.add)."
-        raise TreeError(error_text("rules_by_field: not rules for objects", offenders=wrong, fix=fix))
+        raise TreeError(error_text("rules_by_field: rules that aren't functions", offenders=wrong, fix=fix))
     rule_of = dict(rules)
 
     def apply(array: ObjectArray, shape: Shape) -> Sequence[Any]:

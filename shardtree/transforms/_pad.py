@@ -23,7 +23,7 @@ from ._states import map_tensors
 def unpad_tensors(tree: Any, keys: Sequence[str], length: int, *, axis: int = 0) -> Any:
     """Return the tree with tensors cut off at a length along an axis, as views.
 
-    Elements that are cut off aren't read, and neither are those of an optimizer's moments. Undoes `pad_tensors`.
+    Moments of an optimizer are cut off too, and what is cut off isn't read. Undoes `pad_tensors`.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.
@@ -67,8 +67,8 @@ def pad_tensors(
 ) -> Any:
     """Return the tree with tensors made longer along an axis, at the end; undone by `unpad_tensors`.
 
-    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer get zeros there, found as by
-    `keep_layers`; masters and averages, which are values of the tensor, get `fill` too.
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer, found as by
+    `keep_layers`, are padded with zeros. Master weights and averages hold the tensor's values: they get `fill` too.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.
@@ -78,8 +78,8 @@ def pad_tensors(
         fill: Value of the new elements: a number, or a function from the tensor to the value at each new index, a
             tensor without the axis. ``lambda table: table.double().mean(0)`` gives new words the mean of the old ones.
             The result is converted to the tensor's dtype. For a lazy tensor, the function is called with all elements
-            when the first new one is read. If other axes are sharded it gets only a rank's own part, so it mustn't
-            depend on the others.
+            when the first new one is read. If other axes are sharded, the function gets only the rank's own part, so
+            each value must depend only on elements with the same index along those axes.
 
     Raises:
         TreeError: A pattern matches nothing.
@@ -108,7 +108,8 @@ def _pad(shard: ShardedTensor, length: int, axis: int, fill: _Fill) -> ShardedTe
     length = integer(f"pad_tensors: {shard.key!r}", "length", length)
     if length < shard.local_shape[at]:
         expected = f"{shard.local_shape[at]} or more, its length along axis {at}"
-        raise ShapeError(error_text(f"pad_tensors: {shard.key!r} is longer", found=length, expected=expected))
+        heading = f"pad_tensors: {shard.key!r} is longer than `length`"
+        raise ShapeError(error_text(heading, found=length, expected=expected))
     if length == shard.local_shape[at]:
         return shard
     return resized(shard, shard.key, at, length, None if shard.data is None else _pad_data(shard, at, length, fill))
@@ -145,7 +146,7 @@ def transpose_tensors(tree: Any, keys: Sequence[str], axes: Sequence[int] | None
     """Return the tree with the axes of tensors in another order, as views; undone by the inverse order.
 
     Args:
-        tree: Any tree; a plain tensor's key is its path. Boxes may be of any kind.
+        tree: Any tree; a plain tensor's key is its path. Shards may be cut along any axes.
         keys: Patterns of the tensors' keys; each ``*`` matches one part between dots.
         axes: Old axis for each new one, as in ``torch.permute``; reversed by default.
 

@@ -14,24 +14,26 @@ from ._state_keys import state_keys
 from ._states import by_number
 
 _IN_OPTIMIZER = "optimizer.state."
-"""Prefix of a state's key in a tree with parameters; every other part of such a key may be a state's name."""
+"""Prefix that marks keys as an optimizer's, so that their other parts needn't include a known name of a state."""
 
 
 def map_params(f: Callable[[Any, Any], Any], optimizer_state: Any, params: Any) -> Any:
-    """Return an optimizer's state with f's values for the states of parameters, including moments; other values stay.
+    """Return an optimizer's state with `f` applied to each state of a parameter, such as a moment; other values stay.
 
-    A state belongs to the parameter whose key is in its own: ``opt.0.mu.layers.2.w`` to ``layers.2.w``, or to
-    ``model.layers.2.w``, as for every transform (`keep_layers`). Keys are those of shards, and paths of plain values.
+    A state belongs to the parameter whose key its own key contains, whole or without first parts:
+    ``opt.0.mu.layers.2.w`` belongs to ``layers.2.w`` or ``model.layers.2.w``, as in `keep_layers`. The key of a plain
+    value is its path.
 
     Args:
-        f: A function of a state and its parameter, leaves as `map_shards` passes them. Numbers of a single parameter,
-            such as its steps, are states too.
-        optimizer_state: Any tree, such as optax's or one by names. `LoadOptions` can give states by number their names.
+        f: Function of a state and its parameter, which are leaves as in `map_shards`. A number of one parameter, such
+            as its step count, is a state too.
+        optimizer_state: Any tree whose states have the parameters' names, such as optax's. States under numbers get
+            names from ``LoadOptions(parameter_names=[...])``.
         params: The tree with all parameters of the optimizer.
 
     Raises:
         TreeError: A tensor's parameter can't be found, or a state is ambiguous; the error names the keys.
-        Exception: An error of f, with a note of the leaf's path.
+        Exception: An error of `f`, with the leaf's path in a note.
 
     Examples:
         >>> import torch

@@ -21,13 +21,13 @@ Flat = Mapping[str, Any]
 
 
 class PlacedName(str):
-    """A name in the flat form of a tree, which knows the place of its leaf.
+    """A name in the flat form of a tree, with the path of its leaf.
 
     Attributes:
         place: Path of the leaf, or of the leaf from which a transform made it.
-        is_plain: Whether the leaf at that place isn't sharded.
-        is_moved: Whether the name is a new one.
-        says_place: Whether the name, if it is a new one, follows from the old one.
+        is_plain: Whether the leaf at that path is a plain value, not a shard.
+        is_moved: Whether a transform has changed the name.
+        says_place: Whether a changed name determines a new path; otherwise the leaf stays at its path.
     """
 
     place: TreePath
@@ -43,7 +43,7 @@ class PlacedName(str):
         return entry
 
     def of_kind(self, other: PlacedName) -> PlacedName:
-        """Return the same name and place, marked as plain if another entry's leaf is."""
+        """Return the same name and path, marked as plain if the leaf of another entry is."""
         how = {"is_moved": self.is_moved, "says_place": self.says_place}
         return PlacedName(self, self.place, is_plain=other.is_plain, **how)
 
@@ -59,7 +59,7 @@ def entry_of(name: str) -> PlacedName:
 
 
 def name_of(entry: str, leaf: ShardedBase) -> str:
-    """Return the end of a leaf's entry: its key, with the cell of the grid for an object.
+    """Return the suffix that a leaf's key gives its entry; that of a sharded object includes its cell of the grid.
 
     Examples:
         >>> name_of("rng", ShardedObject("rng", 3, (1,), (0,)))
@@ -69,7 +69,7 @@ def name_of(entry: str, leaf: ShardedBase) -> str:
 
 
 def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
-    """Return the entry of a leaf that is made from another one; the prefix of the key in the name stays.
+    """Return the entry of a leaf that is made from another one; what precedes the old key in its entry stays.
 
     Args:
         entry: Entry of the old leaf.
@@ -104,10 +104,10 @@ def _fronts(key: str, entry: str) -> tuple[str, str | None]:
 
 
 def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
-    """Return any tree after a change of its flat form, with containers like those that it had.
+    """Return a tree after a change of its flat form, with containers like its own.
 
-    In the flat form a plain tensor is a shard of itself, and another plain value an object; their keys are their paths.
-    In a tree with shards plain tensors are objects too, so that no change affects their content.
+    In the flat form, a plain tensor is a whole shard and any other plain value a sharded object; their keys are their
+    paths. In a tree with shards, plain tensors are sharded objects too, so that no change affects their elements.
 
     Args:
         doing: Name of the transform in error messages.
@@ -137,9 +137,10 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
 
 
 def _named(doing: str, old: Places) -> dict[str, TreePath]:
-    """Return the paths of a transform's leaves, by name; plain values in one container are one leaf.
+    """Return the paths of a transform's leaves, by name; some containers of plain values count as one leaf.
 
-    In a flat tree each value is a leaf of its own; otherwise a container with plain values of equal names is one leaf.
+    In a flat tree, every such container is one leaf; elsewhere, only one with a value whose name occurs twice in the
+    tree.
     """
     tensors = [path for path, leaf in old.leaves.items() if isinstance(leaf, _TENSORS)]
     above = {path[:depth] for path in tensors for depth in range(len(path) + 1)}
@@ -148,7 +149,7 @@ def _named(doing: str, old: Places) -> dict[str, TreePath]:
     together = {whole[path] for path in old.leaves if old.is_flat or counts[_name(path)] > 1}
     paths = dict.fromkeys(whole[path] if whole[path] in together else path for path in old.leaves)
     counts = Counter(map(_name, paths))
-    # Plain values of the tree itself whose keys look alike, such as 0 and "0", are left out.
+    # Plain values directly in the tree whose keys look alike, such as 0 and "0", get no name of their own.
     unseen = {path for path in paths if counts[_name(path)] > 1 and len(path) == 1 and path not in above}
     seen = named_paths(doing, replace(old, leaves={path: None for path in paths if path not in unseen}))
     names = {path: name for name, path in seen.items()}
@@ -165,7 +166,7 @@ def _outermost(path: TreePath, above: Collection[TreePath]) -> TreePath:
 
 
 def _boxed(key: str, leaf: Any, has_shards: bool) -> ShardedBase | None:
-    """Return a plain value in a box with a key; None if it can't have that key."""
+    """Return a plain value boxed under a key; None if the text can't be a key."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -188,5 +189,5 @@ def _placed(old: Places, entry: PlacedName, leaf: Any) -> tuple[Place, Any]:
         return kept_place(old, entry.place), value
     if entry.says_place or old.is_flat:
         return moved_place(old, entry.place, str(entry)), value
-    # If a leaf's key has nothing to do with its place, the new leaf stays at that place.
+    # If a leaf's key has nothing to do with its path, the new leaf stays at that path.
     return replace(kept_place(old, entry.place), is_old=False), value

@@ -1,4 +1,4 @@
-"""Trees as other libraries hold them: without boxes by `unbox`, with them by `rebox`; as flat or nested dicts.
+"""Conversions to trees of other libraries: without boxes and back (`unbox`, `rebox`), and to flat or nested dicts.
 
 A box, as Flax calls it, is a leaf with data and metadata: a shard, a factory, a sharded object, or a local object.
 """
@@ -35,7 +35,7 @@ _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
 
 
 def unbox(tree: Tree) -> Tree:
-    """Return the tree with each box replaced by its content, the form of a result of `load`.
+    """Return the tree with each box replaced by its content, as `load` returns it.
 
     Shards, factories and sharded objects give their data, which may be None, and a `LocalNonpersistentObject` its
     value, as in a load. Other values stay, and subtrees without boxes are shared.
@@ -66,15 +66,15 @@ def rebox(tree: Tree, data: Tree) -> Tree:
 
     Args:
         tree: A tree with boxes. Its plain values and the data in its boxes are ignored.
-        data: A tree with a value at the place of each box. The value goes into the box, even if it is a container.
-            Other values stay: a load's result has common values that the target lacks.
+        data: A tree with a value at the path of each box. The value goes into the box, even if it is a container.
+            Other values stay, such as common values that `load` adds.
 
     Returns:
         A tree with the containers, the order and the plain values of `data`; subtrees without boxes are shared.
 
     Raises:
         ShapeError: Tensors don't have their shards' shapes and dtypes; each is named by its path.
-        TreeError: A box has no place, or a shard no tensor; each is named by its path.
+        TreeError: `data` has no value for a box, or no tensor for a shard; each is named by its path.
         UnsupportedValue: Boxes lie in values that aren't nodes, such as instances of unregistered classes.
 
     Examples:
@@ -108,7 +108,7 @@ def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: li
     if values is None or not same_kind(tree, data) or (is_sequence(tree) and len(tree) != len(data)):
         boxes = [(*path, *inner) for inner, leaf in leaves_with_paths(tree) if isinstance(leaf, _BOXES)]
         text = "missing" if data is HOLE else f"found {describe(data)} at {render_path(path)}"
-        places += [f"{render_path(box)}: {text}, expected a place in a {describe(tree)}" for box in boxes]
+        places += [f"{render_path(box)}: {text}, expected a value in a {describe(tree)}" for box in boxes]
         return data
     new = {
         entry: _rebox(child, values.get(entry, HOLE), (*path, entry), places, shapes)
@@ -150,9 +150,9 @@ def _text(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
 def flat(tree: Tree, *, separator: str = ".") -> dict[str, Any]:
     """Return the leaves of a tree as one dict, whose names are the paths' entries, joined by dots.
 
-    Lists, tuples and registered classes are taken apart by positions and fields if they hold tensors or shards;
-    otherwise they are values, and so are empty containers. `nested` undoes it if all containers are dicts whose keys
-    are texts without dots; otherwise it makes such dicts.
+    Lists, tuples and registered classes that contain tensors or shards are flattened too, by index and field; others
+    stay values, and so do empty containers. `nested` is the inverse if all containers are dicts whose keys are texts
+    without dots; otherwise it returns such dicts.
 
     Args:
         tree: Any tree; the keys of its dicts are texts or integers.
@@ -189,14 +189,14 @@ def _is_name(entry: Any) -> bool:
 def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
     """Return a flat dict as nested ones, split at the dots of its names; undone by `flat`.
 
-    Numbers are names too: layers are dicts with keys "0", "1" ..., on every rank, whichever of them it holds.
+    Numbers are names too: layers become a dict with the keys "0", "1" and so on, whichever layers a rank holds.
 
     Args:
         tree: Values of any kind by name, such as an open checkpoint. The names count, not the shards' own keys.
         separator: Separator at which names are split.
 
     Raises:
-        TreeError: A name isn't a text, or is also the beginning of another one.
+        TreeError: A name isn't a text, or is also the prefix of another name.
 
     Examples:
         >>> nested({"model.layers.0.w": 1, "model.layers.1.w": 2, "step": 3})
@@ -225,6 +225,6 @@ def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
     if both:
         offenders = [repr(name) for name in dict.fromkeys(both)]
         fix = "Use the flat mapping, or another separator."
-        heading = "nested: a key is also the beginning of another one"
+        heading = "nested: a name is also the prefix of another name"
         raise TreeError(error_text(heading, offenders=offenders, fix=fix))
     return result

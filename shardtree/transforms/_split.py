@@ -37,7 +37,7 @@ def checked_groups(doing: str, groups: int) -> int:
 
 
 def group_starts(length: int, groups: int) -> list[int]:
-    """Return the start of each of some equal groups along an axis of this length.
+    """Return the starts of equal groups along an axis of the given length.
 
     Examples:
         >>> group_starts(12, 3), group_starts(0, 2)
@@ -66,7 +66,7 @@ def split_tensor(
     Args:
         tree: Any tree; a plain tensor's key is its path.
         key: Pattern of the tensor's key; each ``*`` matches one part between dots, so that all layers are cut at once.
-        names: Patterns of the new keys, in order, with as many ``*``.
+        names: Patterns of the new keys, in order, with as many ``*`` as `key`.
         sizes: Length of each new tensor along the axis; equal by default.
         axis: Axis of the tensor; other axes may be sharded.
         groups: Number of equal groups along the axis, each with its part of every new tensor. Megatron-Core's QKV has
@@ -134,8 +134,8 @@ def _lengths(shard: ShardedTensor, count: int, sizes: Sequence[int] | None, at: 
 
 
 def _gather(data: Any, at: int, start: int, size: int, groups: int) -> Any:
-    """Return the data of one new tensor: elements from a start on, in each group."""
-    # Intervals are concatenated instead of reshaped: lazy tensors record it, and read each element once.
+    """Return the data of one new tensor: its interval of each group, joined."""
+    # Intervals are concatenated instead of reshaped: lazy tensors record concatenation, and read each element once.
     pieces = [data.narrow(at, first + start, size // groups) for first in group_starts(data.shape[at], groups)]
     return pieces[0] if groups == 1 else join_data(torch.cat, pieces, at)
 
@@ -149,13 +149,13 @@ def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, g
     """Return the tree with several tensors joined along an axis into one; undone by `split_tensor`.
 
     Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined too, as by `keep_layers`;
-    a state with one value for each tensor, such as its number of steps, can't be.
+    a state with a single value for each tensor, such as a number of steps, can't be joined and raises a TreeError.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.
         names: Patterns of the tensors' keys, in the order in which they are joined; each ``*`` matches one part between
             dots, so that all layers are joined at once.
-        key: Pattern of the new key, with as many ``*``.
+        key: Pattern of the new key, with as many ``*`` as each of `names`.
         axis: Axis of the tensors; other axes may be sharded, all alike.
         groups: Number of equal groups of each tensor along the axis; the first groups of all tensors come first, then
             the second ones, as in Megatron-Core's QKV.

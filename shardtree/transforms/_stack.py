@@ -49,7 +49,7 @@ def stack_layers(tree: Any, prefix: str) -> Any:
     tuple, or with integers as keys, come back as a dict with the keys "0", "1".
 
     Args:
-        tree: Any tree; a plain tensor's key is its path. Each layer has the same box, of one shape and dtype.
+        tree: Any tree; a plain tensor's key is its path. All layers must have the same box, shape and dtype.
         prefix: Prefix of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
 
     Raises:
@@ -137,12 +137,12 @@ def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedT
 def unstack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with each ``<prefix>.<name>`` unstacked along its first axis: ``<prefix>.<number>.<name>``.
 
-    The new tensors are views. A box of some layers gives those layers, with their own numbers. Moments of an optimizer
-    are unstacked too, and each layer gets a copy of single values, such as a number of steps. New layers are in a dict
-    with the keys "0", "1". Undone by `stack_layers`.
+    The new tensors are views. A shard of some layers gives only those layers, under their global numbers. Moments of an
+    optimizer are unstacked too, and each layer gets a copy of single values, such as a number of steps. New layers are
+    in a dict with the keys "0", "1". Undone by `stack_layers`.
 
     Args:
-        tree: Any tree; a plain tensor's key is its path. Keys that have a number after the prefix already stay.
+        tree: Any tree; a plain tensor's key is its path. Keys that already have a number after the prefix stay.
         prefix: Prefix of the keys; each ``*`` in it matches one part between dots.
 
     Raises:
@@ -188,7 +188,7 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
     if shard.flattened_range is not None or not shard.global_shape:
         found = "a flat range" if shard.flattened_range is not None else "no axis"
         raise TreeError(
-            error_text(f"unstack_layers: {shard.key!r}", found=found, expected="a first axis that counts layers")
+            error_text(f"unstack_layers: {shard.key!r} has no axis of layers", found=found, expected="a first axis")
         )
     first = shard.global_offset[0]
     count = 1 if shard.prepend_axis_num else shard.local_shape[0]
@@ -210,11 +210,11 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
     An optimizer's states and groups go with their parameters, wherever they are: their keys contain the parameter's
     key (``optimizer.state.exp_avg.<key>``, ``optim.state.<key>.exp_avg``), or all but its first parts, which name the
     model in the tree (``opt.0.mu.layers.2.w`` for ``model.layers.2.w``). Names in the ``params`` of ``param_groups``
-    are renamed too. A plain value goes with its layer; directly in a flat dict only if the layer has tensors. Layers
-    may be listed in another order, or several times, to make a deeper model of them; their data are shared.
+    are renamed too. A plain value belongs to its layer; in a flat dict, only if the layer has tensors. Layers may be
+    listed in another order, or repeatedly, for a deeper model; repeated layers share their data.
 
     Args:
-        tree: Any tree; the key of a plain tensor or value is its path. A leaf's place changes with its key.
+        tree: Any tree; the key of a plain tensor or value is its path. Renumbered leaves move to their new keys' paths.
         prefix: Prefix of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
         layers: Numbers of the layers to keep, in their new order.
         absent: Numbers that this rank may lack, such as those of other pipeline stages.
@@ -233,7 +233,7 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
     layers, absent = integers("keep_layers", "layers", layers), integers("keep_layers", "absent", absent)
     end = one_of((text_piece("."), FormPiece("rest")), ())
     form = KeyForm((_STATES, *key_form(prefix).pieces, text_piece("."), FormPiece("number"), end))
-    # A number of these layers behind an optimizer's name that no parameter in the tree explains is lost.
+    # A state with a layer number whose parameter isn't in the tree can't be renumbered, so it is refused.
     numbered = re.compile(rf"(?:.+\.)?{re.escape(prefix.rpartition('.')[2])}\.[0-9]+(?:\..+)?", re.DOTALL)
 
     def kept(flat: Flat) -> dict[str, Any]:
@@ -311,8 +311,8 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
 
     Args:
         tree: Any tree.
-        names: New key for each old one. Each ``*`` matches one part between dots, and is filled in again in order. The
-            first pattern that matches a key counts.
+        names: New key for each old one. Each ``*`` matches one part between dots, which replaces the new key's ``*``
+            in the same position. The first pattern that matches a key counts.
 
     Raises:
         MetadataError: `names` isn't a mapping.

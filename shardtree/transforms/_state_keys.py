@@ -35,9 +35,9 @@ class StateKey:
 
     Attributes:
         parameter: The parameter's key.
-        root: Prefix of the parameter's key that the state's lacks, including its dot.
-        before: Prefix of the state's key, including its dot.
-        after: Suffix of the state's key, including its dot.
+        root: Prefix of the parameter's key that the state's key lacks, with the dot.
+        before: Part of the state's key before the parameter's, with the dot.
+        after: Part of the state's key after the parameter's, with the dot.
     """
 
     parameter: str
@@ -67,10 +67,9 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
     """Return the states among a tree's keys, by key, and the keys of states that can't be related to one parameter.
 
     A state's key contains its parameter's key, or all but the first parts of it, such as the tree's own name for the
-    model.
-    The other parts must name a state; if first parts are left out, they must be a name that no part of a model has, or
-    name an optimizer too: ``optim.state.layers.2.w.exp_avg`` and ``opt.0.mu.layers.2.w`` belong to
-    ``model.layers.2.w``, but ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
+    model. The other parts must contain a state's name. If first parts are left out, it must be a name that models don't
+    use, or the other parts must also name an optimizer: ``optim.state.layers.2.w.exp_avg`` and ``opt.0.mu.layers.2.w``
+    belong to ``model.layers.2.w``, but ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
 
     Args:
         keys: All keys of a tree, parameters' and states'.
@@ -105,14 +104,14 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
 
 
 def _state_key(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> StateKey | Parts:
-    """Return the state of a key, or the keys of its several possible parameters, or None."""
+    """Return the state of a key, or the keys of its possible parameters if there are several or none."""
     start, stop = _parameter_in(key, parts, ends)
     before, run, after = parts[:start], parts[start:stop], parts[stop:]
     name, around = ".".join(run), (*before, *after)
     others = ends.get(run, ())
     is_whole = name in others
-    # If a part is left out in front, only the end of the optimizer's own names may precede: in ``opt.mu.a.w``, a ``w``
-    # isn't that of ``b.w``. And ``opt.layers.2.w`` may be a layer of an OPT model beside another one.
+    # If first parts are left out, the part before the run must be the optimizer's, not the model's: the ``w`` in
+    # ``opt.mu.a.w`` isn't ``b.w``. And ``opt.layers.2.w`` may be a layer of an OPT model beside another model.
     if not (_names_state(around) if is_whole else _is_surely_state(around) and _ends_names(before)):
         return ()
     owners = [name] if is_whole else sorted({*others} - {key})
@@ -141,7 +140,7 @@ def _is_under_states(parts: Parts) -> bool:
 
 
 def _parameter_in(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> tuple[int, int]:
-    """Return the longest run of parts that ends another key; an empty one unless a state's name is around it."""
+    """Return start and stop of the longest run of parts that ends another key; (0, 0) if no state's name is beside."""
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
             if any(other != key for other in ends.get(parts[start : start + length], ())):

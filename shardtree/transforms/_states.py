@@ -50,12 +50,12 @@ class StateChange:
     """A transform's effect on the states of the parameters that it changes.
 
     Attributes:
-        change: The transform, of a flat tree in which states have their parameters' keys.
-        fits: Whether a state is changed, given the state and its parameter.
+        change: The transform, which gets a flat tree in which states have their parameters' keys.
+        fits: Predicate of a state and its parameter: whether the state is changed.
         others: Fate of numbers and objects that don't fit: they stay, are copied to each new parameter, or are refused.
-        is_lost: Whether a state's key that can't be related to any parameter is refused.
-        change_copies: The transform of states that hold values of the parameter itself; None for the same.
-        renames: Whether parameters get other keys, so that an optimizer's groups must name them anew.
+        is_lost: Predicate of a state's key that no parameter explains: whether it is refused.
+        change_copies: The transform of states that hold the parameter's own values; None to use `change`.
+        renames: Whether parameters get other keys, which an optimizer's groups must then list.
     """
 
     change: Callable[[Flat], Mapping[str, Any]]
@@ -152,14 +152,14 @@ def map_tensors(
     change: Callable[[ShardedTensor], ShardedTensor],
     in_states: Callable[[ShardedTensor], ShardedTensor] | None = None,
 ) -> Any:
-    """Return the tree with the tensors whose keys match patterns changed in place, and their moments too.
+    """Return the tree with a change of the tensors whose keys match patterns, and of their moments; keys stay.
 
     Args:
         doing: Name of the transform in error messages.
         tree: Any tree.
         keys: Patterns of keys.
-        change: The change of a tensor, which keeps its key.
-        in_states: The change of a moment; None for the same. Masters and averages are changed like their tensor.
+        change: Function from a tensor's shard to the new one, with the same key.
+        in_states: The function for moments; None to use `change`. Masters and averages always get `change`.
 
     Raises:
         TreeError: A pattern matches nothing, or states can't follow their parameters.
@@ -248,7 +248,7 @@ def _misfits(group: _Group, parameters: Mapping[str, ShardedBase], change: State
     """Return the states that can neither be changed nor stay as they are."""
     others = [(leaf, state) for leaf, state in group.values() if not change.fits(leaf, parameters[state.parameter])]
     return [
-        f"{leaf.key!r} of {state.parameter!r}: " + ("one value for each" if _is_number(leaf) else "of another shape")
+        f"{leaf.key!r} of {state.parameter!r}: " + ("a value per parameter" if _is_number(leaf) else "another shape")
         for leaf, state in others
         if change.others == "refuse" or not _is_number(leaf)
     ]
@@ -264,7 +264,8 @@ def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
         key = kind.of(parameter)
         if key is None:
             found, expected = f"a parameter {parameter!r}", f"one under {kind.root!r}"
-            raise TreeError(error_text(f"the state {first.key!r} can't follow", found=found, expected=expected))
+            heading = f"the state {first.key!r} can't follow its parameter"
+            raise TreeError(error_text(heading, found=found, expected=expected))
         new, origin = replace(leaf, key=key), origins[entry_of(entry).place]
         name = renamed(origin, group[origin][0], new)
         taken = names.get(name_of(name, new))

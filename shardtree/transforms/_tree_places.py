@@ -1,4 +1,4 @@
-"""Places of a tree's leaves: trees taken apart into leaves with paths, and trees rebuilt from leaves at new places."""
+"""Trees flattened into leaves with paths, and rebuilt from leaves at new paths."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """A tree, taken apart.
+    """A tree, flattened.
 
     Attributes:
         leaves: Leaves by path, in the tree's own order.
-        containers: Containers above them by path, including the tree itself.
+        containers: Containers above the leaves by path, including the tree itself.
         is_flat: Whether the tree is a dict with all of its tensors as direct values.
     """
 
@@ -46,8 +46,8 @@ class Places:
 def places(tree: Tree) -> Places:
     """Return the leaves of a tree by path, and the containers above them.
 
-    Dicts are always taken apart, other containers only if a tensor lies in them: a list of plain values is one leaf,
-    and so is each empty container. The tree itself is always taken apart.
+    Dicts are always flattened, other containers only if they contain a tensor: a list of plain values is one leaf, and
+    so is each empty container. The tree itself is always flattened.
 
     Raises:
         UnsupportedValue: Shards lie in values that aren't nodes, such as instances of unregistered classes.
@@ -65,7 +65,7 @@ def places(tree: Tree) -> Places:
 
 
 def _leaves(path: TreePath, node: Tree, containers: dict[TreePath, Tree]) -> list[tuple[TreePath, Any]]:
-    """Return the leaves of a node; add the containers that were taken apart to the dict."""
+    """Return the leaves of a node; add the flattened containers to the dict."""
     children = entries(node)
     if not children:
         return [(path, node)] if path or children is None else []
@@ -102,12 +102,12 @@ def named_paths(doing: str, tree: Places, separator: str = ".") -> dict[str, Tre
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A place in a new tree.
+    """The path of a leaf in a new tree, and the containers around it.
 
     Attributes:
-        path: Entries that lead to it.
-        kinds: Container like the one that has each entry; None for a dict.
-        is_old: Whether the leaf is at its old place: then its containers take precedence over those of other leaves.
+        path: Path of the leaf.
+        kinds: For each entry of the path, a container whose type the new one around it gets; None for a dict.
+        is_old: Whether the leaf is at its old path: its containers then take precedence over those of moved leaves.
     """
 
     path: TreePath
@@ -147,8 +147,8 @@ def moved_place(tree: Places, path: TreePath, name: str) -> Place:
     if len(old) == len(between):
         inner: list[Tree | None] = [*old]
     else:
-        # New entries are in the container that had the old ones. Where there was none, as for a layer number in front
-        # of its entries, only a dict can take them; around a class's fields there is a new dict.
+        # New entries go into the container that had the replaced ones. If none is replaced, as where a layer number is
+        # inserted, only a dict can take them; around the fields of a class there is a new dict.
         host = tree.containers.get(path[:front])
         inner = [host if old or is_dict(host) else None, *[None] * (len(between) - 1)][: len(between)]
     return Place((*path[:front], *between, *path[len(path) - behind :]), (*at, *inner, *after), is_old=False)
@@ -170,7 +170,7 @@ def _differing(path: TreePath, name: str) -> tuple[int, int, TreePath]:
     parts = between[1:].split(".")
     if len(parts) != len(old):
         return front, behind, tuple(parts)
-    # A position or number stays one.
+    # An entry that was an integer stays an integer.
     pairs = zip(parts, old, strict=True)
     return (
         front,
@@ -188,7 +188,7 @@ class _Node:
 
 @refusing_depth
 def planted(doing: str, tree: Tree, leaves: Iterable[tuple[Place, Any]]) -> Tree:
-    """Return the tree of leaves at places; containers whose leaves are all removed are left out.
+    """Return the tree of leaves at their places; containers without a leaf are left out.
 
     The last entry of a list or tuple determines its length. Its gaps are holes, and so are the fields of a class or
     named tuple without a leaf, as in `select`. Every container is new, as with `map_shards`.
@@ -199,7 +199,7 @@ def planted(doing: str, tree: Tree, leaves: Iterable[tuple[Place, Any]]) -> Tree
         leaves: Leaves with their places.
 
     Raises:
-        TreeError: Two leaves have one place, one lies under another, or a container can't have such an entry.
+        TreeError: Two leaves have the same path, one is under another, or a container can't have such an entry.
 
     Examples:
         >>> tree = {"layers": [1, 2], "step": 3}
@@ -220,8 +220,8 @@ def _plant(doing: str, root: _Node, place: Place, leaf: Any) -> None:
         child = node.children.get(entry)
         is_taken = entry in node.children and (depth == last or not isinstance(child, _Node))
         if is_taken:
-            heading = f"{doing}: two values at one place, or one under another"
-            fix = "Give the shards the keys of their places, or pass a flat dict by key."
+            heading = f"{doing}: two values with one path, or one under another"
+            fix = "Give the shards their paths as keys, or pass a flat dict by key."
             raise TreeError(error_text(heading, found=render_path(place.path[: depth + 1]), fix=fix))
         if depth == last:
             node.children[entry] = leaf
@@ -240,7 +240,7 @@ def _built(doing: str, node: _Node, path: TreePath) -> Tree:
     old = entries(kind) or {}
     if len(old) == len(children) and all(entry in old and old[entry] is child for entry, child in children.items()):
         new = like(kind, {entry: children[entry] for entry in old})
-        return new if type(new) is type(kind) else kind  # a Counter, say, is a value to other tree maps
+        return new if type(new) is type(kind) else kind  # other tree maps treat such a class, e.g. Counter, as a value
     if is_dict(kind):
         return like(kind, children)
     wanted: Iterable[Any] = old
@@ -248,6 +248,6 @@ def _built(doing: str, node: _Node, path: TreePath) -> Tree:
         wanted = range(1 + max((entry for entry in children if isinstance(entry, int)), default=-1))
     if others := [entry for entry in children if entry not in wanted]:
         heading = f"{doing}: a {type(kind).__name__} has no such entries"
-        fix = "Make dicts of it first: `st.trees.nested(st.trees.flat(tree))`."
+        fix = "Convert it to dicts first: `st.trees.nested(st.trees.flat(tree))`."
         raise TreeError(error_text(heading, offenders=[render_path((*path, entry)) for entry in others], fix=fix))
     return like(kind, {entry: children.get(entry, HOLE) for entry in wanted})

@@ -138,7 +138,7 @@ def test_a_policy_that_returns_no_numbers_is_told(root: str, tmp_path: Path) -> 
     file.write_text("def steps(steps):\n    return steps[-1:]\ndef nothing(steps):\n    return None\n")
     for name in ("steps", "nothing"):
         done = run("series", "prune", root, "--policy", f"{file}:{name}", "--yes")
-        assert done.exit_code == 2 and "not a policy" in done.stderr
+        assert done.exit_code == 2 and "invalid policy" in done.stderr
     assert numbers(root) == [100, 200, 300, 400]
 
 

@@ -180,7 +180,7 @@ def test_what_another_conversion_has_not_moved_yet_is_kept_and_finished(
     with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
         patched.setattr(SingleFile, "put", killed)
         st.convert(source, file, backend="huggingface")
-    with pytest.raises(AlreadyACheckpoint, match="Call that conversion again, which finishes it") as error:
+    with pytest.raises(AlreadyACheckpoint, match="Repeat that conversion to finish it") as error:
         st.convert(other, file, backend="huggingface")
     assert f".{file.name}.convert" in str(error.value)
     st.convert(source, file, backend="huggingface")  # as the error advises

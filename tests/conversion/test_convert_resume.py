@@ -188,7 +188,7 @@ def test_files_of_another_conversion_in_progress_stay(backend: str) -> None:
 def test_a_checkpoint_that_came_meanwhile_is_not_taken_for_ones_own() -> None:
     folder = killed_after(3)
     st.save([st.ShardedTensor.from_rank_offsets("other", torch.ones(2))], folder)
-    with pytest.raises(IntegrityError, match="'w0' isn't there"):
+    with pytest.raises(IntegrityError, match="'w0' is missing"):
         run(SOURCE, folder, verify=False)
     with pytest.raises(AlreadyACheckpoint):
         run(SOURCE, folder)

@@ -40,7 +40,7 @@ OFFENCES: dict[str, Offence] = {
     ),
     "ShapeError: load: it doesn't fit": FailedCheck((0,), st.errors.ShapeError, "load: it doesn't fit"),
     "'w': only values can tell": Undecided("w", "only values can tell"),
-    "'w': rank 1 holds other elements than rank 0: none, or of another dtype or shape": ReplicaDifference(
+    "'w': rank 1 holds other elements than rank 0: no elements, or another dtype or shape": ReplicaDifference(
         "w", (1,), (0,), "[0:4]", None
     ),
     "'w': (4,) float32 and (4, 2) int8": KindDifference("w", KIND, OTHER),
@@ -105,4 +105,4 @@ def test_lines_sort_and_shorten_by_key() -> None:
 def test_an_error_gives_each_advice_once() -> None:
     """In the order of the records, then what else can be done."""
     text = offences_text("load", [Unexpected("a"), Unexpected("b"), Gap("w", (0,), 0, 1, "why")], "Or wait.")
-    assert text.split("\n  ")[4:] == [Unexpected("a").fix, "Load only what is there.", "Or wait."]
+    assert text.split("\n  ")[4:] == [Unexpected("a").fix, "Load only stored elements.", "Or wait."]

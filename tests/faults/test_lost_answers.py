@@ -94,7 +94,7 @@ def test_what_may_be_stored_later_is_whole_then(over: bool, ranks: int) -> None:
     if over:
         save(storage, 1.0)
         files.is_on = True
-    with pytest.raises(st.errors.OutcomeUnknown, match="no answer came to the request that commits"):
+    with pytest.raises(st.errors.OutcomeUnknown, match="no answer to the request that commits"):
         st.simulate(
             ranks,
             lambda world: st.save(tree(2.0, world.rank, ranks), storage, world=world, overwrite=True),

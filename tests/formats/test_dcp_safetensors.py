@@ -130,7 +130,7 @@ def test_what_reads_without_a_target_wants_to_be_told(tmp_path: Path) -> None:
 def test_the_command_line_is_told_that_no_file_is_missing(tmp_path: Path) -> None:
     refused = run("convert", FSDP, tmp_path / "out", "--to", "hf")
     assert refused.exit_code == 2
-    assert "Say the saved shapes by --shapes stored" in refused.stderr
+    assert "Pass the saved shapes with --shapes stored" in refused.stderr
     assert run("convert", FSDP, tmp_path / "out", "--to", "hf", "--shapes", "stored").exit_code == 0
     assert st.load_plain_tensors(tmp_path / "out").keys() == TRUTH.keys()
 

@@ -193,7 +193,7 @@ def test_files_and_index_have_the_names_of_the_hub():
 
 def test_a_file_that_is_in_the_way_stays():
     folder = folder_of({"model-00001-of-00002.safetensors": b"somebody's"})
-    with pytest.raises(AlreadyACheckpoint, match="in the way"):
+    with pytest.raises(AlreadyACheckpoint, match="no index that lists them"):
         st.save([whole(key, torch.zeros(2)) for key in "ab"], folder, HF, strategies=table(8))
     assert folder.names() == ("model-00001-of-00002.safetensors",)
 
@@ -381,7 +381,7 @@ def test_four_bit_floats_go_through_every_format_and_come_back(backend):
 
 def test_a_pair_of_four_bit_floats_without_an_axis_is_kept_by_the_native_format_alone():
     pair, native = whole("w", four_bits()[0, 0].clone()), MemoryStorage()
-    with pytest.raises(UnsupportedValue, match=r"or not with that shape\n  'w': \(\) float4\w+\n.*reshape"):
+    with pytest.raises(UnsupportedValue, match=r"safetensors files don't support\n  'w': \(\) float4\w+\n.*reshape"):
         st.save({"w": pair}, MemoryStorage(), HF)
     st.save({"w": pair}, native)
     with pytest.raises(UnsupportedValue, match="'w'"):
@@ -406,7 +406,7 @@ def test_an_odd_last_axis_of_four_bit_floats_is_an_error_of_that_tensor_alone(sh
 
 def test_half_a_byte_of_four_bit_floats_is_damage():
     folder = folder_of({"model.safetensors": file_of({"odd": ("F4", (7,), bytes(4)), "w": ("U8", (1,), b"w")})})
-    with pytest.raises(CorruptCheckpoint, match=r"'odd'.*used in part"):
+    with pytest.raises(CorruptCheckpoint, match=r"'odd'.*fill whole bytes"):
         st.load_plain_tensors(folder)
     assert [one.file for one in st.verify(folder)] == ["model.safetensors"]
 

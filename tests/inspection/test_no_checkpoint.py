@@ -75,7 +75,7 @@ def megatron(root: Path) -> tuple[Path, Sequence[str]]:
 def unfinished(root: Path) -> tuple[Path, Sequence[str]]:
     """The save that was killed there."""
     pickled(root / "iter_0000300", "common.pt")
-    return root / "iter_0000300", ["a save of Megatron-Core's that wasn't finished"]
+    return root / "iter_0000300", ["an unfinished save of Megatron-Core"]
 
 
 def without_steps(root: Path) -> tuple[Path, Sequence[str]]:

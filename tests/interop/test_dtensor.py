@@ -370,7 +370,7 @@ def test_dtensors_are_not_taken_for_plain_values_where_shards_are_meant() -> Non
     ]
     for ask in asks:
         with pytest.raises(
-            TreeError, match=r"objects in the place of shards\n  tree\['w'\]: DTensor\n  Use `from_dtensors`"
+            TreeError, match=r"leaves must be shards or plain values\n  tree\['w'\]: DTensor\n  Use `from_dtensors`"
         ):
             ask([tree])
 

@@ -64,7 +64,7 @@ def test_what_is_not_a_plan_is_refused(what: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "7", "[" * 100_000])
 def test_what_is_not_a_document_is_refused(text: str) -> None:
-    with pytest.raises(MetadataError, match=r"not a plan that can be read"):
+    with pytest.raises(MetadataError, match=r"the text isn't a readable plan"):
         ReshardPlan.from_json(text)
 
 

@@ -138,5 +138,5 @@ def test_a_failure_does_not_wait_for_a_rank_that_hangs() -> None:
 
 
 def test_no_ranks_is_an_error() -> None:
-    with pytest.raises(WorldError, match="no ranks"):
+    with pytest.raises(WorldError, match="too few ranks"):
         run_processes(0, raises)

@@ -441,7 +441,7 @@ def test_a_tree_that_the_plan_doesnt_know_is_an_error_on_all() -> None:
     for wrong, text in (
         ({"w": rows(2, 3), "step": 3}, "only in the plan: 'w' at (2, 0) of (2, 4)"),
         ({"w": wide, "step": 3}, "the tree has (6, 4) float64, the plan (6, 4) float32"),
-        ({"w": rows(1, 3), "again": rows(1, 3, replica_id=1), "step": 3}, "more often in one than in the other"),
+        ({"w": rows(1, 3), "again": rows(1, 3, replica_id=1), "step": 3}, "more often on one side than on the other"),
     ):
         for error in failures(partial(on_rank, wrong=wrong)):
             assert isinstance(error, RemoteError)

@@ -199,7 +199,7 @@ def test_an_odd_number_of_four_bit_floats_is_refused_as_by_the_library(shape, tm
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
     with pytest.raises(safetensors.SafetensorError):
         safetensors_torch.load_file(path)
-    with pytest.raises(CheckpointingException, match=r"used in part|a last axis of an even length"):
+    with pytest.raises(CheckpointingException, match=r"fill whole bytes|a last axis of an even length"):
         st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, tmp_path)
 
 

@@ -284,7 +284,7 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     plan = series.plan_removal(st.retention.keep_last(1))
     assert plan.going == ()
     assert plan.kept[1] == ("can't be removed: its folder is a link",)
-    assert plan.kept[2] == ("can't be removed: files of it are links",)
+    assert plan.kept[2] == ("can't be removed: some of its files are links",)
     assert series.remove(plan) == () and numbers(series) == [1, 2, 3]
     (folder,) = (tmp_path / "run" / "step_00000003").glob("save-*")
     os.symlink(folder.rename(tmp_path / "elsewhere" / folder.name), folder)
@@ -292,7 +292,7 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     assert plan.kept[3][0] == "the newest"
     saved(tmp_path / "run", 4)
     plan = series.plan_removal(st.retention.keep_steps([2]))
-    assert plan.kept[3] == ("can't be removed: files of it are links",), "a folder of files is one, too"
+    assert plan.kept[3] == ("can't be removed: some of its files are links",), "a folder of files is one, too"
 
 
 @pytest.fixture

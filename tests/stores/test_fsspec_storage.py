@@ -19,7 +19,7 @@ def test_it_says_once_that_one_saver_may_save_at_a_time(
     monkeypatch.setattr(_save_folders, "_warned_places", set())
     for _ in range(2):
         st.save(tree(1.0), f"memory://{uuid4().hex}")
-    assert len([each for each in caplog.messages if "let one save at a time go to a folder" in each]) == 1
+    assert len([each for each in caplog.messages if "run only one save to a folder at a time" in each]) == 1
 
 
 def test_a_cache_before_a_store_shows_what_was_saved_over() -> None:

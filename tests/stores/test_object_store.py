@@ -357,7 +357,7 @@ def test_a_store_that_ignores_conditions_is_found_out(
     st.save(tree(1.0), at())
     st.save(tree(2.0), at(), overwrite=True)
     assert loaded(at()) == (2.0, 7)
-    said = [record.message for record in caplog.records if "one save at a time" in record.message]
+    said = [record.message for record in caplog.records if "only one save to a folder at a time" in record.message]
     assert len(said) == 1, said
 
 

@@ -203,7 +203,7 @@ FAULTS: dict[Fault, str] = {
     replaces_in_two_steps: "in one step: another reader gets",
     leaves_temporary_files: r"in one step: the folder has \('m', 'm.new'\)",
     raises_what_it_gets: "KeyError",
-    says_it_can_half: r"\['sibling'\] alone of \['sibling', 'siblings'\]",
+    says_it_can_half: r"only \['sibling'\] of \['sibling', 'siblings'\]",
     copies_what_it_should_move: "after move of 'm'",
     makes_no_folders: "holds exactly the files",
     exchanges_nothing: "in one step: afterwards",

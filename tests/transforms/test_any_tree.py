@@ -236,12 +236,12 @@ class Hidden:
         (
             lambda: transforms.split_tensor([shard("w", torch.ones(2))], "w", ["a", "b"]),
             TreeError,
-            r"two values at one place, or one under another\n  found tree\[0\]",
+            r"two values with one path, or one under another\n  found tree\[0\]",
         ),
         (
             lambda: transforms.split_tensor({"w": torch.ones(2), "a": {"x": torch.ones(1)}}, "w", ["a", "b"]),
             TreeError,
-            r"two values at one place, or one under another\n  found tree\['a'\]",
+            r"two values with one path, or one under another\n  found tree\['a'\]",
         ),
     ],
 )
@@ -313,7 +313,7 @@ def test_names_in_groups_that_cannot_follow_are_refused() -> None:
     with pytest.raises(TreeError, match=r"'optim.param_groups.1.params': stack_layers: 'model.h.w' lacks layers"):
         transforms.stack_layers(with_groups(["h.0.w"], ["h.1.w"]), "model.h")
     two = {"a": {"h.0.w": vector(0)}, "b": {"h.0.w": vector(1)}, "param_groups": [{"params": ["h.0.w"]}]}
-    with pytest.raises(TreeError, match=r"'param_groups.0.params': 'h.0.w' is of 'a.h.0.w' or 'b.h.0.w'"):
+    with pytest.raises(TreeError, match=r"'param_groups.0.params': 'h.0.w' may be 'a.h.0.w' or 'b.h.0.w'"):
         transforms.keep_layers(two, "a.h", [0])
     state = {"m": shard("model.a", vector(1)), "o": {"param_groups": [{"params": ["a"]}]}}
     with pytest.raises(TreeError, match=r"'c' isn't under 'model\.'"):

@@ -130,7 +130,7 @@ def test_further_trees_and_pipelines() -> None:
 
 def test_mistakes() -> None:
     tree = {"w": torch.ones(2)}
-    with pytest.raises(TreeError, match=r"map_by_pattern: patterns that name nothing\n  'bias' fits no key"):
+    with pytest.raises(TreeError, match=r"map_by_pattern: patterns are unused\n  'bias' fits no key"):
         st.map_by_pattern({"bias": torch.neg})(tree)
     with pytest.raises(TreeError, match="comes first"):
         st.map_by_pattern({"**": torch.neg, "w": torch.abs})(tree)

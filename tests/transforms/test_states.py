@@ -157,12 +157,12 @@ UNRELATED: dict[str, tuple[dict[str, Any], Transform, str]] = {
     "of another shape": (
         {"model.w": W, "opt.v_row.w": torch.ones(2)},
         lambda tree: transforms.split_tensor(tree, "model.w", ["model.a", "model.b"]),
-        r"'opt\.v_row\.w' of 'model\.w': of another shape",
+        r"'opt\.v_row\.w' of 'model\.w': another shape",
     ),
     "several steps": (
         {"model.a": W, "model.b": W, "optim.state.a.step": STEP, "optim.state.b.step": STEP},
         lambda tree: transforms.merge_tensors(tree, ["model.a", "model.b"], "model.w"),
-        r"'optim\.state\.a\.step' of 'model\.a': one value for each",
+        r"'optim\.state\.a\.step' of 'model\.a': a value per parameter",
     ),
     "renamed out of its root": (
         {"model.w": W, "opt.mu.w": W},

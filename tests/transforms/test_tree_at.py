@@ -71,7 +71,7 @@ def test_a_pattern_names_the_leaves_that_partition_takes(tree: Any, pattern: str
     old = [path for path, leaf in leaves_with_paths(tree) if leaf is st.trees.HOLE]
     assume(named and not old)
     assert outline(st.tree_at(tree, pattern, lambda leaf: st.trees.HOLE)) == outline(expected)
-    with pytest.raises(TreeError, match="no such place"):
+    with pytest.raises(TreeError, match="no such node"):
         st.tree_at({}, pattern, 1)
 
 
@@ -120,21 +120,21 @@ def test_several_nodes_take_as_many_values() -> None:
         (re.compile("x+"), r"not there: \"re.compile\('x\+'\)\""),
         (("model", "bias"), r"not there: tree\['model'\]\['bias'\]\n  found 'w', 'b' in tree\['model'\]"),
         (("opt", 0, "x"), r"not there: tree\['opt'\]\[0\]\['x'\]\n  found a int"),
-        (lambda tree: tree["x"], r"what the function goes to \(KeyError: 'x'\)"),
+        (lambda tree: tree["x"], r"the node that the function looks up \(KeyError: 'x'\)"),
         (lambda tree: tree["model"]["w"].data, r"AttributeError: a leaf has no attribute 'data'"),
-        (lambda tree: 3, r"what the function returned: a int, which isn't a node of the tree"),
-        (lambda tree: [], r"what the function returned: no node at all"),
+        (lambda tree: 3, r"the function's result: a int, which isn't a node of the tree"),
+        (lambda tree: [], r"the function's result: no node at all"),
     ],
 )
 def test_what_is_not_there_is_told(where: Any, message: str) -> None:
     for function in (st.tree_at, st.data_at):
         with pytest.raises(TreeError, match=message) as caught:
             function(holder(), where, lambda leaf: leaf)
-        assert str(caught.value).startswith(f"{function.__name__}: no such place")
+        assert str(caught.value).startswith(f"{function.__name__}: no such node")
 
 
 def test_a_place_in_another_one_is_refused() -> None:
-    with pytest.raises(TreeError, match=r"places in other places\n  tree\['model'\]\['w'\]"):
+    with pytest.raises(TreeError, match=r"nodes in other chosen nodes\n  tree\['model'\]\['w'\]"):
         st.tree_at(holder(), lambda tree: [tree["model"], tree["model"]["w"]], [1, 2])
 
 
@@ -191,5 +191,5 @@ def test_a_shard_takes_a_tensor_and_keeps_its_metadata() -> None:
     for other in (torch.ones(3), lambda tensor: tensor.repeat(3)):
         with pytest.raises(ShapeError, match=r"^data_at: the dtype or shape of 'w' would change"):
             st.data_at(holder(), "w", other)
-    with pytest.raises(TreeError, match=r"data_at: no tensor there\n  tree\['opt'\]"):
+    with pytest.raises(TreeError, match=r"data_at: no tensor at these paths\n  tree\['opt'\]"):
         st.data_at(holder(), ("opt",), torch.neg)

@@ -1,7 +1,7 @@
-"""Stored names of shardtree's own classes, which are their public addresses, wherever their modules are.
+"""Stored names of shardtree's own classes: public import paths, which don't name the module that defines the class.
 
-A stored name outlives the module of its class, which may move; the public address stays importable. It is the root's if
-the root has the class, as users write `st.Mesh`, and its room's otherwise.
+The defining module may move, while the public import path stays valid. It is `shardtree.Name` for classes that the
+root package exports, such as `shardtree.Mesh`, and otherwise that of a public package, such as `shardtree.plans.Gap`.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ _HOMES = {
         "trees._join": "Record",
     },
 }
-"""Classes by public module, then by a module below shardtree that holds them, or held them when files were written.
+"""Classes by public module, then by a module below shardtree that defines them, or did when files were written.
 
-Files name the old modules, so no row may ever be removed: a class that moves alone gets another row; `_moved` has the
-new addresses of whole modules that move. Private classes appear in journals of conversions.
+Files name the old modules, so no row may ever be removed. A class that moves alone gets another row; for whole modules
+that move, `_moved` has the new import paths. Private classes appear in journals of conversions.
 """
 
 STORED_NAMES = {
@@ -118,14 +118,14 @@ STORED_NAMES = {
     for name in names.split()
     for address in (f"shardtree.{home}.{name}", leaf("new_address")(f"shardtree.{home}.{name}"))
 }
-"""Stored name of each class, by its address in a module that holds or held it."""
+"""Stored name of each class, by its import path in a module that defines or once defined it."""
 
 
 def stored_name(address: str) -> str:
-    """Return the stored name of a class: the public address of ours, and the own address of any other.
+    """Return the stored name of a class: its public import path if it is shardtree's, else the given one.
 
     Args:
-        address: Module and qualified name of the class, now or when a file was written.
+        address: Import path of the class (module and qualified name), now or when a file was written.
 
     Examples:
         >>> stored_name("shardtree.layouts.meshes._mesh.Mesh"), stored_name("shardtree.Mesh")
@@ -137,7 +137,7 @@ def stored_name(address: str) -> str:
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Return all addresses of a stored class; its stored name, and those in modules that hold or held it.
+    """Return all import paths of a stored class: its stored name, and those in modules that define or defined it.
 
     Examples:
         >>> addresses_of("shardtree.Mesh")

@@ -1,7 +1,7 @@
 """Nodes of tensors, NumPy arrays and scalars, bytes and buffers.
 
-A value whose dtype safetensors has becomes an entry of that dtype and shape, so that other readers see it too. Others
-become plain bytes, with dtype and shape in the node.
+A value whose dtype safetensors supports becomes an entry of that dtype and shape, which other readers understand too.
+Other values become plain bytes, with dtype and shape in the node.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _decode_tensor(fields: dict[str, Any], child: Child, take: Take) -> torch.Te
 def _decode_tensor_of_bytes(fields: dict[str, Any], child: Child, take: Take) -> torch.Tensor:
     dtype, shape = dtype_from_name(exactly(str, fields["dtype"])), _shape(fields)
     if is_quantised(dtype):
-        raise ValueError("a quantised dtype")
+        raise ValueError("the dtype is quantised")
     return _tensor(dtype, shape, _take_bytes(fields, take, element_count(shape) * dtype.itemsize))
 
 
@@ -110,12 +110,12 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview) -> np
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = np.asarray(data)
     if has_wrong_characters(array):
-        raise ValueError("a code point beyond Unicode's last")
+        raise ValueError("the text has a code point beyond Unicode")
     return array
 
 
 def has_wrong_characters(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether a row-major array of text has a code point beyond Unicode's last; Python strings can't have one.
+    """Return whether a row-major array of text has a code point beyond Unicode, which no Python string can hold.
 
     Examples:
         >>> has_wrong_characters(np.array(["a"])), has_wrong_characters(np.array([2**32 - 1], "u4").view("U1"))
@@ -136,7 +136,7 @@ def _decode_scalar(fields: dict[str, Any], child: Child, take: Take) -> Any:
 
 
 def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
-    # Their bits aren't stored, since an array would drop trailing zeros, which these strings keep.
+    # The bits of these strings aren't stored, since reading them as an array would drop trailing zeros.
     return {
         "$": f"numpy.{type(value).__name__}",
         "value": child(str.__str__(value) if isinstance(value, str) else bytes(value)),
@@ -145,7 +145,7 @@ def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
 
 def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
     name = exactly(str, fields["dtype"])
-    # The pattern comes first: NumPy's own parser also accepts objects, which are pointers, records and old names.
+    # The pattern comes first: NumPy's own parser also accepts objects (pointers), records and old names.
     if not _NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
         raise ValueError("not a NumPy dtype of numbers, dates or text")
     return np.dtype(name)
@@ -163,7 +163,7 @@ def _encode_buffer(value: BytesIO, child: Child) -> Node:
 
 def _decode_buffer(fields: dict[str, Any], child: Child, take: Take) -> BytesIO:
     if not 0 <= exactly(int, fields["position"]) <= MAX_INT:
-        raise ValueError("a position that no file has")
+        raise ValueError("the position is negative or exceeds 64 bits")
     value = BytesIO(_take_bytes(fields, take))
     value.seek(fields["position"])
     return value

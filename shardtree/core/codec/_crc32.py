@@ -1,4 +1,4 @@
-"""CRC32, the checksum of zip archives, by isal if it is installed, which is several times faster than zlib."""
+"""CRC32, the checksum of zip archives. If isal is installed, it computes them, several times faster than zlib."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def _fastest() -> Callable[[Buffer, int], int]:
 
 
 def crc32_thread_bytes() -> int:
-    """Return the number of bytes from which a CRC32 takes longer than handing cold bytes to another thread."""
+    """Return the size in bytes from which computing a CRC32 takes longer than moving the bytes to another thread."""
     return 1024 * 1024 if _fastest() is zlib.crc32 else 16 * 1024 * 1024

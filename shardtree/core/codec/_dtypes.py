@@ -9,8 +9,8 @@ import torch
 from ...errors import MetadataError, UnsupportedValue, error_text
 from ..lazy import INTEGERS, as_integers, flat_bytes
 
-# The table has all dtypes of this torch, since torch adds dtypes faster than formats add versions. Each is under its
-# own name: an alias such as torch.half prints as float16.
+# The table has all dtypes of this torch, since torch adds dtypes faster than formats add versions. Each dtype is listed
+# by the name that it prints, and aliases aren't: torch.half prints as float16.
 _BY_NAME: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
@@ -82,7 +82,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def format_tag(dtype: torch.dtype) -> str:
-    """Return the safetensors tag of a dtype; `"U8"`, plain bytes, if no tag counts elements as torch does.
+    """Return the safetensors tag of a dtype, or `"U8"` (plain bytes) if no tag counts its elements as torch does.
 
     Examples:
         >>> format_tag(torch.bfloat16), format_tag(torch.complex128)
@@ -92,7 +92,7 @@ def format_tag(dtype: torch.dtype) -> str:
 
 
 def is_tagged(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has a tag for a dtype that counts elements as torch does, so not for pairs of values.
+    """Return whether a safetensors tag counts a dtype's elements as torch does; none does for pairs of values.
 
     Examples:
         >>> is_tagged(torch.uint8), is_tagged(torch.complex128)
@@ -105,7 +105,7 @@ def dtype_from_tag(tag: str) -> torch.dtype:
     """Return the dtype of a safetensors tag, the inverse of `format_tag` on the dtypes that have a tag.
 
     Raises:
-        UnsupportedValue: This torch has no dtype for the tag, such as those of 6-bit floats.
+        UnsupportedValue: This torch has no dtype for the tag, for example for that of a 6-bit float.
 
     Examples:
         >>> dtype_from_tag("BF16")
@@ -121,8 +121,8 @@ def dtype_from_tag(tag: str) -> torch.dtype:
 def kind_in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     """Return the tag and shape that safetensors' library writes for a tensor, or None if it can't.
 
-    The tag is that of `format_tag`. 4-bit floats have one too: torch counts them in pairs, so that their last axis is
-    twice as long in a header.
+    The tag is that of `format_tag`, and 4-bit floats have a tag too. Torch counts them in pairs, so that their last
+    axis is twice as long in a header.
 
     Examples:
         >>> kind_in_file(torch.bfloat16, (2, 3)), kind_in_file(torch.complex128, (2, 3))
@@ -130,7 +130,7 @@ def kind_in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple
         >>> kind_in_file(*kind_from_file("F4", (2, 6)))
         ('F4', (2, 6))
     """
-    if dtype in _PAIR_TAGS:  # a single pair without an axis has none on which values could be counted
+    if dtype in _PAIR_TAGS:  # without an axis, a header can't count the two values of a pair
         return (_PAIR_TAGS[dtype], (*shape[:-1], 2 * shape[-1])) if shape else None
     return (_TAGS[dtype], shape) if dtype in _TAGS else None
 
@@ -148,7 +148,7 @@ def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple
     if tag not in _PAIRS_BY_TAG:
         return dtype_from_tag(tag), shape
     if not shape or shape[-1] % 2:
-        what = f"shape: torch has pairs of the safetensors tag {tag!r} along the last axis"
+        what = f"shape: values of the safetensors tag {tag!r} can't be paired along the last axis"
         raise UnsupportedValue(error_text(what, found=shape, expected="a last axis of an even length"))
     return _PAIRS_BY_TAG[tag], (*shape[:-1], shape[-1] // 2)
 
@@ -208,7 +208,7 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
         tensor: Tensor as for `bit_view`.
 
     Returns:
-        One byte an item, in row-major order.
+        The bytes in row-major order, one per item.
 
     Raises:
         MetadataError, UnsupportedValue: Errors of `bit_view`.
@@ -220,8 +220,9 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach() if tensor.requires_grad else tensor
     viewed_as = _VIEWED_AS.get(plain.dtype)
     if viewed_as is not None and plain.is_contiguous():
-        # There are no checks before: NumPy and memoryview themselves refuse other devices (TypeError), lazy conjugates
-        # (RuntimeError), no elements (TypeError) and too many axes (ValueError), and a load calls this for each tensor.
+        # A load calls this for each tensor, so there are no checks beforehand: NumPy and memoryview themselves refuse
+        # other devices (TypeError), lazy conjugates (RuntimeError), no elements (TypeError) and too many axes
+        # (ValueError).
         with suppress(RuntimeError, TypeError, ValueError):
             return memoryview((plain if viewed_as is plain.dtype else plain.view(viewed_as)).numpy()).cast("B")
     return memoryview(bit_view(plain).numpy())
@@ -278,7 +279,7 @@ def device_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its elements in row-major order, on the CPU, so that writing it fills it.
+    """Return whether memory on the CPU holds a tensor's elements in row-major order, so that writing there fills it.
 
     Examples:
         >>> is_plain_memory(torch.eye(2)), is_plain_memory(torch.eye(2, 3).t())
@@ -299,7 +300,7 @@ def _no_bit_view(tensor: torch.Tensor) -> Exception:
     expected = "a contiguous tensor on the CPU"
     return MetadataError(
         error_text(
-            "bit_view: the tensor's memory isn't its value",
+            "bit_view: the tensor's memory can't be viewed as its bytes",
             expected=expected,
             offenders=[fault for fault, is_wrong in wrong.items() if is_wrong],
         )

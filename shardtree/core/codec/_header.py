@@ -108,8 +108,8 @@ class HeaderEntry(NamedTuple):
         name: Name of the tensor in the file.
         tag: Dtype as the format names it, such as `"BF16"`.
         shape: Shape in elements.
-        start: First byte, counted from the begin of the data.
-        stop: One past its last byte.
+        start: Offset of its first byte in the data.
+        stop: Offset after its last byte in the data.
     """
 
     name: str
@@ -123,8 +123,8 @@ def byte_length(tag: str, shape: Iterable[int]) -> int:
     """Return the number of bytes of a tensor with a tag and a shape, both of which may come from a file.
 
     Raises:
-        ValueError: The tag is unknown, the shape has more elements than 64 bits can count, or the last byte is used in
-            part.
+        ValueError: The tag is unknown, the shape has more elements than 64 bits can count, or the elements don't fill
+            whole bytes.
 
     Examples:
         >>> byte_length("BF16", (2, 3)), byte_length("F64", ()), byte_length("F4", (2, 0))
@@ -134,7 +134,7 @@ def byte_length(tag: str, shape: Iterable[int]) -> int:
         raise ValueError(f"unknown dtype {tag[:100]!r}")
     length, rest = divmod(element_count(shape) * _BITS[tag], 8)
     if rest:
-        raise ValueError(f"the last byte of dtype {tag} is used in part")
+        raise ValueError(f"the elements of dtype {tag} don't fill whole bytes")
     return length
 
 
@@ -142,7 +142,7 @@ def element_count(shape: Iterable[int]) -> int:
     """Return the number of elements of a shape, which may come from a file.
 
     Raises:
-        ValueError: A length is negative, or there are more elements than 64 bits can count, lengths of zero left out.
+        ValueError: A length is negative, or the product of the lengths other than zero exceeds 64 bits.
 
     Examples:
         >>> element_count((2, 3)), element_count((2, 0)), element_count(())
@@ -153,7 +153,7 @@ def element_count(shape: Iterable[int]) -> int:
         count *= length or 1
         is_empty |= length == 0
         if not 0 < count <= MAX_INT:  # inside the loop: the whole product of a hostile shape could fill the memory
-            raise ValueError("a shape with a negative length, or more elements than 64 bits can count")
+            raise ValueError("the shape has a negative length, or more elements than 64 bits can count")
     return 0 if is_empty else count
 
 
@@ -342,7 +342,7 @@ def decode_header_and_metadata(
     lengths: dict[tuple[str, tuple[int, ...]], int] = {}  # models repeat few shapes in many layers
     entries = [_entry(name, spec, lengths) for name, spec in fields.items()]
     entries.sort(key=itemgetter(3, 4))
-    # Gaps and overlaps are refused: bytes that no entry names could hide data, and shared ones make a small file large.
+    # Gaps and overlaps are refused: a gap could hide data, and entries that share bytes make a small file large.
     end = 0
     for entry in entries:
         if entry.start != end:
@@ -366,11 +366,11 @@ def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]
         name.encode("utf-8")
         tag, shape, (start, stop) = spec["dtype"], spec["shape"], spec["data_offsets"]
         if len(spec) != 3 or type(tag) is not str or type(shape) is not list:
-            raise ValueError("not a dtype, a shape and two data_offsets, and nothing else")
+            raise ValueError("expected a dtype, a shape, two data_offsets and nothing else")
         # Types are checked before any look-up, since 1.0 and True are equal to 1.
         are_numbers = {*map(type, shape), type(start), type(stop)} == {int}
         if not are_numbers or min(start, stop, *shape) < 0 or max(start, stop, *shape) > MAX_INT:
-            raise ValueError("a number that can't be a length")
+            raise ValueError("a number is negative, too large or not an integer")
         sizes = tuple(shape)
         length = lengths.get((tag, sizes))
         if length is None:

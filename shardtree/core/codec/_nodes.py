@@ -19,7 +19,7 @@ from ._addresses import stored_name
 T = TypeVar("T")
 
 MAX_DEPTH = 100
-"""Most nested containers of a stored value; each takes up to three levels of JSON and four Python frames."""
+"""Upper bound of nested containers in a stored value; each takes up to three levels of JSON and four Python frames."""
 
 Node = Any
 Take = Callable[[Any], tuple[str, tuple[int, ...], memoryview]]
@@ -33,10 +33,10 @@ class Child(Protocol):
 
 
 Encoder = Callable[[Any, Child], Node]
-"""A function from a value to its node; NotImplemented for a value that only pickle can store."""
+"""A function from a value to its node; it returns NotImplemented for a value that only pickle can store."""
 
 Decoder = tuple[tuple[str, ...], Callable[[dict[str, Any], Child, Take], Any]]
-"""The names of a node's members beside `"$"`, and the function from them to the value."""
+"""The names of a node's members beside `"$"`, and the function that makes the value from these members."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +116,11 @@ def plainer(value: Any) -> str:
     )
 
 
-# Records are the stored form of enum members, dataclasses and named tuples. Their class's name is never imported.
+# Records are the stored form of enum members, dataclasses and named tuples. The class that one names is never imported.
 
 
 def type_name(cls: type) -> str:
-    """Return the stored name of an instance's class: its address; for our own classes, the public one.
+    """Return the stored name of a class: its import path, which is the public one for shardtree's own classes.
 
     Examples:
         >>> import collections
@@ -176,7 +176,7 @@ def instance_of(record: Record, cls: type) -> Any:
         cls: An enum, a dataclass or a named tuple.
 
     Raises:
-        UnsupportedValue: The class has other fields, or no such member.
+        UnsupportedValue: The class has other fields than the record, or the enum lacks the member.
 
     Examples:
         >>> from http import HTTPStatus

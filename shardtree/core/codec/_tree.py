@@ -61,7 +61,7 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
 
     Raises:
         UnsupportedValue: A value is of another type.
-        TreeError: The tree is deeper, or contains itself.
+        TreeError: The tree is nested deeper, or contains itself.
 
     Examples:
         >>> from shardtree.core.codec import decode_tree
@@ -181,7 +181,7 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
         allow_pickle: Whether pickles are loaded. Set it only for files whose writer you trust.
 
     Raises:
-        CorruptCheckpoint: The bytes aren't such a file.
+        CorruptCheckpoint: The bytes aren't a file that `encode_tree` could have made.
         UnsafeFile: A value was stored as a pickle and `allow_pickle` isn't set.
         UnsupportedValue: A class in `types` has other fields now, or this torch lacks a dtype.
 
@@ -200,13 +200,13 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
     left = {entry.name: (entry.tag, entry.shape, view[data_start:][entry.start : entry.stop]) for entry in entries}
     tag, shape, text = left.pop("structure", ("", (), memoryview(b"")))
     if tag != "U8" or len(shape) != 1:
-        raise CorruptCheckpoint(error_text("decode_tree: no entry 'structure' of bytes"))
+        raise CorruptCheckpoint(error_text("decode_tree: the entry 'structure' is missing or isn't plain bytes"))
     structure = parse_json(text, "decode_tree: structure")
 
-    # Each entry can be taken once: else a small file could refer to one a million times, and fill the memory.
+    # Each entry can be taken once: otherwise a small file could use an entry a million times, and fill the memory.
     def take(name: Any) -> tuple[str, tuple[int, ...], memoryview]:
         if exactly(str, name) not in left:
-            raise ValueError("an entry that isn't there, or is used twice")
+            raise ValueError("an entry is missing or used twice")
         return left.pop(name)
 
     tree = _value(structure, (), 0, _Reader(take, classes, allow_pickle))
@@ -252,7 +252,7 @@ def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any
 
 def _fields(node: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     if node.keys() != {"$", *names}:
-        raise ValueError(f"not the members {names} beside the kind {node['$'][:100]!r}")
+        raise ValueError(f"expected exactly the members {names} beside the kind {node['$'][:100]!r}")
     return node
 
 

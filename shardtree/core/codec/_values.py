@@ -48,7 +48,7 @@ def _encode_float(value: float, child: Child) -> Node:
 def _doubles(bits: Any, count: int) -> tuple[float, ...]:
     data = _unhex(bits)
     if len(data) != 8 * count:
-        raise ValueError(f"{len(data)} bytes, where {8 * count} make {count} floats")
+        raise ValueError(f"found {len(data)} bytes of floats, expected {8 * count}")
     return struct.unpack(f">{count}d", data)
 
 
@@ -57,7 +57,7 @@ def _encode_str(value: str, child: Child) -> Node:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a string has no lone surrogates; two of them in a row could become one character in JSON.
+    """Return whether a string has no lone surrogates: JSON could read a pair of them as one character.
 
     Examples:
         >>> is_unicode("π"), is_unicode(chr(0xD800))
@@ -88,7 +88,7 @@ def device_of(name: str) -> torch.device:
         device(type='cuda', index=1)
     """
     if not re.fullmatch(r"[a-z]{1,20}(:[0-9]{1,3})?", name):
-        raise ValueError("not a device")
+        raise ValueError("not the name of a device")
     return torch.device(name)
 
 

@@ -17,11 +17,11 @@ from ..mapping import ShardedTensor, has_elements
 from ._sums import MODULUS, device_total, host_total
 
 PIECE = 1 << 21
-"""Upper bound of a piece's elements, which are read of a lazy tensor at once, and are a thread's unit of work."""
+"""Upper bound of the elements in a piece: lazy tensors are read piece by piece, and a thread computes one at a time."""
 
 _ON_DEVICE = 64  # factor for pieces on an accelerator, where small kernels cost most
 
-_MOST_AXES = 60  # NumPy's arrays have at most 64, and a complex number's parts take one
+_MOST_AXES = 60  # NumPy arrays have at most 64 axes, one of which a complex number's parts take
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -31,8 +31,8 @@ class ShardPiece:
 
     Attributes:
         data: The elements: a box, or a one-dimensional run.
-        offset: Offset of the box in the global tensor; for a run, that of the box around it.
-        box: Shape of the box around a run; None for a box.
+        offset: Offset of the box in the global tensor; for a run, the offset of the box around it.
+        box: Shape of the box around a run; None if the piece is a box itself.
         first: Index of the run's first element in the row-major flattened box.
     """
 
@@ -174,14 +174,15 @@ def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
     return host_total(words.numpy().view(_UNSIGNED[words.itemsize]), axes, places)
 
 
-_ROW = 8 * 1024  # bytes; such a long row needs no table of weights for itself
+_ROW = 8 * 1024  # bytes; the weights of such a row are a part of the cached table
 _AT_ONCE = 4 * 1024 * 1024  # bytes; a copy of an unaligned part of this size stays in the processor's cache
 
 
 def bytes_total(data: torch.Tensor) -> int:
-    """Return the sum of some bytes as a box of 8-byte words, 1024 in a row, padded with zeros.
+    """Return the weighted sum of bytes as a box of 8-byte words, 1024 in a row, padded with zeros.
 
-    Words cost less than elements, which are up to eight times as many; but sums compare only bytes in the same order.
+    Words cost less than elements, which are up to eight times as many. In return, sums are comparable only if the bytes
+    are in the same order.
 
     Args:
         data: The bytes, uint8 (bytes,), contiguous, on any device.

@@ -21,7 +21,7 @@ FACTOR = 0x9E3779B97F4A7C15
 """An odd factor, so that multiplication by it is a bijection."""
 
 CONSTANT = 0xD1B54A32D192ED03
-"""Summand of each mixed word, without which missing zeros wouldn't change the sum."""
+"""Constant added to each mixed word; without it, missing zeros wouldn't change the sum."""
 
 MODULUS = 1 << 64
 
@@ -92,7 +92,7 @@ def _first_weights(axis: int) -> Words:
 
 
 def high_weights(axis: int, start: int, stop: int) -> Words:
-    """Return the factors of weights for indices' higher bits, from those of `start` to those of ``stop - 1``.
+    """Return the weights' factors for the higher bits of the indices from `start` to ``stop - 1``.
 
     Examples:
         >>> high_weights(0, 65_535, 65_537).size
@@ -104,7 +104,7 @@ def high_weights(axis: int, start: int, stop: int) -> Words:
 
 @lru_cache(maxsize=16)  # half a MiB each
 def low_weights(axis: int) -> Words:
-    """Return the factors of weights for indices' lower bits, uint64 (65536,), read-only.
+    """Return the weights' factors for the lower bits of indices, uint64 (65536,), read-only.
 
     Examples:
         >>> low_weights(0).size
@@ -116,7 +116,7 @@ def low_weights(axis: int) -> Words:
 
 
 def _odd_outputs(stream: int, start: int, stop: int) -> Words:
-    """Return some outputs of the generator with a stream's number as seed, made odd."""
+    """Return outputs number `start` to ``stop - 1`` of SplitMix64, seeded by the stream's number and made odd."""
     seed = int(scramble(np.array([stream + 1], dtype=np.uint64))[0])
     counts = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GAMMA)
     counts += np.uint64((seed + _GAMMA) % MODULUS)
@@ -173,7 +173,7 @@ def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
 
 
 def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
-    """Return each word's image under a bijection of 64 bits, computed in these buffers."""
+    """Return each word's image under a bijection of 64 bits, computed in the two buffers."""
     image, halves = room.reshape(words.shape), other.reshape(words.shape)
     if words.itemsize == 8:
         np.right_shift(words, _HALF, out=halves)
@@ -224,7 +224,7 @@ def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]
 
 
 def _mix_on_device(words: torch.Tensor) -> torch.Tensor:
-    # torch shifts signed integers only, which copies the sign bit, so that masks remove it.
+    # torch shifts only signed integers, which copies the sign bit; the masks remove the copies.
     wide = words.to(torch.int64)
     if words.itemsize == 8:
         wide = wide ^ (wide >> 32 & _LOW_HALF)
@@ -260,12 +260,12 @@ _seen = [0]
 
 
 def compiled_for(words: int) -> SlabTotal | None:
-    """Return the compiled sum; None without numba, or as long as this process sums too little for it to pay.
+    """Return the compiled sum; None without numba, or while this process has summed too little to pay for compiling.
 
     Args:
         words: Number of words to be summed next.
     """
-    _seen[0] += words  # inexact if threads meet, which is harmless
+    _seen[0] += words  # threads that race may lose a count, which is harmless
     return compiled_total if _seen[0] >= _WORTH and _has_numba() else None
 
 
@@ -294,7 +294,7 @@ def compiled_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
 @cache
 def _loop(itemsize: int) -> Callable[[NDArray[Any], Words, Words], int]:
     numba = import_module("numba")
-    # The types are read-only arrays, which writable ones pass as too, so that each item size is compiled only once.
+    # The types are read-only arrays. Writable arrays are accepted for them, so each item size is compiled only once.
     word, column = getattr(numba, f"uint{8 * itemsize}"), numba.types.Array(numba.uint64, 1, "C", readonly=True)
     matrix = numba.types.Array(word, 2, "C", readonly=True)
     # The loop runs without the interpreter's lock, so that threads share the pieces of a tensor.
@@ -307,7 +307,7 @@ _FACTOR, _CONSTANT = np.uint64(FACTOR), np.uint64(CONSTANT)
 
 
 @no_type_check
-def _sum_of_rows(words, rows, columns):  # compiled, so that no type checker may wrap it
+def _sum_of_rows(words, rows, columns):  # numba compiles it, so no runtime type checker may wrap it
     total = np.uint64(0)
     for row in range(words.shape[0]):
         of_row = np.uint64(0)

@@ -1,4 +1,4 @@
-"""One number for each tensor: contributions of shards, which ranks compute alone, and their sum."""
+"""One number for each tensor: the sum of its shards' contributions, which each rank computes alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
     process group can pickle these values and send them to the caller of `add_fingerprints`.
 
     Args:
-        tree: Dicts, lists and tuples of shards, factories and other values, which don't count.
+        tree: Dicts, lists and tuples of shards and factories; other values don't count.
 
     Raises:
         IntegrityError: Two shards of one key differ in global shape, dtype or prepended axes.
@@ -160,7 +160,7 @@ def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFinge
 
 
 def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]]]:
-    """Return the replicas that differ in their elements: for each such box, groups of rows that agree.
+    """Return the boxes whose replicas differ in their elements: for each such box, groups of rows that agree.
 
     Args:
         columns: Shards of all ranks, replicas included; shards of the same box are compared.
@@ -178,7 +178,7 @@ def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]
         [[[0], [1]]]
     """
     places = (columns.key, *columns.offset.T, *columns.shape.T, columns.start, columns.stop)
-    # Main replicas come first within each place: the others are compared with the replica that is saved.
+    # Main replicas come first for each box: the others are compared with the replica that is saved.
     order = np.lexsort((columns.rank, ~columns.main, *places))
     new = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
     first = np.maximum.accumulate(np.where(np.append(True, new), np.arange(len(order)), 0)) if len(order) else order
@@ -205,9 +205,9 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
         >>> add_fingerprints([partial_fingerprints([half])])
         Traceback (most recent call last):
         ...
-        shardtree.errors.IntegrityError: fingerprint: parts that don't make a whole tensor
+        shardtree.errors.IntegrityError: fingerprint: the parts don't make up whole tensors
           'w': 2 of 4 elements
-          Add up the parts of all ranks, once each.
+          Pass the parts of all ranks, each once.
     """
     whole: dict[str, PartialFingerprint] = {}
     problems = {}
@@ -226,9 +226,9 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
     if problems:
         raise IntegrityError(
             error_text(
-                "fingerprint: parts that don't make a whole tensor",
+                "fingerprint: the parts don't make up whole tensors",
                 offenders=[f"{key!r}: {problem}" for key, problem in sorted(problems.items())],
-                fix="Add up the parts of all ranks, once each.",
+                fix="Pass the parts of all ranks, each once.",
             )
         )
     return {key: tensor_fingerprint(key, whole[key].kind, whole[key].total) for key in sorted(whole)}

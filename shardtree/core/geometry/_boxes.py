@@ -75,7 +75,7 @@ def integer64(subject: str, field: str, value: Any) -> int:
     """
     number = integer(subject, field, value)
     if not -(2**63) <= number < 2**63:
-        fix = "No size or place is so large: look where the number comes from."
+        fix = "No size or offset is so large: check where the number comes from."
         refuse(subject, field, number, "an int of 64 bits", fix, error=MetadataError)
     return number
 
@@ -160,7 +160,7 @@ def widen(column: Column, axes: int, fill: int) -> Column:
 
 
 def narrowed(column: NDArray[Any]) -> NDArray[Any]:
-    """Return integers in the narrowest type that holds them all, for a message; anything else unchanged.
+    """Return an int64 column in the narrowest dtype for its values, for a message; other columns unchanged.
 
     Examples:
         >>> [narrowed(np.array(values)).dtype.name for values in ([-1, 300], [0, 255], [2**32], [True])]
@@ -278,7 +278,7 @@ def begins(*columns: Column) -> Mask:
 
 
 def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int | tuple[int, ...]) -> Column:
-    """Return the sum of each group's values, exactly, unlike NumPy's `bincount`, whose weights are floats.
+    """Return the exact sum of each group's values; NumPy's `bincount` would add floats.
 
     Args:
         group: Number of each value's group, int64 (values,); or one such column for each axis of the result.
@@ -295,10 +295,10 @@ def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int |
 
 
 def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
-    """Return all numbers of some spans, in order, each with the number of its span.
+    """Return the integers of spans, one span after the other, each with the index of its span.
 
     Args:
-        first: First number of each span, int64 (spans,).
+        first: First integer of each span, int64 (spans,).
         count: Length of each span, int64 (spans,).
 
     Returns:
@@ -313,7 +313,7 @@ def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
 
 
 def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record:
-    """Return some rows of a record whose slots are all columns, in the order of their numbers.
+    """Return rows of a record whose slots are all columns, in the order of the given numbers.
 
     Examples:
         >>> from shardtree.core.plans import Runs
@@ -321,10 +321,10 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
         array([2, 0])
     """
     kind: Any = type(columns)
-    each = (getattr(columns, name) for name in kind.__slots__)
+    all_columns = (getattr(columns, name) for name in kind.__slots__)
     # Row numbers go through `take`, which is several times as fast; slices and flags can't.
     is_plain = isinstance(rows, slice) or rows.dtype == np.bool_
-    record: Record = kind(*(one[rows] if is_plain else one.take(rows, axis=0) for one in each))
+    record: Record = kind(*(column[rows] if is_plain else column.take(rows, axis=0) for column in all_columns))
     return record
 
 
@@ -347,7 +347,7 @@ def joined_rows(parts: Sequence[Record]) -> Record:
 
 
 def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
-    """Return the number of each row among the distinct rows in order, and the number of distinct rows.
+    """Return each row's index among the sorted distinct rows, and the number of distinct rows.
 
     The columns of a row become one integer, which sorts many times faster than several columns.
 
@@ -355,7 +355,7 @@ def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
         columns: Columns of one length, the most significant first.
 
     Returns:
-        Numbers, int64 (rows,), and the count.
+        The indices, int64 (rows,), and the count.
 
     Examples:
         >>> row_numbers([np.array([1, 0, 1]), np.array([7, 9, 7])])
@@ -365,8 +365,8 @@ def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
     for column in columns:
         column, width = _from_zero(column)
         code, size = (code, size) if size else (np.zeros(column.size, dtype=np.int64), 1)
-        # Before the code would overflow, values are replaced by their ranks, which are at most as many as there are
-        # rows.
+        # Before the code could overflow, values are replaced by their indices among the distinct values, which are less
+        # than the number of rows.
         if size * width > _ROOM:
             (code, size), (column, width) = _ranks(code), _ranks(column)
         code, size = code * width + column if width > 1 else code, size * width
@@ -380,7 +380,7 @@ def _from_zero(column: Column) -> tuple[Column, int]:
 
 
 def _ranks(values: Column) -> tuple[Column, int]:
-    """Return each value's rank among the distinct values, and the number of those."""
+    """Return each value's index among the sorted distinct values, and the number of distinct values."""
     # The order of equal values doesn't matter, so the default sort suffices, which is faster but not stable.
     order = np.argsort(values)
     new = begins(values[order])

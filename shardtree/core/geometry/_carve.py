@@ -1,4 +1,4 @@
-"""Cuts of boxes: the pieces that one list takes of another; cuts along the edges of overlaps; boxes of flat ranges."""
+"""Cuts of boxes: pieces that other boxes cut out; cuts along the edges of overlaps; boxes that make up flat ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._coverage import shared_groups
 from ._pairs import overlapping_pairs
 
 _FEW = 16
-"""Greatest number of pairs of a box that isn't divided first: each pair is compared with all remaining pieces."""
+"""Greatest number of cuts of a box that isn't divided first: each cut is compared with all remaining pieces."""
 
 _Boxes = tuple[Column, Column, Column]
 """Identifiers of boxes, int64 (boxes,), and their offsets and shapes, int64 (boxes, axes) each."""
@@ -20,13 +20,13 @@ _Boxes = tuple[Column, Column, Column]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """The pieces cut out of boxes, and the remaining pieces; together exactly the boxes.
+    """The pieces cut out of boxes, and the remaining pieces; together they tile the boxes.
 
     Attributes:
         pair: Number of the pair that cut each piece out, int64 (pieces,).
         offset: Offset of each piece, int64 (pieces, axes).
         shape: Shape of each piece, int64 (pieces, axes).
-        row: Row of the box of each remaining piece, int64 (left,).
+        row: Row of the box that each remaining piece is a part of, int64 (left,).
         rest_offset: Offset of each remaining piece, int64 (left, axes).
         rest_shape: Shape of each remaining piece, int64 (left, axes).
     """
@@ -42,8 +42,8 @@ class Cuts:
 def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Cuts:
     """Return the pieces that other boxes cut out of some boxes, one after the other, and the remaining pieces.
 
-    A box's pairs are applied in their order: an element goes to the first pair that contains it. Cuts of a box that
-    don't overlap each other stay whole.
+    A pair is a box and another box that cuts it. The pairs of a box are applied in order: an element goes to the first
+    pair whose other box contains it. If the cuts of a box don't overlap each other, they stay whole.
 
     Args:
         offset: Offset of each box, int64 (boxes, axes).
@@ -75,7 +75,7 @@ def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column,
 
 
 def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, _Boxes]:
-    """Return the pieces that cuts take of their boxes, in order, and the remaining pieces.
+    """Return the pieces that cuts take out of their boxes, one cut after the other, and the remaining pieces.
 
     Args:
         boxes: Boxes identified by their rows, ascending.
@@ -104,7 +104,7 @@ def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, 
 
 
 def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, Column]:
-    """Return boxes divided along edges of cuts until each has few of them.
+    """Return boxes divided along edges of cuts, until few cuts overlap each part.
 
     Args:
         boxes: Boxes to divide; a part keeps its box's identifier.
@@ -112,8 +112,8 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
         cuts: Cuts, each within its box.
 
     Returns:
-        ``(parts, node, cut)``: the parts, and the indices of each part and each cut that meet, int64 (pairs,); pairs
-        of a part are in the order of the cuts.
+        ``(parts, node, cut)``: the parts, and the indices of the part and the cut of each overlapping pair, int64
+        (pairs,) each. The pairs of a part are in the order of the cuts.
     """
     cut, begin = np.arange(node.size), 0
     parts, nodes, members = [_select(boxes, cut[:0])], [cut[:0]], [cut[:0]]
@@ -135,7 +135,7 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
 
 
 def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tuple[Column, Column, Mask]:
-    """Return, for each box, the axis with the most edges inside, the middle edge, and whether there is any."""
+    """Return for each box the axis with the most edges inside it, the middle edge there, and whether any exists."""
     count, axes = boxes[0].size, range(offset.shape[1])
     edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)
     inside = (edges > boxes[1][twice]) & (edges < (boxes[1] + boxes[2])[twice])
@@ -196,8 +196,8 @@ def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Colum
 def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
     """Return the boxes that make up flat ranges; at most ``2 * axes - 1`` a range, each contiguous in its range.
 
-    From the last axis to the first, each axis completes its current row, until whole rows of the axis before it fit.
-    Back from the first axis to the last, each takes the whole rows that fit before the end.
+    The axes are visited from the last to the first: each completes its current row, until whole rows of the axis before
+    it fit. Then they are visited from the first to the last: each adds the whole rows that fit before the range's end.
 
     Args:
         shape: Shape of each flattened box, int64 (ranges, axes).
@@ -238,7 +238,7 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
 def _axis_boxes(
     shape: Column, strides: Column, axis: int, rows: Column, begin: Column, until: Column, start: Column
 ) -> tuple[Column, Column, Column, Column]:
-    """Return boxes one row wide above `axis` and whole below it."""
+    """Return boxes of size 1 along the axes before `axis`, and of full size along the axes after it."""
     offset = begin[:, None] // strides % np.maximum(shape, 1)
     part = shape.copy()
     part[:, :axis] = 1
@@ -293,7 +293,7 @@ def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
     row = np.arange(len(key))
     number, first = distinct_boxes(key, offset, shape)
     cuts = _cuts(key[first], offset[first], shape[first])
-    # Cutting repeats, since pieces of a box may overlap others that the box's own cuts didn't meet.
+    # Cutting repeats, since pieces of two boxes may still overlap without being equal.
     while any(box.size for box, _ in cuts):
         for axis, (box, at) in enumerate(cuts):
             piece, begin, size = _cut_along(number, offset[:, axis], shape[:, axis], box, at)
@@ -306,7 +306,7 @@ def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
 
 
 def distinct_boxes(key: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return the number of each row's distinct box, ascending by key and place, and one row of each distinct box."""
+    """Return each row's index among the distinct boxes, sorted by key and coordinates, and one row of each such box."""
     number, count = row_numbers((key, *offset.T, *shape.T))
     return number, first_rows(number, count)
 
@@ -324,7 +324,7 @@ def first_rows(number: Column, count: int) -> Column:
 
 
 def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Column]]:
-    """Return distinct (box, place) columns for each axis: the edges at which overlapping boxes cut a box."""
+    """Return distinct (box, coordinate) columns for each axis: the edges at which overlapping boxes cut a box."""
     left, right = overlapping_pairs(key, offset, shape, key, offset, shape)
     left, right = left[left != right], right[left != right]
     cuts = []
@@ -345,7 +345,7 @@ def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: C
         offset: Begin of each interval, int64 (rows,).
         shape: Length of each interval, int64 (rows,).
         box: Number of the box that each cut divides, ascending, int64 (cuts,).
-        at: Place of each cut, ascending within a box, int64 (cuts,).
+        at: Coordinate of each cut, ascending within a box, int64 (cuts,).
     """
     low, high = np.searchsorted(box, number, side="left"), np.searchsorted(box, number, side="right")
     pieces = high - low + 1
@@ -357,9 +357,9 @@ def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: C
 
 
 def grid_cells(key: Column, offset: Column, shape: Column) -> NDArray[np.float64]:
-    """Return the number of parts into which the edges of all boxes of its tensor cut each box, float64 (boxes,).
+    """Return the number of cells into which the edges of all boxes of one tensor cut each box, float64 (boxes,).
 
-    Aligned boxes have no more parts. The numbers are floats, since a product may be of any size.
+    `aligned_boxes` cuts a box into at most as many pieces. The numbers are floats, since a product may exceed an int64.
 
     Examples:
         >>> grid_cells(np.array([0, 0, 1]), np.array([[0], [2], [1]]), np.array([[4], [4], [1]])).tolist()

@@ -20,7 +20,7 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """Shifts and odd factors of SplitMix64's mixing; the factors have as many ones as zeros."""
 
 _MOST_AXES = 4
-"""Bound on axes: half of all weights are even, and a product of many even numbers is 0 modulo 2**64 for any boxes."""
+"""Upper bound of axes: half of all weights are even, and a product of many even numbers is 0 modulo 2**64."""
 
 
 def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> NDArray[np.bool_]:
@@ -28,10 +28,10 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
 
     Each index of each axis has a pseudorandom weight. The weight of an element is the product of its indices' weights
     modulo 2**64, and that of a box is the sum over its elements, which follows from its corners. Boxes that tile
-    another box have the same sum. Other boxes have it with a probability of about 2**-60 if they differ along one axis
-    or two, and 2**-52 for four: the difference is a nonzero polynomial of the weights. A positive result is therefore
-    reliable; a negative one means a gap, an overlap, or boxes that differ along more axes. The weights follow from all
-    boxes by a cryptographic hash, so that boxes can't be chosen to fit them.
+    another box have the same sum. Boxes that don't tile it have that sum with a probability of about 2**-60 if they
+    differ along one axis or two, and 2**-52 for four: the difference is a nonzero polynomial of the weights. A positive
+    result is therefore reliable; a negative one means a gap, an overlap, or boxes that differ along more axes. The
+    weights follow from all boxes by a cryptographic hash, so that boxes can't be chosen to fit them.
 
     Args:
         group: Number of each box's group, from 0, int64 (boxes,).
@@ -82,7 +82,7 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 
 
 def _weight(place: Column, seed: np.uint64) -> _Weights:
-    """Return the sum of the weights of all indices before a place: the place's bits, mixed like in SplitMix64."""
+    """Return the sum of the weights of all indices before a coordinate: its bits, mixed as in SplitMix64."""
     weight = place.astype(np.uint64)
     weight += seed
     for shift, factor in _FACTORS:
@@ -95,8 +95,8 @@ def _weight(place: Column, seed: np.uint64) -> _Weights:
 # Groups in which two boxes share an element. Input may be adversarial, so no input may cause a test of all pairs.
 
 _FEW_TOGETHER = 64
-"""Bound on a group's boxes: smaller groups are compared in pairs, all at once; larger ones, if that many pairs for each
-box suffice."""
+"""Upper bound of the boxes in a group whose pairs are all compared at once. The pairs of a larger group, or a part of
+it, are compared if they are at most this many times its boxes."""
 _MOST_PAIRS = 1 << 18
 """Number of pairs that are tried at once, which bounds memory."""
 
@@ -161,7 +161,7 @@ def _shared(begin: Column, end: Column) -> bool:
 def _overfull(begin: Column, end: Column) -> bool:
     """Return whether boxes hold more elements together than the smallest box around them."""
     around = (end.max(axis=0) - begin.min(axis=0)).astype(np.float64).prod()
-    # The margin allows for rounding, since these are sums of floats; pairs decide cases within it.
+    # The margin allows for rounding, since these are sums of floats. Within it, comparing pairs decides.
     return bool((end - begin).astype(np.float64).prod(axis=1).sum() > around * 1.001)
 
 
@@ -187,7 +187,7 @@ def _any_pair_meets(begin: Column, end: Column, axis: int) -> bool:
     begin, end = begin[order], end[order]
     count = np.searchsorted(begin[:, axis], end[:, axis], side="left") - np.arange(len(begin)) - 1
     before = np.concatenate([[0], np.cumsum(count)])
-    # Pairs are few at first, then more at a time: if boxes overlap, one of the first pairs mostly does.
+    # Few pairs are compared at first, then more at a time: if boxes overlap, mostly one of the first pairs does.
     row, most = 0, _FEW_TOGETHER * _FEW_TOGETHER
     while row < len(begin):
         stop = max(row + 1, int(np.searchsorted(before, before[row] + most, side="right")) - 1)
@@ -207,7 +207,7 @@ def _any_meets(begin: Column, end: Column, one: Column, other: Column) -> bool:
     return one.size > 0
 
 
-# Places of a region that boxes don't cover, or cover more than once.
+# Parts of a region that boxes don't cover, or cover more than once.
 
 Boxes = tuple[Column, Column]
 """Offsets and shapes, int64 (boxes, axes) each."""
@@ -218,8 +218,8 @@ _MOST_CELLS = 1 << 18
 def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tuple[Boxes, Boxes]:
     """Return the parts of a region that no box covers, and those that several boxes cover, as boxes.
 
-    Both are maximal along the last axis first; boxes of one kind don't overlap. Boxes outside of the region are
-    ignored.
+    The boxes of each result are disjoint, and merged with their neighbours along the last axis first. Given boxes
+    outside of the region are ignored.
 
     Args:
         offset: Offset of each box, int64 (boxes, axes).
@@ -250,8 +250,8 @@ def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tu
         return none, none
     ends = (np.concatenate([begin[:, axis], end[:, axis], [low[axis], high[axis]]]) for axis in range(low.size))
     edges = [distinct(places) for places in ends]
-    # The number of cells is the product of all edges. Beyond a bound the region is halved instead; tiled halves need no
-    # cells.
+    # The number of cells is the product of the numbers of intervals along the axes. Beyond a bound the region is halved
+    # instead; tiled halves need no cells.
     if prod(len(places) - 1 for places in edges) <= _MOST_CELLS:
         count = _cell_counts(begin, end, edges)
         return _cells_where(count == 0, edges), _cells_where(count > 1, edges)
@@ -278,7 +278,7 @@ def _concatenate(one: Boxes, other: Boxes) -> Boxes:
 
 
 def _cell_counts(begin: Column, end: Column, edges: list[Column]) -> Column:
-    """Return the number of boxes on each cell between the edges, by cumulative sums of changes at boxes' corners."""
+    """Return the number of boxes that cover each cell between the edges, as cumulative sums from the boxes' corners."""
     count = np.zeros([len(places) for places in edges], dtype=np.int64)
     sides = [
         (np.searchsorted(places, begin[:, axis]), np.searchsorted(places, end[:, axis]))

@@ -1,4 +1,4 @@
-"""Boxes as cells: regular grids, narrowing, one axis cut into parts, and windows that tile a tensor."""
+"""Cells of regular grids, narrowing, parts of one axis, and windows that tile a tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def grid_cell(subject: str, box: Shape, cuts: Iterable[Any]) -> tuple[Shape, Sha
     for cut in cuts:
         axis, index, count = _checked_cut(subject, len(box), cut)
         if axis in places:
-            fix = "Join index and count into one tuple."
+            fix = "Pass one (axis, index, count) for each axis."
             refuse(subject, "rank offset", (axis, index, count), f"axis {axis} only once", fix, error=MetadataError)
         places[axis] = index, count
     cell = [(size, *places.get(axis, (0, 1))) for axis, size in enumerate(box)]
@@ -64,7 +64,7 @@ def check_ranks(subject: str, local_shape: Shape, global_shape: Shape, count: in
         refuse(subject, "prepend_axis_num", count, "0 or more", fix, error=MetadataError)
     if len(local_shape) + count != len(global_shape):
         expected = f"{len(global_shape) - count} axes, for global_shape {global_shape} less {count} prepended"
-        fix = "Pass as prepend_axis_num how many leading axes data lacks."
+        fix = "Pass the number of leading axes that data lacks as prepend_axis_num."
         refuse(subject, "local_shape", local_shape, expected, fix, error=MetadataError)
 
 
@@ -80,12 +80,12 @@ def check_flat_range(subject: str, flat: slice, local_shape: Shape) -> None:
     """Raise MetadataError unless a flat range lies in the flattened box."""
     if flat.stop > prod(local_shape):
         expected = f"a range of the {prod(local_shape)} elements of local_shape {local_shape}"
-        fix = "Pass as local_shape the shape before flattening."
+        fix = "Pass the shape before flattening as local_shape."
         refuse(subject, "flattened_range", flat, expected, fix, error=MetadataError)
 
 
 def check_box(subject: str, box: Shape, offset: Shape, global_shape: Shape, *, may_leave: bool) -> None:
-    """Raise MetadataError unless a box lies in the global shape; `may_leave` only forbids negative numbers."""
+    """Raise MetadataError unless a box lies in the global shape; with `may_leave`, only negative numbers raise."""
     for field, value in (("local_shape", box), ("global_offset", offset), ("global_shape", global_shape)):
         if any(number < 0 for number in value):
             fix = "Count elements from the global tensor's beginning."
@@ -93,7 +93,7 @@ def check_box(subject: str, box: Shape, offset: Shape, global_shape: Shape, *, m
     ends = tuple(first + size for first, size in zip(offset, box, strict=True))
     if not may_leave and any(end > size for end, size in zip(ends, global_shape, strict=True)):
         found, expected = f"{offset} for a box {box} that ends at {ends}", f"a box inside global_shape {global_shape}"
-        fix = "Offsets count elements, not ranks. Pass allow_shape_mismatch=True if the tensor is padded."
+        fix = "Count offsets in elements, not ranks. Pass allow_shape_mismatch=True if the tensor is padded."
         refuse(subject, "global_offset", found, expected, fix, error=MetadataError)
 
 
@@ -119,14 +119,16 @@ def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) ->
         only_one = size == 0 and counts is not None and counts[axis] == 1
         if not only_one and (size == 0 or first % size):
             expected = f"a multiple of the box's size {size}" if size else "a box with elements"
-            fix = "Only a cell of a regular grid has a place in it; use `global_slice`."
+            fix = "Use `global_slice`: only a cell of a regular grid has an index in it."
             refuse(subject, f"global_offset[{axis}]", first, expected, fix, error=ShapeError)
         places.append(0 if only_one else first // size)
     return tuple(places)
 
 
 def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool) -> Shape:
-    """Return the shape of a grid's cells; a count that doesn't divide an axis rounds down if padded, else raises.
+    """Return the shape of a grid's cells.
+
+    An axis that isn't a multiple of its count is rounded down if the tensor is padded, and raises ShapeError otherwise.
 
     Examples:
         >>> cell_shape("ShardedTensor 'w'", (32, 2), (8, 1), padded=False)
@@ -148,7 +150,7 @@ def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) 
     """
     dim, start, length = integers(subject, "dim, start, length", (dim, start, length))
     if not -len(shape) <= dim < len(shape):
-        refuse(subject, "dim", dim, f"an axis of {shape}", "Prepended axes can't be narrowed.", error=ShapeError)
+        refuse(subject, "dim", dim, f"an axis of {shape}", "Pass an axis of the local shape.", error=ShapeError)
     size = shape[dim]
     begin = start + size if start < 0 else start
     if begin < 0 or length < 0 or begin + length > size:
@@ -205,7 +207,7 @@ def narrow_flat_range(
     """
     if start >= stop or length == 0:
         return ()
-    if length == local_shape[dim]:  # without a cut there is one run, where rows would give one each
+    if length == local_shape[dim]:  # nothing is cut off: one run instead of one for each row
         return ((slice(0, stop - start), slice(start, stop)),)
     return tuple(_row_runs(prod(local_shape[dim + 1 :]), local_shape[dim], start, stop, narrow_start, length))
 
@@ -285,7 +287,7 @@ def _merge_adjacent(spans: list[tuple[int, int]]) -> Spans:
     return tuple(runs)
 
 
-# Windows: boxes that tile a tensor, each small enough for a cache, or for a read's bound of memory.
+# Windows: boxes that tile a tensor, each small enough for a cache, or for the memory bound of a read.
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A box: its first index, and its shape."""

@@ -22,8 +22,8 @@ class Reach:
 
     Attributes:
         group: Number of the group, ascending, int64 (groups,).
-        low: Begin of the box, int64 (groups, axes).
-        high: End of the box, int64 (groups, axes).
+        low: Lower corner of the box, int64 (groups, axes).
+        high: Upper corner of the box, exclusive, int64 (groups, axes).
         row: Row of one of the group's boxes, int64 (groups,).
         count: Number of boxes in the group, int64 (groups,).
     """
@@ -82,7 +82,7 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
     chunks = [(none, none)]
     for rows, groups, count in _group_runs(reach.group, group if order is None else group[order]):
         near = rows if order is None else order[rows]
-        # The first axis is compared for all boxes, with edges repeated for each, later axes only for the rest.
+        # The first axis is compared for all boxes, later axes only for the boxes that overlap along the earlier ones.
         low, high = np.repeat(reach.low[groups, 0], count), np.repeat(reach.high[groups, 0], count)
         places = np.flatnonzero(_meet(offset[:, 0][near], shape[:, 0][near], low, high))
         number = groups.start + np.searchsorted(np.cumsum(count), places, side="right")
@@ -141,8 +141,8 @@ def _numbers(rows: Column | slice) -> Column:
 # Groups divided into slabs, so that a sort along another axis has fewer boxes side by side.
 
 _MOST_COPIES = 3
-"""Bound on the growth by slabs: they are so thick that boxes, repeated for each of their slabs, are at most that many
-times as many."""
+"""Upper bound of the growth by slabs: a box is copied for each slab that it meets, and slabs are made so thick that the
+copies are at most this many times as many as the boxes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +165,7 @@ class GroupedBoxes:
         return len(self.row)
 
     def interval(self, axis: Column) -> tuple[Column, Column]:
-        """Return the begin and the end of each box along an axis of its own, int64 (boxes,) each."""
+        """Return the begin and the end of each box along the axis given for it, int64 (boxes,) each."""
         rows = np.arange(len(self))
         begin = self.offset[rows, axis]
         return begin, begin + self.shape[rows, axis]
@@ -201,7 +201,7 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
 
 
 def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
-    """Return the begins and ends of boxes; each number combines the group with the place's rank among all places."""
+    """Return the begins and ends of boxes, as numbers that combine the group with the index among all coordinates."""
     begin, end = boxes.interval(axis[boxes.group])
     base = boxes.group * places.size
     return base + np.searchsorted(places, begin), base + np.searchsorted(places, end)
@@ -219,9 +219,9 @@ def _repeat(boxes: GroupedBoxes, first: Column, count: Column) -> GroupedBoxes:
 
 
 _PLENTY = 8
-"""Greatest number of candidates for each box; more of them are reduced by slabs."""
+"""Greatest average number of candidates of a box; if there are more, slabs reduce them."""
 _FEW = 2
-"""Greatest number of pairs for each box that are compared at once, since sorting the boxes would take longer."""
+"""Greatest average number of pairs of a box that are all compared, since sorting the boxes would take longer."""
 
 
 def overlapping_pairs(
@@ -258,13 +258,13 @@ def overlapping_pairs(
     """
     reach = reach_of(left_group, left_offset, left_shape)
     near, number = rows_in_reach(reach, right_group, right_offset, right_shape)
-    # The bounding box of a group with a single left box is that box: all that passed the filter overlaps it.
+    # The bounding box of a group with a single left box is that box: all right boxes that passed the filter overlap it.
     is_only = reach.count.take(number) == 1
     one, other = reach.row.take(number[is_only]), near[is_only]
     if not is_only.all():
         left = _in_groups(left_group, left_offset, left_shape, reach.group[reach.count > 1])
         right = _boxes_at(near[~is_only], right_group, right_offset, right_shape)
-        # These include all pairs that share an element, perhaps more than once.
+        # The candidates include all pairs that share an element, perhaps more than once.
         pairs = _few_pairs(left, right)
         more, others = _candidates(*_cut_into_slabs(*_renumber(left, right))) if pairs is None else pairs
         meets = _meets(left_offset, left_shape, more, right_offset, right_shape, others)
@@ -300,7 +300,7 @@ def _meets(
 
 
 def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column] | None:
-    """Return all pairs of each group; None if they are more than a few for each box."""
+    """Return all pairs of each group; None if there are more than a few for each box."""
     order = np.argsort(right.group, kind="stable")
     groups = right.group[order]
     first = np.searchsorted(groups, left.group, side="left")
@@ -353,7 +353,7 @@ def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Co
     left_begin, left_end = left.interval(axis[left.group])
     right_begin, right_end = right.interval(axis[right.group])
 
-    # Coordinates become ranks, so that group and coordinate together fit an int64, whatever the tensors' sizes.
+    # Coordinates are replaced by their indices, so that group and coordinate together fit an int64 for any sizes.
     places = distinct(np.concatenate([left_begin, left_end, right_begin, right_end]))
     left_low, left_high = (left.group * places.size + np.searchsorted(places, at) for at in (left_begin, left_end))
     right_low, right_high = (right.group * places.size + np.searchsorted(places, at) for at in (right_begin, right_end))

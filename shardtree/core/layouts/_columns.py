@@ -1,4 +1,4 @@
-"""Shards of many ranks as columns, which plans and integrity checks compute on, and ranks send each other."""
+"""Shards of many ranks as columns, on which plans and integrity checks compute, and which ranks send each other."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column,
 
 
 def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
-    """Return kinds as columns: each key's number of a distinct kind, then the distinct kinds' fields.
+    """Return kinds as columns: the index of each key's kind among the distinct kinds, then the fields of the latter.
 
     The fields are dtype, number of axes, number of prepended axes, and global shape.
 
@@ -105,7 +105,7 @@ def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
         >>> packed_kinds([kind, kind])[0].tolist(), packed_kinds([kind, kind])[1]
         ([0, 0], (torch.float32,))
     """
-    few = {id(kind): kind for kind in kinds}  # equal kinds are mostly one object, and ids hash faster than kinds
+    few = {id(kind): kind for kind in kinds}  # equal kinds are mostly the same object, and ids hash faster than kinds
     number = {kind: position for position, kind in enumerate(dict.fromkeys(few.values()))}
     number_of = {identity: number[kind] for identity, kind in few.items()}
     return (
@@ -159,7 +159,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
         # Types are checked only after a failure: checking them beforehand would take as long as making the columns.
         one_by_one = shards if isinstance(shards, Sequence) else [shards]
         other = next((type(shard).__name__ for shard in one_by_one if not isinstance(shard, ShardedTensor)), "others")
-        fix = "Give the shards alone; `tree_columns` takes trees."
+        fix = "Pass a list of shards; `tree_columns` takes trees."
         refuse("shard_columns", "shards", other, "a list of ShardedTensor", fix, error=MetadataError)
     keys = tuple(sorted(kinds))
     number = dict(zip(keys, range(len(keys)), strict=True))
@@ -183,7 +183,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
 
 def _kinds(shards: Sequence[ShardedTensor], rank: int) -> dict[str, TensorKind]:
     """Return the kind of each key, or raise an error that names all keys with shards of several kinds."""
-    same: dict[_Fields, TensorKind] = {}  # a model repeats few kinds, and kinds of one object compare by identity
+    same: dict[_Fields, TensorKind] = {}  # a model repeats few kinds, and a shared object compares by identity
     kinds_of: dict[str, TensorKind] = {}
     agree = True
     for shard in shards:
@@ -207,12 +207,12 @@ def _disagreement(shards: Sequence[ShardedTensor], rank: int) -> IntegrityError:
 
 
 def check_columns(doing: str, columns: object) -> None:
-    """Raise MetadataError unless a value is columns of shards; a tree isn't.
+    """Raise MetadataError unless a value is a `ShardColumns`; a tree isn't.
 
     Examples:
         >>> check_columns("access_problems", shard_columns([]))
     """
-    fix = "Take them of all ranks' trees with `tree_columns`, or of a rank's shards with `shard_columns`."
+    fix = "Make them from all ranks' trees with `tree_columns`, or from a rank's shards with `shard_columns`."
     check_type(doing, "columns", columns, ShardColumns, fix)
 
 
@@ -222,13 +222,13 @@ def check_ranks_columns(doing: str, parts: object) -> None:
     Examples:
         >>> check_ranks_columns("join_columns", [shard_columns([])])
     """
-    check_type(doing, "parts", parts, Sequence, "Give a list of what `shard_columns` makes of each rank's shards.")
+    check_type(doing, "parts", parts, Sequence, "Pass a list of `shard_columns(shards, rank)`, one for each rank.")
     for columns in cast("Sequence[object]", parts):
         check_columns(doing, columns)
 
 
 def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
-    """Return some rows of columns, in the order of their numbers; keys stay unchanged.
+    """Return rows of columns, in the order of the given numbers; keys stay unchanged.
 
     Examples:
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, part, 2)) for part in range(2)]

@@ -1,4 +1,4 @@
-"""Integrity: the shards of all ranks, checked as a whole, and common states against each other."""
+"""Integrity: checks of all ranks' shards as a whole, and of their common states against each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_ROWS = 2**18
 def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
     """Return several ranks' columns as one, rows in the same order.
 
-    Ranks that can't compute each other's shards gather a `layout=` for their saves and loads once, by
+    If ranks can't compute each other's shards, they gather the argument `layout` of their saves and loads once:
     ``join_columns(world.all_gather(shard_columns(own_shards, world.rank)))``.
 
     Raises:
@@ -112,8 +112,8 @@ def _join_and_check(
 def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """Return the problems of main replicas that don't tile their global tensors; empty if there are none.
 
-    There is a problem for each box with no main replica, or several. Each tensor has at most 20, and one more that
-    counts the others.
+    There is a problem for each box with no main replica, or several. Each tensor has at most 20 problems, and one more
+    that counts the others.
 
     Args:
         columns: Shards of all ranks.
@@ -183,7 +183,7 @@ def check_stored_shards(columns: ShardColumns) -> None:
     problems = write_problems(columns)
     if problems:
         fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
-        heading = "save: shards that can't lie in one checkpoint"
+        heading = "save: these shards can't be stored in one checkpoint"
         raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
 
 
@@ -211,7 +211,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
             "sharding integrity: each element of a global tensor, and each object of a global array, "
             "needs exactly one main replica (replica_id 0)"
         )
-        skip = "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."
+        skip = "Or skip this check: validate_access_integrity=False; a save then leaves out what has no main replica."
         raise IntegrityError(offences_text(heading, problems, skip))
 
 

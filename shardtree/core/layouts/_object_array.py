@@ -84,7 +84,7 @@ def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[A
     # Any other iterable is most likely a single value: a string for one cell would become its characters.
     if not isinstance(values, (list, tuple)):
         heading, found = f"the rule for the objects {array.key!r} returned no list of values", type(values).__name__
-        expected, fix = f"a list of {cell_count(shape)}", "Return a list with a value for each cell, also for one."
+        expected, fix = f"a list of length {cell_count(shape)}", "Return a list, even for a single cell."
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     if len(values) != cell_count(shape):
         heading = f"the rule for the objects {array.key!r} returned a wrong number of values"
@@ -109,12 +109,12 @@ def cell_count(shape: Shape) -> int:
 
 
 def _number(cell: Shape, shape: Shape) -> int:
-    """Return the row-major number of a cell."""
+    """Return the row-major index of a cell."""
     return reduce(lambda number, axis: number * axis[1] + axis[0], zip(cell, shape, strict=True), 0)
 
 
 def _cell(number: int, shape: Shape) -> Shape:
-    """Return the cell with a row-major number; the shape may be larger than NumPy counts."""
+    """Return the cell at a row-major index; the shape may be too large for NumPy."""
     cell = []
     for size in reversed(shape):
         number, index = divmod(number, size)
@@ -130,7 +130,7 @@ class HeldArrays:
     """The arrays of one key, in most cases only one.
 
     Attributes:
-        shapes: Complete shape of each shape that objects state, which may end in -1.
+        shapes: Complete shapes, by the shape that objects state; the latter may end in -1.
         mains: Main replicas by complete shape, then by cell.
     """
 
@@ -143,7 +143,7 @@ class HeldArrays:
         return tuple(dict.fromkeys(self.shapes.values()))
 
     def shape_as(self, shape: Shape) -> Shape | None:
-        """Return the complete shape for a stated one; None if there is no such array."""
+        """Return the complete shape for a stated shape; None if there is no such array."""
         return self.shapes.get(shape, shape if shape in self.all_shapes else None)
 
     def whole(self, key: str, shape: Shape) -> ObjectArray:
@@ -228,6 +228,6 @@ def own_copy(value: Any, what: str) -> Any:
         # A value's own __deepcopy__ may raise anything.
         found, fix = (
             f"{type(error).__name__}: {error}"[:200],
-            "Keep state that can be copied, not the object that has it.",
+            "Store values that can be copied instead of this object.",
         )
         raise UnsupportedValue(error_text(f"{what} can't be copied", found=found, fix=fix)) from error

@@ -81,7 +81,7 @@ def reshard_objects(
     asked_for = targets if isinstance(targets, Iterable) else [targets]
     others = [type(item).__name__ for item in (*items, *asked_for) if not isinstance(item, ShardedObject)]
     if others:
-        heading, fix = "reshard_objects: not a list of ShardedObject", "Give the objects alone, those of all ranks."
+        heading, fix = "reshard_objects: not a list of ShardedObject", "Pass a list of all ranks' objects."
         raise MetadataError(error_text(heading, found=others[0], expected="sharded objects", fix=fix))
     rule_of = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*items, *targets)))
     target_keys = {item.key for item in targets}
@@ -111,11 +111,11 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
         ['rng.0']
     """
     if not isinstance(rules, Mapping):
-        fix = "Say which keys it is for: {'rng': rule}."
+        fix = "Pass a dict from patterns of keys to rules: {'rng': rule}."
         raise TreeError(error_text(f"{doing}: not a dict of rules", found=type(rules).__name__, fix=fix))
     wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in rules.items() if not callable(rule)]
     if wrong:
-        raise TreeError(error_text(f"{doing}: not rules for objects", offenders=wrong, fix=f"Use {OBJECT_RULES}."))
+        raise TreeError(error_text(f"{doing}: rules aren't functions", offenders=wrong, fix=f"Use {OBJECT_RULES}."))
     matches = match_keys(doing, rules, dict.fromkeys(keys))
     return {key: rules[pattern] for key, (pattern, _) in matches.items()}
 
@@ -160,17 +160,17 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
         raise IntegrityError(error_text(heading, offenders=lacking, fix=fix))
     unclear = [str(array) for array in arrays if len(array.stored) > 1 or min(array.asked, default=0) < 0]
     if unclear:
-        heading, fix = "objects change their shape, but one of the shapes is ambiguous", "Give one shape, all of it."
+        heading, fix = "objects change their shape, but one of the shapes is ambiguous", "Pass one complete shape."
         raise IntegrityError(error_text(heading, offenders=unclear, fix=fix))
 
 
 def objects_by_rule(
     arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject], rules: Mapping[str, ObjectRule]
 ) -> list[ShardedObject]:
-    """Return targets with own copies of their data, converted by their keys' rules where the shape changes.
+    """Return targets with their own copies of the data, converted by the key's rule where the shape changes.
 
     Args:
-        arrays: Arrays of the source, some for each target's key.
+        arrays: Arrays of the source, by key; each target's key is among them.
         targets: Requested objects.
         rules: Rule of each key whose array changes its shape.
 

@@ -1,4 +1,4 @@
-"""Agreement of ranks on each key's kind, and completeness of global arrays of objects."""
+"""Checks that ranks agree on each key's kind, and that global arrays of objects are complete."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def object_columns(objects: Sequence[ShardedObject], rank: int = 0) -> ObjectCol
     try:
         arrays = sorted({(item.key, item.global_shape) for item in objects})
     except (AttributeError, TypeError):
-        fix = "Give the objects alone, those of one rank."
+        fix = "Pass a list of one rank's objects."
         refuse("object_columns", "objects", type(objects).__name__, "a list of ShardedObject", fix, error=MetadataError)
     number = {array: position for position, array in enumerate(arrays)}
     return ObjectColumns(
@@ -141,8 +141,8 @@ def _as_cells(columns: ObjectColumns) -> ShardColumns:
 # Agreement: a key names one tensor, of one shape and dtype, or one array of objects.
 
 ONE_KIND = (
-    "Give all shards of a key one global shape, dtype and number of prepended axes. from_rank_offsets is for equal "
-    "parts, and so is from_local: of others build the ShardedTensor, or pass from_local global_shapes={key: shape}."
+    "Give all shards of a key one global shape, dtype and number of prepended axes. from_rank_offsets and from_local "
+    "expect equal parts: for others, call ShardedTensor(...), or pass global_shapes={key: shape} to from_local."
 )
 
 
@@ -186,7 +186,7 @@ def _differing_keys(parts: Sequence[ShardColumns], objects: Sequence[ObjectColum
     same: dict[TensorKind, TensorKind] = {}
     kinds_of: dict[str, TensorKind | tuple[int, ...]] = {}
     wrong: set[str] = set()
-    # Equal ranks share tuples, since messages between ranks are read so: one of them is enough.
+    # Reading messages makes ranks with equal keys and kinds share tuples: one of these ranks is enough.
     tables = {(id(part.keys), id(part.kinds)): part for part in parts}
     for part in tables.values():
         _compare(kinds_of, part.keys, _intern(part.kinds, same), wrong)
@@ -218,7 +218,7 @@ def _intern(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -
 
 
 def _numbers_and_ranks(columns: ShardColumns | ObjectColumns, keys: Collection[str]) -> list[list[int]]:
-    """Return (number, rank) pairs of some keys: the key's number, and each rank that holds a part of it."""
+    """Return (number, rank) pairs of some keys: the key's number, and each rank with a shard or object of it."""
     mask = np.array([key in keys for key in columns.keys], dtype=np.bool_)
     rows = np.flatnonzero(mask[columns.key])
     pairs: list[list[int]] = np.unique(np.column_stack([columns.key[rows], columns.rank[rows]]), axis=0).tolist()

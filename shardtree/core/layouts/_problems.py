@@ -1,7 +1,7 @@
 """Faults of layouts, as columns, and problems, which describe them in words.
 
-A fault is a box or a flat range, like a shard, with no main replica or several. A problem names it with the ranks that
-hold something there.
+A fault is a box or a flat range, like a shard, with no main replica or several. A problem names the fault and the ranks
+that have elements in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
 _ROUNDED = 2.0**62
-"""A bound on products as floats: larger ones are computed again as Python ints, since an int64 could overflow."""
+"""Bound of products as floats: larger products are computed again as Python ints, since an int64 could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,10 +48,10 @@ class Faults:
 
 
 def sharding_faults(main: ShardColumns) -> Faults:
-    """Return every place that doesn't belong to exactly one of the shards.
+    """Return all parts of tensors that don't belong to exactly one of the shards.
 
-    If the flat ranges of a tensor belong to disjoint boxes, its faults are flat ranges, since its user thinks in them;
-    otherwise they are boxes.
+    If a tensor has flat ranges, and their boxes are disjoint, its faults are flat ranges too, since its user computes
+    with those; otherwise they are boxes.
 
     Args:
         main: Main replicas of all ranks.
@@ -67,7 +67,7 @@ def sharding_faults(main: ShardColumns) -> Faults:
 
 
 def doubled_faults(shards: ShardColumns) -> Faults:
-    """Return every place that belongs to more than one of the shards.
+    """Return all parts of tensors that belong to more than one of the shards.
 
     Examples:
         >>> import torch, shardtree as st
@@ -89,7 +89,7 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
     ranges = np.flatnonzero((shards.start >= 0) & in_ranges[shards.key])
     if ranges.size:
         parts = select_rows(shards, ranges)
-        # Areas of other keys are reported as boxes; here they get no elements, so that they lack none.
+        # Areas of other keys are reported as boxes; their size here is 0, so that no elements are missing.
         sizes = np.where(in_ranges[areas.key], geometry.volumes(areas.shape), 0)
         lines = _box_faults(
             of_shard[ranges],
@@ -106,7 +106,7 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
 
 
 def _are_whole(shards: ShardColumns, regions: Column) -> bool:
-    """Return whether each tensor is one whole shard, as in a single process, so that nothing must be compared."""
+    """Return whether each tensor is one whole shard, as in a single process: there is nothing to compare."""
     if len(shards) != len(shards.keys) or shards.offset.any() or (shards.start >= 0).any():
         return False
     is_held = np.bincount(shards.key, minlength=len(shards)) == 1
@@ -124,7 +124,7 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 
 
 def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
-    """Return whether each tensor's faults are flat ranges: it has some, in disjoint boxes inside of the tensor."""
+    """Return whether each tensor's faults are flat ranges: its shards are, in disjoint boxes inside of the tensor."""
     in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
     if not areas.key.size:
         return in_ranges
@@ -135,8 +135,8 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
     key = np.concatenate([areas.key, shards.key[whole]])
     offset = np.concatenate([areas.offset, shards.offset[whole]])
     shape = np.concatenate([areas.shape, shards.shape[whole]])
-    # Flat ranges and boxes may tile a tensor together in areas that overlap. Reported in ranges, such a legal layout
-    # would lack elements.
+    # Areas may overlap although their flat ranges and boxes together tile the tensor. Checked as ranges, such a legal
+    # layout would lack elements.
     in_ranges[geometry.shared_groups(key, *_clipped(key, offset, shape, regions))] = False
     return in_ranges
 
@@ -155,7 +155,7 @@ def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[
 
 
 def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *, with_gaps: bool) -> Faults:
-    """Return the places at which the boxes of a group don't tile its region, for all groups."""
+    """Return the parts of each region that the boxes of its group don't tile."""
     sizes = _sizes(regions)
     offset, shape = _clipped(group, offset, shape, regions)
     # One vectorised pass finds the groups with faults. Only those are carved up box by box, to locate the faults.
@@ -209,13 +209,13 @@ def join_faults(found: list[Faults]) -> Faults:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of the way in which ranks share a state.
+    """A problem of a layout: of the way in which ranks share a state.
 
     Attributes:
         key: Key of the tensor or object, or path of a common value.
         ranks: Ranks concerned, ascending.
         what: Description of the problem.
-        box: Slices of the global tensor or array of objects; None if the problem has no place.
+        box: Slices of the global tensor or array of objects; None if the problem concerns all of it.
         flat: Slice of the flattened box, if shards are flat ranges; None for all of it.
         fix: Advice; empty if there is none.
     """
@@ -257,26 +257,26 @@ _OTHERS = "; only other replicas: "
 _HELD = ": "
 
 _FILL = (
-    "Where a place has no main replica, compare the shards' offsets, shapes and flat ranges, and check that all "
+    "Where elements have no main replica, compare the shards' offsets, shapes and flat ranges, and check that all "
     "ranks take part, with all of their shards."
 )
 _FIXES = {
     _NO_RANK: _FILL,
     _NEXT_TO: _FILL,
     _OTHERS: (
-        "Where only other replicas hold a place, give one of them replica_id 0, or a tuple of zeros: replica ids tell "
-        "apart the ranks that hold the same box. For a pipeline stage's DTensors, pass from_dtensors within= the "
-        "stage's mesh."
+        "Where only other replicas hold elements, give one of them replica_id 0, or a tuple of zeros: replica ids "
+        "distinguish the ranks that hold the same box. For a pipeline stage's DTensors, pass the stage's mesh to "
+        "from_dtensors, as within=."
     ),
     _HELD: (
-        "Where several hold the same elements, give all but one of them a replica_id that isn't 0; where these are "
-        "other elements, give them other offsets or flat ranges, or keys of their own."
+        "Where several main replicas hold the same elements, give all but one a replica_id that isn't 0; where their "
+        "elements differ, give the shards different offsets, flat ranges or keys."
     ),
 }
 
 
 def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Problem, ...]:
-    """Return the problems of faults: the first 20 of each key, and one that counts the others.
+    """Return faults as problems: the first 20 of each key, and one that counts the others.
 
     Args:
         columns: All shards, replicas included.
@@ -295,7 +295,7 @@ def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Pr
     place = np.arange(len(faults)) - np.searchsorted(faults.key, faults.key)
     left = np.searchsorted(faults.key, faults.key, side="right") - np.arange(len(faults)) - 1
     shown = np.flatnonzero(place < _SHOWN_OF_ONE)
-    # Only shards of tensors with faults are searched for pairs, few rows of many.
+    # Only shards of tensors with faults are searched for pairs: mostly few rows of many.
     concerned = np.zeros(len(columns.keys), dtype=np.bool_)
     concerned[faults.key] = True
     shards = select_rows(columns, np.flatnonzero(concerned[columns.key]))
@@ -342,7 +342,7 @@ def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
 
 
 def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
-    """Return the faults that shards touch, with the rows of shards within `reach` elements of them."""
+    """Return the faults near shards, each with the rows of the shards within `reach` elements of it."""
     places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     fault, box = geometry.overlapping_pairs(

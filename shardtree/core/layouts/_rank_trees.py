@@ -24,7 +24,7 @@ def tree_columns(trees: RankTrees) -> ShardColumns:
             order of its tree's leaves.
 
     Raises:
-        TreeError: There is no tree, or a single one rather than a tree for each rank; or a leaf is a DTensor.
+        TreeError: There is no tree, or a single tree instead of one for each rank; or a leaf is a DTensor.
         IntegrityError: Shards of one key differ in global shape, dtype or prepended axes.
 
     Examples:
@@ -39,21 +39,21 @@ def tree_columns(trees: RankTrees) -> ShardColumns:
 
 
 def trees_by_rank(trees: RankTrees, doing: str = "trees by rank") -> dict[int, Any]:
-    """Return ranks' trees by rank, ascending.
+    """Return the ranks' trees in a dict by rank, ascending.
 
     Args:
         trees: Tree of each rank.
         doing: Name of the operation, for the message.
 
     Raises:
-        TreeError: There is no tree, or a single one rather than a tree for each rank.
+        TreeError: There is no tree, or a single tree instead of one for each rank.
 
     Examples:
         >>> trees_by_rank([{"step": 3}, {"step": 4}])
         {0: {'step': 3}, 1: {'step': 4}}
     """
     heading = f"{doing}: not a tree for each rank"
-    fix = "Pass a list that begins with rank 0's, or a mapping by rank; for a single tree, [tree]."
+    fix = "Pass a list that begins with rank 0's tree, or a dict from ranks to trees; for a single tree, [tree]."
     if not isinstance(trees, (list, tuple, Mapping)) or not trees:
         found = "none" if isinstance(trees, (list, tuple, Mapping)) else type(trees).__name__
         raise TreeError(error_text(heading, found=found, fix=fix))

@@ -36,8 +36,8 @@ class StoredLayout:
 # Grids, derived from chunks.
 
 GridKind = Literal["empty", "whole", "regular", "uneven", "irregular", "flat"]
-"""No chunk; a single chunk of the whole tensor; a grid of equal cells; a grid of unequal cells; boxes that form no
-grid; flat ranges of boxes."""
+"""In this order: no chunk; a single chunk of the whole tensor; a grid of equal cells; a grid of unequal cells; boxes
+that form no grid; flat ranges of boxes."""
 
 
 @dataclass(frozen=True, slots=True)

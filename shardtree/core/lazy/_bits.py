@@ -1,11 +1,11 @@
-"""A tensor's bits: as integers, which torch copies whatever they stand for, and as bytes in row-major order."""
+"""A tensor's bits: as integers, which torch can copy for every dtype, and as bytes in row-major order."""
 
 from __future__ import annotations
 
 import torch
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes by item size that torch can join, fill and copy bit for bit on every device, unlike some others."""
+"""Dtypes by item size; unlike some others, torch can join, fill and copy them bit for bit on every device."""
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,6 +35,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
         tensor([1, 0, 2, 0], dtype=torch.uint8)
     """
     row_major = tensor.contiguous()
-    # A tensor is contiguous whatever its strides along axes of one element, or if it is empty; `view` may then refuse
-    # another item size. That is also true for the `reshape(-1)`, `clone()` and `contiguous()` of such a tensor.
+    # For torch a tensor is contiguous whatever its strides along axes of one element, and if it is empty. `view` may
+    # refuse another item size for such a tensor, and for its `reshape(-1)`, `clone()` and `contiguous()`.
     return row_major.as_strided((row_major.numel(),), (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Computed sources: elementwise arithmetic and products of matrices by windows; functions of whole tensors."""
+"""Computed sources: elementwise arithmetic and products of matrices, window by window; functions of whole tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._bits import flat_bytes
 from ._sources import Box, Boxwise, Identify, Recipe, Shape, Source
 from ._steady import is_exact, steady, whole_vectors
 
-_FIX = "Give a function of each element alone, and compute values of the whole tensor, such as a norm, before."
+_FIX = "Pass a function of each element alone; compute values of the whole tensor, such as a norm, beforehand."
 
 
 def arithmetic(
@@ -52,7 +52,7 @@ def arithmetic(
 def mapped(function: Callable[..., torch.Tensor], lazies: Sequence[Source], dtype: torch.dtype, name: str) -> Boxwise:
     """Return the source of a caller's function of each element.
 
-    The function is tested on the first window that is read, and on later ones that have more distinct elements to test.
+    The function is tested on the first window that is read, and on later windows for which it can test more elements.
 
     Args:
         function: Function of tensors of one axis.
@@ -60,7 +60,7 @@ def mapped(function: Callable[..., torch.Tensor], lazies: Sequence[Source], dtyp
         dtype: Dtype of the result.
         name: Name for errors and ``repr``.
     """
-    tests: list[int] = []  # number of elements in each test so far: a memo that changes no result
+    tests: list[int] = []  # number of elements in each test so far; they have no effect on results
 
     def checked(*parts: torch.Tensor) -> torch.Tensor:
         result = function(*parts)
@@ -118,7 +118,7 @@ def _unknown() -> None:
 
 
 def scalar_text(value: Any) -> str:
-    """Return the type and all digits of a number, a 0-dim tensor or an option; torch's own text has four digits.
+    """Return the type and all digits of a number, a 0-dim tensor or an option; torch's own text shows only four.
 
     Examples:
         >>> scalar_text(0.5), scalar_text(torch.tensor(2, dtype=torch.int8))
@@ -138,12 +138,12 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
         return
     kind = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
     expected = f"{shape} {dtype}" if dtype else f"a tensor of shape {shape}"
-    what = "lazy_map: given a part of its operands, the function returned another shape or dtype"
+    what = "lazy_map: for a part of its operands, the function returned another shape or dtype"
     raise UnsupportedValue(error_text(what, found=kind, expected=expected, fix=_FIX))
 
 
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
-    """Raise unless a function's result for a window has the same bits if the window is cut in two ways or transposed.
+    """Raise unless a function has the same bits for a window, for its parts in two divisions, and for its transpose.
 
     At most 16,384 elements are tested, as tensors of one axis and whole vectors.
 
@@ -160,7 +160,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
         ...     check_elementwise(lambda x: x / x.norm(), [torch.tensor([3.0, 4.0])])
         ... except UnsupportedValue as error:
         ...     print(str(error).splitlines()[0])
-        lazy_map: the function isn't elementwise: cut in 2 along axis 0, the first window gives other elements
+        lazy_map: the function isn't elementwise: its results differ if a window is cut in 2 along axis 0
     """
     samples = [_sample(value) for value in values]
     whole = _result(function, samples)
@@ -177,7 +177,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
 
 
 def elements_tested(values: Sequence[torch.Tensor]) -> int:
-    """Return the number of tested elements of a window; 0 if each operand's are all equal, which proves too little.
+    """Return the number of elements that a test of a window uses; 0 if no operand has two different ones among them.
 
     Examples:
         >>> elements_tested([torch.tensor([3.0, 4.0])]), elements_tested([torch.zeros(2)])
@@ -189,7 +189,7 @@ def elements_tested(values: Sequence[torch.Tensor]) -> int:
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a window, along two axes if it has as many."""
+    """Return some elements of a window, with two axes if the window has two or more."""
     if value.ndim < 2:
         return value.reshape(-1)[:16_384]
     return value.reshape(-1, value.shape[-1])[:128, :128]
@@ -205,20 +205,20 @@ def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> tor
 
 
 def _not_elementwise(how: str) -> UnsupportedValue:
-    what = f"lazy_map: the function isn't elementwise: {how}, the first window gives other elements"
+    what = f"lazy_map: the function isn't elementwise: its results differ if a window is {how}"
     return UnsupportedValue(error_text(what, fix=_FIX))
 
 
 def product(left: Source, right: Source) -> Boxwise:
     """Return the source of the product of two matrices, (M, K) and (K, N), computed in blocks of rows by columns.
 
-    The grid of blocks doesn't depend on the read, so that each element has the same bits however the product is cut. If
-    one block holds the whole product, the bits are those of ``torch.matmul``. Otherwise sums may be rounded
-    differently: within ``K * eps * (abs(left) @ abs(right))``, where K is the length of the sums.
+    The grid of blocks doesn't depend on the box that is read, so each element always has the same bits. If one block
+    holds the whole product, the bits are those of ``torch.matmul``. Otherwise sums may be rounded differently: the
+    difference is at most ``K * eps * (abs(left) @ abs(right))``, where K is the length of the sums.
     """
     inner, (rows_in_all, columns_in_all), dtype = left.shape[1], (left.shape[0], right.shape[1]), left.dtype
     most = limits.COMPUTED_BYTES // dtype.itemsize
-    # Half of the memory is for columns of the right matrix, which stay while blocks of the left one's rows pass.
+    # Half of the memory is for columns of the right matrix, which stay while the left matrix's rows pass in blocks.
     width = max(1, min(columns_in_all, most // 2 // max(1, inner)))
     height = max(1, (most - width * max(1, inner)) // (max(1, inner) + width))
 
@@ -227,7 +227,7 @@ def product(left: Source, right: Source) -> Boxwise:
         rows_of = list(_spans(box.offset[0], box.shape[0], height, rows_in_all))
 
         def needs() -> Iterator[tuple[Source, Box]]:
-            # Each column of the right matrix is read once; rows of the left one are read again for each of its blocks.
+            # Each column of the right matrix is read once; the left matrix is read again for each block of columns.
             for column, columns in columns_of:
                 yield right, Box((0, column), (inner, columns))
                 for row, rows in rows_of:

@@ -51,16 +51,16 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
 
     Args:
         function: Function from tensors of one axis, in order, to a tensor of their shape. It must be pure and
-            elementwise: An element of the result depends only on the elements at its index. It is called at once with
-            tensors of one element, for the result's dtype. The first window that is read is also computed cut in other
-            ways, and transposed if it has two axes: The bits must be the same. Later windows that are larger, or whose
-            elements vary more, are tested too.
+            elementwise: an element of the result depends only on the elements at its index. It is called at once with
+            tensors of one element, to learn the result's dtype. For the first window that is read, it is also called
+            for parts of the window, and for its transpose if it has two axes: the bits must be the same. Later windows
+            are tested too if they have more elements to test.
         lazies: Operands of one shape, at least one.
 
     Raises:
         ShapeError: The tensors have different shapes.
         UnsupportedValue: An operand isn't lazy, or the function's result isn't a tensor of its operands' shape. Later,
-            on the first read: The function isn't elementwise.
+            at a read: the function isn't elementwise.
 
     Examples:
         >>> whole = torch.tensor([1.0, 4.0, 9.0])
@@ -74,22 +74,22 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     if others or not lazies:
         what, fix = "lazy_map: operands that aren't lazy tensors", "Pass the data of shards from open_checkpoint."
         raise UnsupportedValue(error_text(what, found=", ".join(others) or "none", fix=fix))
-    check_one_shape(lazies[0].name, "lazy_map", [one.shape for one in lazies])
-    sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(one.dtype) for one in lazies))
+    check_one_shape(lazies[0].name, "lazy_map", [lazy.shape for lazy in lazies])
+    sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(lazy.dtype) for lazy in lazies))
     check_kind(sample, (1,), None)
-    name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
+    name = f"lazy_map({', '.join(shorten((lazy.name for lazy in lazies), shown=2))})"
     return of_source(mapped(function, lazies, sample.dtype, name))
 
 
 def computed(
     function: Callable[[torch.Tensor], torch.Tensor], data: Any, shape: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """Return a function's result for a shard's data of any kind, for lenses of one's own that compute.
+    """Return a function's result for a shard's data of any kind, for use in your own lenses.
 
     The result for a lazy tensor is lazy: the function is called once, at the first read, with all elements. It may
-    therefore do more than lazy tensors record (a maximum, quantising), at the cost of one whole tensor in memory at a
-    time. If the data has no elements, as on the meta device, or none that count, as while a load builds its target, the
-    result is uninitialised memory: the function isn't called.
+    therefore use operations that lazy tensors don't record (a maximum, quantising), at the cost of one whole tensor in
+    memory at a time. If the data is on the meta device, or only memory to fill, as while a load builds its target, the
+    function isn't called, and the result is uninitialised memory.
 
     Args:
         function: Pure function from a tensor to a tensor of the given shape and dtype.
@@ -122,8 +122,8 @@ Value = TypeVar("Value")
 def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[Any]]) -> list[Value]:
     """Return instances of a frozen dataclass with slots, made without calling its constructor.
 
-    It serves hundreds of thousands of values that were checked as columns, for which constructors would take most of
-    the time.
+    It is meant for hundreds of thousands of values that were checked as columns: calls of their constructor would take
+    most of the time.
 
     Args:
         kind: Class of the instances.

@@ -15,7 +15,7 @@ from ._steady import ALIASES
 
 Class = TypeVar("Class", bound=type)
 
-# Operations that are recorded, as torch itself would make a view.
+# Operations that are recorded: those that return a view in torch.
 VIEWS = {
     *("__getitem__", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind"),
     *("transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "unsqueeze", "squeeze"),
@@ -56,10 +56,10 @@ _OTHER = (
 _OPERATORS = [*_BINARY, *(f"r{word}" for word in _BINARY), *_OTHER]
 
 
-_FIX = """Call read() first, and apply it to the result.
-  Recorded before that: indexing, narrow, split, chunk, transpose, permute, reshape that keeps
-  runs, cat, stack, dtype casts, + - * / with scalars and lazy tensors of one shape, products of
-  two matrices, and by `lazy_map` any function of each element."""
+_FIX = """Call read() first, and apply the operation to the result.
+  Without read(), use indexing, narrow, split, chunk, transpose, permute, reshape that returns
+  a view, cat, stack, dtype casts, + - * / with scalars and lazy tensors of one shape, products of
+  two matrices, or `lazy_map` for a function of each element."""
 
 
 def refusal(name: str, operation: str, why: str = "isn't recorded") -> UnsupportedValue:
@@ -68,8 +68,8 @@ def refusal(name: str, operation: str, why: str = "isn't recorded") -> Unsupport
     Examples:
         >>> print(refusal("w", "add"))  # doctest: +ELLIPSIS
         LazyTensor 'w': add isn't recorded
-          Call read() first, and apply it to the result.
-          Recorded before that: indexing, ...
+          Call read() first, and apply the operation to the result.
+          Without read(), use indexing, ...
     """
     return UnsupportedValue(error_text(f"LazyTensor {name!r}: {operation} {why}", fix=_FIX))
 
@@ -96,12 +96,12 @@ def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
 
 
 def place_of(tensor: torch.Tensor) -> Strided:
-    """Return the places of a tensor's elements in its storage."""
+    """Return the storage offset, size and strides of a tensor as a `Strided`."""
     return Strided(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
 def check_index(name: str, index: object) -> None:
-    """Raise unless indexing gives a view, as it does with ints, slices, None and Ellipsis."""
+    """Raise unless an index selects a view, as ints, slices, None and Ellipsis do."""
     for entry in index if isinstance(index, tuple) else (index,):
         if not (entry is None or isinstance(entry, slice | EllipsisType) or _is_int(entry)):
             raise refusal(name, f"indexing with {type(entry).__name__}")

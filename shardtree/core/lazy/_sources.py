@@ -43,7 +43,7 @@ def dense(shape: Shape) -> Strided:
         (Strided(offset=0, size=(4, 6), stride=(6, 1)), Strided(offset=0, size=(), stride=()))
     """
     strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
-    return Strided(0, tuple(shape), strides)  # not a torch.Size, which would be kept for the tuple that equals it
+    return Strided(0, tuple(shape), strides)  # not a torch.Size, which the cache would return for an equal tuple
 
 
 def narrow(view: Strided, box: Box) -> Strided:
@@ -57,11 +57,11 @@ def narrow(view: Strided, box: Box) -> Strided:
 
 
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
-    """Return the box of a dense tensor that holds a view's elements, and the view as one of that box.
+    """Return the box of a dense tensor that holds a view's elements, and the same view relative to that box.
 
     Each stride is decomposed into the tensor's own strides, so that it becomes a step along some dimensions. Steps may
-    run over the end of a dimension that a reshape merged into the one before it. Such a dimension is taken whole, so
-    that the carry stays right. The box is the smallest one, except for such merged dimensions.
+    run over the end of a dimension that a reshape merged into the dimension before. The box then includes the whole of
+    such a dimension, so that the carry stays right. Apart from merged dimensions, the box is the smallest possible.
 
     Args:
         view: View of at least one element.
@@ -92,7 +92,7 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
 
 
 def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
-    """Return the box from a first index and extents; a dimension's overflow is carried to the one before it."""
+    """Return the box from a first index and extents; a dimension's overflow is carried to the dimension before."""
     carry = 0
     ranges: list[tuple[int, int]] = []
     for dim in reversed(_dims(shape)):
@@ -187,7 +187,7 @@ class Stored:
 
 
 Recipe = tuple[Iterable[tuple[Source, Box]], Callable[[Iterator[torch.Tensor]], torch.Tensor]]
-"""Boxes of sources, in the order of their reads, and the function from their elements to a box's elements."""
+"""Boxes of sources in the order of their reads, and the function that computes a box from their elements."""
 Identify = Callable[[], tuple[Any, ...] | None]
 
 
@@ -201,8 +201,8 @@ class Boxwise:
         dtype: Dtype of the tensor.
         recipe: Function from a box to its recipe. The recipe's function returns a new tensor that the caller owns; its
             argument is an iterator that reads each box only when the next one is requested.
-        identify: Function that returns values which tell the tensor from others, its sources included; or None, for a
-            caller's function.
+        identify: Function that returns values that identify the tensor, its sources among them; it returns None for a
+            tensor that a caller's function computes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Elementwise functions: those that can be recorded, and results that don't depend on an element's position."""
+"""Elementwise functions: names of those that can be recorded, and results that don't depend on positions."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ EXACT = {
     *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
     *("eq", "ne", "lt", "le", "gt", "ge", "conj_physical"),
 }
-"""Functions whose results are rounded alike wherever in a tensor an element lies."""
+"""Functions whose result for an element is rounded in the same way at every position in a tensor."""
 INEXACT = {"exp", "exp2", "expm1", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
-"""Functions that torch computes by other instructions at the end of a row."""
+"""Functions that torch computes with different instructions at the end of a row."""
 _CHUNK = 32_768
-"""Number of elements that torch computes in one thread; with several threads, each one's share would have an end."""
+"""Number of elements that torch computes in one thread; several threads would each have an end of a row."""
 _VECTOR = 64
-"""A multiple of the number of elements in any processor's vector."""
+"""A multiple of the number of elements in a vector register of any processor."""
 
 
 def is_exact(name: str, operands: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Return whether a function's results are rounded alike wherever in a tensor an element lies.
+    """Return whether a function's result for an element is rounded in the same way at every position in a tensor.
 
     Args:
         name: Name of the function, or an alias.
@@ -42,7 +42,7 @@ def is_exact(name: str, operands: Sequence[Any], options: Mapping[str, Any]) -> 
         >>> is_exact("multiply", [torch.ones(2), 3.0], {}), is_exact("mul", [torch.ones(2), 3j], {})
         (True, False)
     """
-    # Products of complex numbers and `add` with `alpha` are several operations, which only whole vectors may fuse.
+    # Products of complex numbers and `add` with `alpha` consist of operations that torch fuses in whole vectors only.
     return ALIASES.get(name, name) in EXACT and not options and not any(map(_is_complex, operands))
 
 
@@ -55,8 +55,8 @@ def _is_complex(value: Any) -> bool:
 def steady(function: Callable[..., torch.Tensor], operands: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor:
     """Return an elementwise function's result, with the same bits however tensors are cut.
 
-    torch computes the end of a row element by element, and the rest by vector instructions. Here each element is in a
-    whole vector of a short tensor. Without axes, operands are passed on unchanged.
+    torch computes the end of a row element by element, and the rest by vector instructions. Here tensors are cut and
+    padded, so that each element is part of a whole vector. Operands without axes are passed on unchanged.
 
     Args:
         function: Function of the operands and options.

@@ -37,14 +37,14 @@ Args = tuple[Any, ...]
 class LazyTensor:
     """A description of a tensor: a view of a source, then casts. It is immutable, and equal only to itself.
 
-    Torch's view operations, ``torch.cat``, ``torch.stack``, dtype casts, ``+ - * /`` and products of matrices, as
-    functions, methods or operators, return new lazy tensors and read nothing. Every other operation raises
-    ``UnsupportedValue`` with the advice to call ``read()``.
+    These operations return new lazy tensors and read nothing, as functions, methods or operators: torch's view
+    operations, ``torch.cat``, ``torch.stack``, dtype casts, ``+ - * /`` and products of matrices. Every other operation
+    that needs elements raises ``UnsupportedValue`` with the advice to call ``read()``.
 
     Attributes:
-        source: Dense tensor that the view shows.
-        place: View of the source.
-        casts: Dtypes that the elements go through after a read, in order.
+        source: Dense tensor that is viewed.
+        place: Offset, size and strides of the view in the source.
+        casts: Dtypes to which the elements are cast after a read, in order.
     """
 
     source: Source
@@ -104,7 +104,7 @@ class LazyTensor:
 
     @property
     def nbytes_to_read(self) -> int:
-        """The number of bytes that ``read()`` fetches, which steps and merged dimensions can increase."""
+        """The number of bytes that ``read()`` fetches; steps and merged dimensions of the view enlarge the boxes."""
         return sum(fetch.nbytes for fetch in self.fetches)
 
     @shielded
@@ -145,7 +145,7 @@ class LazyTensor:
         return _apply(func, tuple(args), dict(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        # Python's and NumPy's protocols probe for private names, and must not find torch's methods there.
+        # Python's and NumPy's protocols look for private names, and must not find torch's methods under these.
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if not callable(method):
             raise AttributeError(f"LazyTensor {self.name!r} has no attribute {name!r}; call read() for a tensor")
@@ -160,7 +160,7 @@ class LazyTensor:
         return _view(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
-        if not self.ndim:  # else torch.as_tensor and torch.tensor would read it element by element, as a sequence
+        if not self.ndim:  # otherwise torch.as_tensor and torch.tensor would read it as a sequence
             raise operations.refusal(self.name, "__len__ of a 0-dim tensor")
         return self.shape[0]
 
@@ -204,7 +204,7 @@ class LazyTensor:
         return iter(self.unbind(0))
 
     def __eq__(self, other: object) -> bool:
-        # torch compares elementwise, which would need elements, and False would be a wrong answer.
+        # torch's `==` compares elementwise, which needs elements; returning False would be wrong.
         if isinstance(other, torch.Tensor | np.ndarray | Number):
             raise operations.refusal(self.name, "__eq__")
         return self is other
@@ -240,7 +240,7 @@ def of_source(source: Source) -> LazyTensor:
 
 
 def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
-    """Return an operation's result on a lazy tensor; all functions and methods go through here."""
+    """Return an operation's result on a lazy tensor; all functions and methods call this."""
     name = func.__name__
     if name in operations.JOINS:
         return _concatenate(func, *args, **kwargs)
@@ -310,10 +310,10 @@ def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -
     values = [*args, *(kwargs.pop(word) for word in ("input", "other") if word in kwargs)]
     lazies = [value for value in values if isinstance(value, LazyTensor)]
     operands = tuple(_operand(lazies[0].name, func, value) for value in values)
-    name = f"{func.__name__}({', '.join(shorten((one.name for one in lazies), shown=2))})"
+    name = f"{func.__name__}({', '.join(shorten((lazy.name for lazy in lazies), shown=2))})"
     if kwargs.get("out") is not None:
         raise operations.refusal(lazies[0].name, f"{func.__name__} with out=")
-    check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
+    check_one_shape(lazies[0].name, func.__name__, [lazy.shape for lazy in lazies])
     # Meta tensors apply torch's own promotion of tensors, 0-dim tensors and Python numbers.
     result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
     return of_source(arithmetic(func, operands, kwargs, tuple(result.shape), result.dtype, name))
@@ -323,7 +323,7 @@ def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
     if isinstance(value, LazyTensor | Number):
         return value
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
-        return value.detach().clone()  # the caller may write to its own
+        return value.detach().clone()  # the caller may write to the original
     kind = "a tensor that isn't lazy" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise operations.refusal(name, f"{func.__name__} with {kind}")
 
@@ -339,7 +339,7 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
     if left.shape[1] != right.shape[0] or left.dtype != right.dtype:
         kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
         expected = "as many columns as the other has rows, and one dtype"
-        raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: {func.__name__}", found=kinds, expected=expected))
+        raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: can't {func.__name__}", found=kinds, expected=expected))
     return of_source(product(left, right))
 
 

@@ -10,7 +10,7 @@ from ._leaves import ShardedBase
 
 
 def given_tensor(shard: ShardedBase) -> torch.Tensor | None:
-    """Return a shard's tensor; None for data without memory of its own: none at all, a meta, fake or lazy tensor.
+    """Return a shard's tensor; None if its data has no elements in memory: None, or a meta, fake or lazy tensor.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -22,7 +22,7 @@ def given_tensor(shard: ShardedBase) -> torch.Tensor | None:
 
 
 def has_elements(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has elements: neither a meta tensor nor one of ``torch.export``'s fake tensors.
+    """Return whether a tensor has elements, unlike a meta tensor or a fake tensor of ``torch.export``.
 
     Examples:
         >>> has_elements(torch.zeros(2)), has_elements(torch.zeros(2, device="meta"))
@@ -59,7 +59,7 @@ def is_wrapper(data: Any) -> bool:
         return False
     if data.layout is not torch.strided:
         return False
-    # Subclasses may override `data_ptr`, so that torch's own is called. A tensor without memory counts from address 0.
+    # Subclasses may override `data_ptr`, so torch's own method is called. A tensor without memory has base address 0.
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return data.numel() > 0 and data.data_ptr() == data.storage_offset() * data.itemsize

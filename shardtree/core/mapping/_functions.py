@@ -1,4 +1,4 @@
-"""Equality of functions by value: two functions are equal if they run the same code in equal surroundings."""
+"""Equality of functions by value: two functions are equal if they run the same code with equal captured values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def same_value(left: Any, right: Any) -> bool:
     Functions are compared by code, module, defaults and captured variables; partial calls by function and arguments;
     methods by function and object. Dataclass instances that are callable, or don't define equality, are compared by all
     attributes except fields that their own equality excludes. Floats, numpy scalars and numpy arrays are equal if their
-    bits are; sets if `==` says so. Tensors and modules are equal only if they are one object, since elements aren't
-    read.
+    bits are; sets if `==` is true. Tensors and modules are equal only if they are the same object, since elements
+    aren't read.
 
     Args:
         left: Any value.
@@ -31,8 +31,8 @@ def same_value(left: Any, right: Any) -> bool:
         >>> same_value(times(2), times(2)), same_value(times(2), times(3)), times(2) == times(2)
         (True, False, False)
     """
-    # A pair that was met before is equal if all else is: a function may capture itself, or be captured often. The pairs
-    # are kept alive, since another value could get the id of a deleted one.
+    # A pair that was compared before counts as equal: a function may capture itself, or be captured often. The pairs
+    # are kept alive, since a new value could get the id of a deleted value.
     met: dict[tuple[int, int], tuple[Any, Any]] = {}
     pending = [(left, right)]
     while pending:

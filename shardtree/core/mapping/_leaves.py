@@ -1,4 +1,4 @@
-"""Base class of leaves, and all leaves but shards of a tensor: objects, local objects and factories."""
+"""Base class of leaves, and all leaves except ShardedTensor: objects, local objects and factories."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ FactoryMergeFn: TypeAlias = Callable[[Any], Any]
 RankOffset: TypeAlias = tuple[int, int, int]
 
 
-# Replica ids tell which of several equal copies of a shard is the main one.
+# Replica ids determine which of several equal copies of a shard is the main replica.
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return whether a replica is the main one: 0, or nothing but zeros.
+    """Return whether a replica id, 0 or nothing but zeros, is that of the main replica.
 
     Raises:
         MetadataError: `replica_id` is neither an int nor a sequence of ints.
@@ -65,8 +65,8 @@ def replica(subject: str, field: str, value: Any) -> ReplicaId:
 def refuse_subclass(derived: type) -> NoReturn:
     """Raise for a class that derives from a leaf's class, as Python does for one that derives from bool.
 
-    Leaves are recognised by their class and stored by its fields. A derived class's additions would be lost, and a new
-    kind of leaf would be left out by every function, both silently.
+    Leaves are recognised by their class, and its fields are stored. Fields that a derived class adds would be lost, and
+    every function would leave out a new kind of leaf, both silently.
 
     Args:
         derived: The class that is being defined.
@@ -76,7 +76,7 @@ def refuse_subclass(derived: type) -> NoReturn:
     """
     found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
     expected = "one of shardtree's own leaves"
-    fix = "Put what it adds beside the leaf, in the same dict for example, or write functions that take leaves."
+    fix = "Put the added values beside the leaf, for example in the same dict, or write functions that take leaves."
     # A class without a module, such as one made by `eval`, has no `__module__`.
     heading = f"{getattr(derived, '__module__', 'no module')}: a class derives from a leaf's class"
     raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
@@ -86,9 +86,9 @@ class ShardedBase(ABC):
     """Base class of sharded leaves: a key, data, a replica id, comparison and repr.
 
     Leaves are equal if they have the same kind, equal metadata and the same data object; elements are never compared or
-    printed. Functions in the metadata are equal if they run the same code in equal surroundings. There are three kinds:
-    ShardedTensor, ShardedObject and ShardedTensorFactory. Classes outside of shardtree can't derive from them, or from
-    this one.
+    printed. Functions in the metadata are equal if they run the same code with equal captured values. The kinds are
+    ShardedTensor, ShardedObject and ShardedTensorFactory. Classes outside of shardtree can't derive from these or from
+    ShardedBase.
     """
 
     __slots__ = ()
@@ -98,7 +98,7 @@ class ShardedBase(ABC):
     replica_id: ReplicaId
 
     def __init_subclass__(cls) -> None:
-        # The module tells ours from others; a set of classes couldn't, since a dataclass with slots is defined twice.
+        # The module identifies our classes; a set of classes couldn't, since a dataclass with slots is made twice.
         if cls.__module__.rpartition(".")[0] != __package__:
             refuse_subclass(cls)
 
@@ -117,7 +117,7 @@ class ShardedBase(ABC):
         if self.data is not other.data:
             return False
         own, others = metadata_of(self), metadata_of(other)
-        # Plain comparison comes first: it is several times as fast, and only functions need the other.
+        # `==` comes first: it is several times as fast, and only functions need `same_value`.
         return own == others or all(own[name] == others[name] or same_value(own[name], others[name]) for name in own)
 
     def __hash__(self) -> int:
@@ -155,7 +155,7 @@ def describe(value: object) -> str:
 
 
 def normalise(leaf: ShardedBase, function: Callable[[str, str, Any], object], *names: str) -> None:
-    """Replace each named field by the function's result, while a frozen leaf is being constructed."""
+    """Replace each named field of a frozen leaf that is being constructed by the function's result."""
     for name in names:
         object.__setattr__(leaf, name, function(leaf_name(leaf), name, getattr(leaf, name)))
 
@@ -170,7 +170,7 @@ def check_key(leaf: ShardedBase) -> None:
         # Formats store keys as UTF-8, which has no lone surrogates.
         key.encode()
     except UnicodeEncodeError:
-        fix = "Leave lone surrogates out."
+        fix = "Remove lone surrogates."
         refuse(leaf_name(leaf), "key", ascii(key), "text that UTF-8 can encode", fix, error=MetadataError)
 
 
@@ -255,9 +255,9 @@ class ShardedObject(ShardedBase):
             key, *numbers = parts.groups() if parts else ()
             offset, shape = (tuple(map(int, text.split("."))) if text else () for text in numbers)
         except ValueError:
-            expected, fix = "'<key>/shard_<offset>_<shape>', as in 'rng/shard_1.3_2.4'", "Pass what `unique_key` gave."
+            expected, fix = "'<key>/shard_<offset>_<shape>', as in 'rng/shard_1.3_2.4'", "Pass a `unique_key`."
             refuse(cls.__name__, "unique key", repr(unique_key), expected, fix, error=MetadataError)
-        # A shape of one size less than there are indices comes from an old checkpoint.
+        # A shape with one axis less than the offset comes from an old checkpoint.
         return cls(key, None, (*shape, -1) if len(shape) + 1 == len(offset) else shape, offset, replica_id)
 
 
@@ -266,7 +266,7 @@ class ShardedObject(ShardedBase):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LocalNonpersistentObject:
-    """A local value that a checkpoint doesn't store: a save leaves it out, and a load returns it in its place.
+    """A local value that a checkpoint doesn't store: a save leaves it out, and a load returns it unwrapped.
 
     Examples:
         >>> LocalNonpersistentObject({"step": 3}).unwrap()
@@ -297,7 +297,7 @@ class LocalNonpersistentObject:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor with another form in the checkpoint: `build_fn` returns its tree of shards, `merge_fn` leads back.
+    """A tensor with another form in the checkpoint: `build_fn` makes the stored shards, `merge_fn` the tensor of them.
 
     Args:
         key: The tensor's name.

@@ -23,7 +23,7 @@ _KEPT = tuple(name for name in _NAMES if name != "data")
 
 
 def whole_tensors(keys: Sequence[str], dtypes: Iterable[torch.dtype], shapes: Sequence[Shape]) -> list[ShardedTensor]:
-    """Return one shard without data for each tensor, which covers all of it.
+    """Return one shard without data for each tensor; it covers the whole tensor.
 
     The caller must have checked the columns as strictly as the constructor would: they may come from untrusted files.
 
@@ -84,7 +84,7 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
 
 
 def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[ShardedTensor]:
-    """Return the shards with other data, which isn't checked: each a tensor of its shard's dtype and shape, or None.
+    """Return the shards with other data. It isn't checked: it must be a tensor of its shard's dtype and shape, or None.
 
     Examples:
         >>> [shard] = with_data(whole_tensors(["w"], [torch.int8], [(2,)]), [torch.zeros(2, dtype=torch.int8)])

@@ -1,6 +1,6 @@
 """Detection of donated tensors in memory that can't be written, such as that of a file mapped for reading.
 
-The system answers whether a page may be written, without any effect on elements, files or the process.
+A system call tells whether a page is writable, without any effect on elements, files or the process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 
 from ...errors import ShapeError, error_text
 
-# Linux's futex. Its WAKE_OP changes a word in one step, and reports EFAULT where a copy would end the process. "Or 0"
-# leaves the word unchanged even if others write to it meanwhile; no thread waits at it, so that none is woken.
+# Linux's futex. Its WAKE_OP changes a word atomically, and reports EFAULT where an ordinary write would end the
+# process. "Or 0" leaves the word unchanged even if others write to it meanwhile. No thread waits at the word, so none
+# is woken.
 _SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}
 _WAKE_OP_PRIVATE = 5 | 128
 _OR_ZERO = 2 << 28
@@ -27,8 +28,8 @@ _WORD_BYTES = 4
 def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise if memory of donated tensors can't be written; systems other than Linux aren't checked.
 
-    Only memory that is mapped without the right to write is found. numpy's flag for read-only arrays isn't: torch
-    doesn't pass it on.
+    Only memory that is mapped without write permission is found. numpy's flag for read-only arrays isn't noticed, since
+    torch doesn't pass it on.
 
     Args:
         doing: Caller's name, for the message.

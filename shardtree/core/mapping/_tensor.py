@@ -17,7 +17,7 @@ from ._leaves import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, n
 
 # Checks of a shard's data against its metadata.
 
-SHAPE_FIX = "Give each part of a nested tensor a shard of its own; run a module with lazy parameters once before."
+SHAPE_FIX = "Give each part of a nested tensor its own shard; run a module with lazy parameters once beforehand."
 _RECAST = "Change a dtype with `cast`, and a shape together with its metadata with `map_shards`."
 
 
@@ -25,7 +25,7 @@ def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and shape of a tensor or of any object that has both; other values raise MetadataError."""
     check_has_shape(subject, data)
     if not isinstance(getattr(data, "dtype", None), torch.dtype) or not hasattr(data, "shape"):
-        fix = "Describe a shard without data with `ShardedTensor(...)` itself."
+        fix = "For a shard without data, call `ShardedTensor(...)` itself."
         geometry.refuse(subject, "data", type(data).__name__, "a tensor", fix, error=MetadataError)
     return data.dtype, tuple(data.shape)
 
@@ -33,7 +33,7 @@ def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> None:
     """Raise ShapeError if a tensor has another dtype, or another shape than the field `source` states.
 
-    Only tensors are checked, lazy ones included: tree maps also put None and shapes there.
+    Only tensors are checked, lazy tensors included: tree maps also use None and shapes as data.
     """
     if not isinstance(data, (torch.Tensor, LazyTensor)):
         return
@@ -126,7 +126,7 @@ class ShardedTensor(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Raise MetadataError or ShapeError if a field contradicts another, or the data."""
         subject, box = leaf_name(self), (1,) * self.prepend_axis_num + self.local_shape
-        # The order matters: later checks go through shapes and offsets together, which must have one length.
+        # The order matters: later checks iterate over shapes and offsets together, which must have equal lengths.
         geometry.check_type(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
         geometry.check_type(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
         geometry.check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
@@ -268,7 +268,7 @@ class ShardedTensor(ShardedBase):
         """
         counts = self.axis_fragmentations
         if counts is None:
-            fix = "Only shards of a regular grid have pieces of one size."
+            fix = "Call this for shards of a regular grid only."
             geometry.refuse(
                 leaf_name(self), "axis_fragmentations", "None", "one count for each axis", fix, error=ShapeError
             )
@@ -319,7 +319,7 @@ class ShardedTensor(ShardedBase):
     def init_data(
         self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> ShardedTensor:
-        """Return the shard with a new tensor in the place of None or a meta tensor; with other data the shard itself.
+        """Return the shard with a new tensor instead of None or a meta tensor; with other data, the shard itself.
 
         Args:
             device: Device of the new tensor.

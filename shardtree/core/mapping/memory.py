@@ -1,4 +1,4 @@
-"""The memory of leaves' tensors: whether it still fits the leaf, can be written, and aliases no other's."""
+"""Checks of leaves' tensors: a tensor still fits its leaf, can be written, and shares no memory with others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
         raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
     if is_wrapper(tensor):
         fix = "Donate its inner tensors, or don't donate this one."
-        heading = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass, whose memory isn't its value"
+        heading = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass around inner tensors"
         raise ShapeError(error_text(heading, found=type(tensor).__name__, fix=fix))
     if _may_overlap(tensor):
         fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
@@ -75,7 +75,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may share memory: an axis has a stride that the finer axes together reach."""
+    """Return whether two elements may share memory: some stride is at most the extent of the axes with smaller ones."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -87,7 +87,7 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
 
 
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy a dense tensor's elements into one of the same shape and dtype, bit for bit, without autograd.
+    """Copy a dense tensor's elements bit for bit into another of the same shape and dtype, without autograd.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -118,7 +118,7 @@ class _Span:
         tensor: Dense tensor, whose elements don't share memory with each other.
         begin: Address of its first byte.
         end: Address after its last byte.
-        written: Whether it is donated.
+        written: Whether the tensor is donated.
     """
 
     shard: ShardedTensor
@@ -133,16 +133,16 @@ def check_no_aliases(
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
     read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
 ) -> None:
-    """Raise if a donated tensor shares elements with another one, unless both hold the same elements of equal boxes.
+    """Raise if a donated tensor shares elements with another tensor, unless both are the same elements of equal boxes.
 
-    The loaded values of such equal tensors are compared later, by `fill_once`. Elements are compared only where ranges
-    of addresses, from a tensor's first byte to its last, intersect: tensors of other libraries may have one memory in
-    several storages.
+    The loaded values of such equal tensors are compared later, by `fill_once`. A tensor is checked against others if
+    their address ranges, from first to last byte, intersect. Storages aren't compared, since tensors of other libraries
+    may have the same memory in several storages.
 
     Args:
         doing: Name of the operation, for the message.
         donated: Shards with their dense tensors; the elements of one tensor don't share memory.
-        read: Shards with dense tensors that are read meanwhile; these may share memory with each other.
+        read: Shards with dense tensors that are read meanwhile; they may share memory among themselves.
 
     Raises:
         ShapeError: Two tensors share memory, or are interleaved too finely for a check in reasonable time.
@@ -179,22 +179,22 @@ def _intersecting(
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from a tensor's first to its last one; 0 for a tensor without elements."""
+    """Return the number of bytes from a tensor's first byte to its last; 0 for a tensor without elements."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     return (1 + sum(stride * (size - 1) for stride, size in _axes(tensor))) * tensor.itemsize
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return stride and size of each axis that is longer than one, finest first."""
+    """Return stride and size of each axis with more than one index, smallest stride first."""
     return sorted(axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] > 1)
 
 
 def _clashes(group: Sequence[_Span]) -> Iterator[str]:
     """Yield the pairs of tensors in a group that share memory, found on a map of the group's bytes.
 
-    The map's cells are as large as possible, so that each run of bytes consists of whole cells. Each donated tensor
-    marks its cells in turn; tensors that are only read are compared with the marks, but leave none.
+    The map's cells are as large as possible, provided that each run of bytes consists of whole cells. Each donated
+    tensor marks its cells in turn; tensors that are only read are compared with the marks, but make none.
     """
     distinct: dict[tuple[object, ...], _Span] = {}
     targets = {(span.shard.key, _identity(span.shard, span.tensor)) for span in group if span.written}
@@ -241,7 +241,7 @@ def _lengths(layout: _Bytes) -> Iterable[int]:
 
 
 def _identity(shard: ShardedTensor, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that equals another's if both tensors are the same elements and their boxes are equal."""
+    """Return a dict key; two tensors have the same key if they are the same elements and their boxes are equal."""
     flat = shard.flattened_range
     box = (shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
     # The stride of an axis with one element has no effect: views of the same elements may differ in it.
@@ -254,13 +254,13 @@ def _name(span: _Span) -> str:
     return f"{span.shard.key!r} at {span.shard.global_offset}"
 
 
-# Tied weights: one memory under several keys. It is filled once, if the loaded values of all keys are the same.
+# Tied weights: the same memory under several keys. It is filled once, if the loaded values of all keys are equal.
 
 _Donated = Sequence[tuple[ShardedTensor, torch.Tensor | None]]
 
 
 def tied(donated: _Donated) -> list[list[int]]:
-    """Return groups of positions of shards with different keys and equal boxes whose tensors are the same elements.
+    """Return groups of indices of shards that have different keys, but equal boxes and the same elements in memory.
 
     Args:
         donated: Shards with their `given_tensor`.
@@ -284,7 +284,7 @@ def tied(donated: _Donated) -> list[list[int]]:
 
 
 def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copy the loaded values of tied keys into their tensor, and return that tensor by position.
+    """Copy the loaded values of tied keys into their tensor, and return that tensor by the index of each shard.
 
     Args:
         doing: Name of the operation, for the message.
@@ -292,7 +292,7 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
         results: Loaded tensor of each shard; those of tied shards are contiguous, in memory of their own.
 
     Raises:
-        ShapeError: The loaded values of two keys with one memory differ; no tied tensor was written.
+        ShapeError: The loaded values of two keys that share memory differ; no tied tensor was written.
     """
     groups = tied(donated)
     differ = [
@@ -303,9 +303,7 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
     ]
     if differ:
         heading = f"{doing}: donated tensors share memory, but their new values differ"
-        fix = (
-            f"Donate tensors with memory of their own (tied weights that aren't tied any more), or {doing} one of them."
-        )
+        fix = f"Donate tensors with memory of their own (no longer tied weights), or {doing} only one of them."
         raise ShapeError(error_text(heading, offenders=differ, fix=fix))
     for group in groups:
         overwrite(donated[group[0]][1], results[group[0]])  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Plans of saves and loads, as columns: the writer of each shard, and the destination of stored bytes.
 
-Every rank computes the same plan.
+From equal columns, every rank computes the same plan.
 """
 
 import typing

@@ -9,16 +9,16 @@ from ...errors import ShapeError, error_text
 from ..trees import torch_converts
 
 _SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set()  # torch 2.6 hasn't
-"""Dtypes that hold powers of two only, so that signs would be lost, and zero can't be represented."""
+"""Dtypes that hold only powers of two: a conversion would lose signs, and they can't represent zero."""
 
 
 def convertible(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether a load or a reshard may convert values of one dtype to another: rounding is allowed, loss isn't.
+    """Return whether a load or a reshard may convert one dtype to another; it may round, but not drop parts of values.
 
-    Floating-point dtypes convert to each other, and complex ones too, as `torch.Tensor.to` does: it rounds, and makes
-    infinities of numbers that are too large. Bools convert to integers, these to floating-point dtypes, these to
-    complex ones, but not back: a fraction or an imaginary part would be lost silently. Integers convert to each other
-    if each value fits.
+    Floating-point dtypes convert to each other, and complex dtypes too, as by `torch.Tensor.to`: it rounds, and turns
+    numbers that are too large into infinities. Bools convert to integers, integers to floating-point dtypes, and those
+    to complex dtypes, but not back: a fraction or an imaginary part would be lost silently. Integers convert to each
+    other if each value fits.
 
     Examples:
         >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)

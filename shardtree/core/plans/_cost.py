@@ -14,9 +14,9 @@ class ReadCost:
 
     Attributes:
         bytes_wanted: Bytes of the elements that are loaded.
-        bytes_read: Bytes read from storage: the wanted ones, gaps between them where a range is read or requested at
-            once, compressed chunks as they are stored, and blocks read again, or wider, to check their hashes.
-        pieces: Number of runs of consecutive bytes that go to one place, and of boxes that are copied row by row.
+        bytes_read: Bytes read from storage: the wanted bytes, gaps between them where a range is read in one call,
+            whole compressed chunks, and further parts of blocks, or whole blocks again, to check their hashes.
+        pieces: Number of runs of bytes that are consecutive in file and memory, and of boxes copied row by row.
         files: Number of files opened.
     """
 
@@ -40,11 +40,11 @@ class Prospect:
 
     Attributes:
         problems: Reasons why some shards can't be loaded.
-        cost: Function that returns the cost of loading the others; None if the format doesn't know.
-        uncompared: Keys of an optimizer's states whose masters won't be compared with weights, though they could be.
+        cost: Function that returns the cost of loading the other shards; None if the format can't compute it.
+        uncompared: Keys of optimizer states whose master weights won't be compared with weights, though they could be.
     """
 
     problems: tuple[Misfit, ...] = ()
-    # The cost is a function, since problems come first, and a cost takes a plan of all reads.
+    # The cost is a function, since it takes a plan of all reads, which isn't needed if there are problems.
     cost: Callable[[], ReadCost] | None = None
     uncompared: tuple[str, ...] = ()

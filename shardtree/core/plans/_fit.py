@@ -1,4 +1,4 @@
-"""The fit of a target with a checkpoint: requests that aren't stored, differ in kind, or are stored in part."""
+"""Comparison of a target with a checkpoint: requests that aren't stored, differ in kind, or are stored in part."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Overlap:
 
 
 def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overlap, ...]:
-    """Return the boxes of a shard's elements that lie in a tensor of another global shape; empty if none do.
+    """Return the boxes of a shard's elements that lie within another global shape; empty if none do.
 
     Args:
         shard: A box, or a flat range, which consists of several boxes.
-        global_shape: Global shape of the tensor, with as many axes as the shard's.
+        global_shape: The other global shape, with as many axes as the shard's.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.arange(6).view(3, 2))
@@ -65,13 +65,13 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
 
 
 def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
-    """Return the number of a shard's elements that lie in a tensor of another global shape.
+    """Return the number of a shard's elements that lie within another global shape.
 
     Examples:
         >>> stored_elements(ShardedTensor.from_rank_offsets("w", torch.zeros(3, 2)), (2, 9))
         4
     """
-    return sum(prod(one.stop - one.start for one in overlap.part) for overlap in overlaps(shard, global_shape))
+    return sum(prod(span.stop - span.start for span in overlap.part) for overlap in overlaps(shard, global_shape))
 
 
 def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
@@ -91,8 +91,8 @@ def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: b
     if not absent:
         return ()
     others = {name for name in names if name not in requests}
-    # One prefix for all keys is tried first: a wrapped model is the usual cause, and closest matches, found
-    # key by key, would point to different places.
+    # A common prefix of all keys is tried first: a wrapped model is the usual cause. The closest match of each key
+    # could belong to another part of the model.
     prefix = differing_prefix(absent, others)
     if prefix is not None:
         too_much, lacking = prefix
@@ -104,10 +104,10 @@ def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: b
 def find_mismatches(
     shards: Iterable[ShardedTensor], kinds: Mapping[str, TensorKind], *, cast: bool = False
 ) -> tuple[Mismatch, ...]:
-    """Return a mismatch for each tensor whose stored kind a shard doesn't fit.
+    """Return a mismatch for each tensor whose stored kind differs from that of a requested shard.
 
-    Another global shape fits if the shard has `allow_shape_mismatch` and as many axes; another dtype fits if it is to
-    be converted and can be.
+    The global shape may differ if the shard has `allow_shape_mismatch` and as many axes; the dtype may differ if `cast`
+    is set and the stored dtype can be converted.
 
     Args:
         shards: Requested shards.
@@ -126,7 +126,7 @@ def find_mismatches(
         same_dtype = shard.dtype == kind.dtype or (cast and convertible(kind.dtype, shard.dtype))
         may_differ = shard.allow_shape_mismatch and len(shard.global_shape) == len(kind.global_shape)
         if not (same_dtype and (shard.global_shape == kind.global_shape or may_differ)):
-            # Prepended axes are left out: which axes a shard's data lacks makes no difference to the stored tensor.
+            # The number of prepended axes is left out: it makes no difference to the stored tensor.
             request = TensorKind(shard.dtype, shard.global_shape, 0)
             mismatches.setdefault(
                 shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), request, cast)
@@ -140,7 +140,7 @@ def find_gaps(
     kinds: Mapping[str, TensorKind],
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Gap, ...]:
-    """Return a gap for each shard with elements that aren't stored; those beyond the stored global shape don't count.
+    """Return a gap for each shard with elements that aren't stored, except elements beyond the stored global shape.
 
     Args:
         shards: Requested shards, which fit the stored kinds.

@@ -1,4 +1,4 @@
-"""Plans of reads: requested shards are intersected with stored chunks, which gives runs and strided pieces."""
+"""Plans of reads: runs and strided pieces, from the intersection of requested shards with stored chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..geometry import Column, group_sums
 from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
-"""Number of bytes. Several runs shorter than this are read together with their gaps, since a read each costs more."""
+"""Number of bytes. Several shorter runs are read together with their gaps, which costs less than a read per run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,13 +86,13 @@ class Strided:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """The reads of a rank, as a value: nothing has been read yet.
+    """The reads of a rank; nothing has been read yet.
 
     Attributes:
         runs: Runs that are read directly into the targets' memory.
         strided: Boxes of many short rows, which are read together with their gaps.
         covered: Number of elements of each requested shard that stored chunks hold, int64 (shards,).
-        doubled: Requested keys whose stored chunks overlap, int64, ascending.
+        doubled: Numbers of the requested keys whose stored chunks overlap, int64 (keys,), ascending.
     """
 
     runs: Runs
@@ -120,7 +120,7 @@ class LoadPlan:
 def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int = SHORTEST_RUN) -> LoadPlan:
     """Return the reads that fill the requested shards from the stored chunks.
 
-    Each requested byte is read once. Memory is row-major; a flat shard's is in the order of its range.
+    Each requested byte is read once. Targets are row-major; a flat shard's elements are in the order of its range.
 
     Args:
         requests: Shards to fill; ``chunks.key`` numbers ``requests.keys``.
@@ -137,12 +137,12 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         ([136, 152, 168, 184], [8, 8, 8, 8])
     """
     check_columns("plan_load", requests)
-    geometry.check_type("plan_load", "chunks", chunks, StoredChunks, "Give what is stored, in columns.")
+    geometry.check_type("plan_load", "chunks", chunks, StoredChunks, "Pass the stored chunks.")
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
     targets = shard_boxes(
         geometry.widen(requests.offset, axes, 0), geometry.widen(requests.shape, axes, 1), requests.start, requests.stop
     )
-    # Sorting dominated the planning of a million chunks, so chunks far from the request are dropped before it.
+    # Sorting a million chunks dominated the planning, so chunks outside of the request's reach are dropped first.
     key = requests.key[targets.shard]
     chunks = _reachable_chunks(key, targets, chunks, axes)
     sources = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
@@ -174,7 +174,7 @@ def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes
 
 
 def runs_plan(runs: Runs) -> LoadPlan:
-    """Return the plan that reads only these runs; in file order, like those of every plan.
+    """Return the plan that reads only these runs; it sorts them in file order, like every plan.
 
     Examples:
         >>> one = np.ones(1, dtype=np.int64)
@@ -232,8 +232,8 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
         run = np.where(joins, run * pieces.shape[:, axis], run)
         rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])
     count = geometry.volumes(rows)
-    # Many short runs are read as one strided piece: beyond some number of calls, a read for each row costs more than
-    # reading the gaps between them too.
+    # Several short runs are read as one strided piece: a call for each of them would cost more than reading the gaps
+    # between them too.
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
     plain, others = np.flatnonzero(direct), np.flatnonzero(~direct)
     runs = _runs(geometry.rows_of(pieces, plain), rows.take(plain, axis=0), count[plain], run[plain])

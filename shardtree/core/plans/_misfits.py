@@ -1,4 +1,4 @@
-"""Misfits: reasons why a target can't be loaded, as data that gives errors and explanations one text."""
+"""Misfits: reasons why a target can't be loaded, as data, so that errors and explanations have the same text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Unexpected:
     Attributes:
         key: Key of the tensor, or unique key of the object.
         near: Most similar stored key; None if there is none.
-        is_object: Whether it is a sharded object.
-        path: Path of a plain tensor of the common state that is probably meant, as text; None if there is none.
-        refusal: Reason why it can't be read, if it is stored after all.
+        is_object: Whether the request is a sharded object.
+        path: Path, as text, of the plain tensor of the common state that is probably meant; None if there is none.
+        refusal: Reason why the tensor can't be read, if it is stored after all.
     """
 
     where: ClassVar[str] = ""
@@ -51,12 +51,10 @@ class Unexpected:
         if self.path is not None:
             return "Leave plain tensors of the common state out of the target: `load` returns them where they are."
         if self.is_object:
-            return "Ask for objects in the grid that was saved, or leave them out."
+            return "Request objects in the saved global shape, or leave them out of the target."
         if wants_names(self):
-            return (
-                "States stand under numbers there: pass LoadOptions(parameter_names=[...]), in the optimizer's order."
-            )
-        return "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."
+            return "The states are stored by number: pass LoadOptions(parameter_names=[...]), in the optimizer's order."
+        return "Take keys that aren't stored out of the target, or pass a lenient strict mode such as 'log_unexpected'."
 
     @property
     def text(self) -> str:
@@ -76,7 +74,7 @@ class Mismatch:
         key: Key of the tensor.
         stored: Stored kind.
         asked: Requested kind.
-        cast: Whether the load already converts the dtype, if it can be.
+        cast: Whether the load already converts dtypes where it can.
     """
 
     where: ClassVar[str] = ""
@@ -101,9 +99,9 @@ class Mismatch:
     @property
     def _shape_fix(self) -> str:
         if len(self.stored.global_shape) != len(self.asked.global_shape):
-            return "Load with as many axes as are stored, and reshape what is loaded."
+            return "Load with as many axes as are stored, and reshape the loaded tensor."
         same = self.stored.global_shape == self.asked.global_shape
-        return "" if same else "Set allow_shape_mismatch on the shard of a padded tensor."
+        return "" if same else "If the tensor is padded, set allow_shape_mismatch on its shard."
 
     @property
     def _dtype_fix(self) -> str:
@@ -120,8 +118,8 @@ class Gap:
     Attributes:
         key: Key of the tensor.
         offset: Offset of the shard in the tensor.
-        stored: Number of its elements that are stored.
-        wanted: Number of its elements that should be.
+        stored: Number of the shard's elements that are stored.
+        wanted: Number of the shard's elements that should be stored.
         why: Reason for the missing values, if the format knows it; else empty.
     """
 
@@ -148,8 +146,8 @@ class Gap:
     def fix(self) -> str:
         """Advice about the elements that can be loaded."""
         if self.why:
-            return "Load only what is there."
-        return "The checkpoint was saved without all ranks; load only what is there."
+            return "Load only stored elements."
+        return "Load only stored elements: the checkpoint was saved without all ranks."
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +175,7 @@ _STATE = re.compile(r"(optimizer\.state\.[^.]+)\.(.*)", re.DOTALL)
 
 
 def by_number(key: str, names: Collection[str]) -> str | None:
-    """Return the stored state of an optimizer's first parameter, if states stand under numbers instead of names.
+    """Return the key of the first parameter's stored state, if states are stored by number instead of name.
 
     Examples:
         >>> by_number("optimizer.state.exp_avg.w", ["optimizer.state.exp_avg.0"])
@@ -189,7 +187,7 @@ def by_number(key: str, names: Collection[str]) -> str | None:
 
 
 def wants_names(problem: Unexpected) -> bool:
-    """Return whether an optimizer's state is requested by its parameter's name, but stored under a number.
+    """Return whether an optimizer's state is requested by its parameter's name, but stored by number.
 
     Examples:
         >>> wants_names(Unexpected("optimizer.state.exp_avg.w", "optimizer.state.exp_avg.0"))
@@ -200,13 +198,13 @@ def wants_names(problem: Unexpected) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PrefixDifference:
-    """Several keys that aren't stored, but are if one prefix is removed from them, or added.
+    """Several keys that aren't stored, but would be if the same prefix was removed from all of them, or added.
 
     Attributes:
         keys: Requested keys.
         near: Stored key of each of them, in the same order.
-        too_much: Prefix of the requested keys that the stored ones lack; else empty.
-        lacking: Prefix of the stored keys that the requested ones lack; else empty.
+        too_much: Prefix that only the requested keys have; else empty.
+        lacking: Prefix that only the stored keys have; else empty.
     """
 
     where: ClassVar[str] = ""
@@ -234,12 +232,12 @@ class PrefixDifference:
     def fix(self) -> str:
         """Advice about renaming all keys at once."""
         if self.too_much:
-            return f"Take {self.too_much!r} off: st.rename(tree, lambda key: key.removeprefix({self.too_much!r}))."
-        return f"Put {self.lacking!r} before them: st.prefix(tree, {self.lacking!r})."
+            return f"Remove {self.too_much!r}: st.rename(tree, lambda key: key.removeprefix({self.too_much!r}))."
+        return f"Add {self.lacking!r}: st.prefix(tree, {self.lacking!r})."
 
 
 def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None:
-    """Return the one prefix by which all keys differ from stored ones; None if there is none.
+    """Return the single prefix by which all keys differ from stored keys; None if there is none.
 
     Args:
         problems: Result of `find_unexpected`.
@@ -248,7 +246,7 @@ def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None
         >>> print(prefix_difference([Unexpected("module.b", "b"), Unexpected("module.w", "w")]))
         2 keys are stored without their prefix 'module.': 'module.b' as 'b', and so on
     """
-    pairs = [(one.key, one.near) for one in problems if one.near is not None and one.path is None]
+    pairs = [(problem.key, problem.near) for problem in problems if problem.near is not None and problem.path is None]
     if len(pairs) < 2 or len(pairs) < len(problems):
         return None
     keys, near = zip(*pairs, strict=True)
@@ -261,13 +259,13 @@ def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None
 
 
 def with_prefixes(problems: Sequence[Misfit]) -> list[Misfit | PrefixDifference]:
-    """Return problems with a single one in the place of all keys that differ from stored ones by one prefix.
+    """Return problems with one `PrefixDifference` for all keys that differ from stored keys by the same prefix.
 
     Examples:
         >>> print(*with_prefixes([Unexpected("b", "model.b"), Unexpected("w", "model.w")]))
         2 keys are stored with 'model.' before them: 'b' as 'model.b', and so on
     """
-    prefix = prefix_difference([one for one in problems if isinstance(one, Unexpected)])
+    prefix = prefix_difference([problem for problem in problems if isinstance(problem, Unexpected)])
     if prefix is None:
         return list(problems)
-    return [prefix, *(one for one in problems if not isinstance(one, Unexpected))]
+    return [prefix, *(problem for problem in problems if not isinstance(problem, Unexpected))]

@@ -1,4 +1,4 @@
-"""The writer of each shard, and the division of bytes that several ranks hold, so that all write about as much."""
+"""The writer of each shard, and the division of bytes among the ranks that hold them, in balanced amounts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..layouts import ShardColumns, check_columns
 
 
 def main_writes(columns: ShardColumns) -> Mask:
-    """Return the shards that are written if no rank knows the others' layouts: all main replicas.
+    """Return the shards that are written if ranks don't know each other's layouts: all main replicas.
 
     Returns:
         Flags, bool (shards,).
@@ -28,12 +28,12 @@ def main_writes(columns: ShardColumns) -> Mask:
 
 
 def level_writes(columns: ShardColumns, ranks: int) -> Mask:
-    """Return the shards that are written if every rank knows all layouts, with about as many bytes for each rank.
+    """Return the shards that are written if every rank knows all layouts, with a balanced number of bytes per rank.
 
     Shards that lie on the same set of ranks are sorted by size and assigned to these ranks in snake order (0 1 2 2 1
     0), so that within a set no rank writes more than the mean plus the largest shard. Sets with fewer ranks, which
-    leave less choice, come first; each begins with the rank that has least to write so far. Ties break by key, then
-    place, so that every rank computes the same result from the same columns.
+    leave less choice, come first; each begins with the rank that has least to write so far. Ties are broken by key,
+    then by box, so that every rank computes the same result from the same columns.
 
     Args:
         columns: Shards of all ranks; those without any main replica aren't written.
@@ -58,12 +58,12 @@ def level_writes(columns: ShardColumns, ranks: int) -> Mask:
 
 
 def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: Mask) -> Mask:
-    """Return one row for each wanted place, chosen so that ranks have about as many bytes each.
+    """Return one row for each wanted place, chosen so that the ranks' numbers of bytes are balanced.
 
     Args:
         columns: Shards of all ranks.
         ranks: Number of ranks.
-        place: Number of each shard's place, as `held_places` gives it, int64 (shards,).
+        place: Number of each shard's place (its key and box), as `held_places` returns it, int64 (shards,).
         is_wanted: Whether each place needs a row, bool (places,).
     """
     size = np.zeros(is_wanted.size, dtype=np.int64)
@@ -87,7 +87,7 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: M
 
 
 def held_places(columns: ShardColumns) -> tuple[Column, int]:
-    """Return the number of each shard's place, which replicas share, and the number of places.
+    """Return the number of each shard's place (key and box), which is equal for replicas, and the number of places.
 
     Places are numbered by key, then box, so that all ranks number them alike.
 
@@ -138,14 +138,14 @@ def holder_sets(holders: Holders) -> Iterator[tuple[Column, Column]]:
 
 def _first_row_of(place: Column, rank: Column, writer: Column) -> Mask:
     rows = np.flatnonzero(writer[place] == rank)
-    # A rank may hold a place twice, such as two replicas, and must write it once.
+    # A rank may hold two replicas of a place, and must write only one of them.
     _, first = np.unique(place[rows], return_index=True)
     writes = np.zeros(place.size, dtype=np.bool_)
     writes[rows[first]] = True
     return writes
 
 
-# Division of bytes that several ranks could read or send: each rank takes a part, so that all have about as much.
+# Division of bytes that several ranks could read or send: each rank takes a part, so that their loads are balanced.
 
 _SWEEPS = 8
 _MANY_SETS = 2000
@@ -153,12 +153,12 @@ _MANY_SETS = 2000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLine:
-    """Pieces that one set of ranks holds, laid end to end as a line, with the places at which it may be cut.
+    """Pieces that one set of ranks holds, laid end to end as a line, with the offsets at which it may be cut.
 
     Attributes:
         item: Number of each piece, int64 (items,).
         size: Size of each piece in bytes, int64 (items,).
-        row: Number of bytes whose multiples are cuts of a piece; 0 for a piece that isn't cut, int64 (items,).
+        row: Row size in bytes: a piece may be cut at multiples of it; 0 if it may not be cut, int64 (items,).
         holders: Ranks that hold the pieces, ascending, int64 (holders,).
     """
 
@@ -179,7 +179,7 @@ class Parts:
 
 
 def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: int) -> Parts:
-    """Return the sender, or reader, of each part: the holders of a line share it so that ranks have level loads.
+    """Return the sender, or reader, of each part: a line is divided among its holders so that loads are balanced.
 
     Args:
         alone: Parts that only one rank can take.
@@ -199,8 +199,8 @@ def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: in
     for line in lines:
         assignments.append(_assign_line(line, load[line.holders], shortest_cut))
         load = _add_load(load, assignments[-1], 1)
-    # The first pass sees only the loads of earlier lines. Sweeps reassign each line under all others' loads, until
-    # nothing changes; with very many sets they would take long.
+    # The first pass knows only the loads of earlier lines. Sweeps assign each line again, given the loads of all other
+    # lines, until nothing changes. With very many lines they would take long.
     for _ in range(_SWEEPS if 1 < len(lines) <= _MANY_SETS else 0):
         before = load
         for number, line in enumerate(lines):
@@ -219,7 +219,7 @@ def _add_load(load: Column, parts: Parts, sign: int) -> Column:
 
 
 def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
-    """Return a line's pieces with their senders: each holder gets an interval whose length levels its load."""
+    """Return a line's pieces with their senders: each holder gets an interval whose length balances its load."""
     end = np.cumsum(line.size)
     begin = end - line.size
     bounds = np.cumsum(_shares(load, int(end[-1])))[:-1]
@@ -244,7 +244,7 @@ def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut:
 
 
 def _shares(load: Column, total: int) -> Column:
-    """Return the share of some bytes that is added to each load, so that the highest load ends as low as possible."""
+    """Return shares that add up to a total; added to the loads, they make the highest load as low as possible."""
     order = np.argsort(load, kind="stable")
     above = load[order] - load.min()
     need = above * np.arange(load.size) - (np.cumsum(above) - above)

@@ -52,7 +52,7 @@ def find_scaled(
         kinds: Stored kinds by key; some of the shards' keys may be missing.
         stored: Function from keys to stored kinds. It also knows keys that only other ranks request, so that all ranks
             get the same result.
-        is_plain: Function that tells whether a key's values need no scales.
+        is_plain: Predicate: whether the values of a key need no scales.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Look-up of paths in a stored or joined tree, for the leaves of a target."""
+"""Look-up of the paths of a target's leaves in a stored or joined tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
 
 
 def nodes_at(tree: Tree, paths: Iterable[TreePath]) -> dict[TreePath, Tree]:
-    """Return a tree's nodes along some paths, by path, in time linear in the containers and paths.
+    """Return a tree's nodes along paths, by path, in time linear in the sizes of containers and paths.
 
     Args:
         tree: Stored tree, as for `deepest`.

@@ -1,4 +1,4 @@
-"""Checks of whole trees: a value must be a tree, and no part of a tensor in it may be overlooked."""
+"""Checks of whole trees: a value must be a tree, and must not hide parts of tensors from tree maps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ._join import Record
 from ._nodes import TOO_DEEP, entries, subclasses
 
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
-"""Containers that are stored item by item, so that an item is stored as it would be outside of them."""
+"""Containers that are stored item by item, each item as if it were outside of the container."""
 _OURS = (ShardedBase, LocalNonpersistentObject, LazyTensor, Record)
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
-    """Raise unless a value is a container that tree maps enter, and no shards lie in a container that they don't.
+    """Raise unless a value is a container that tree maps enter, without shards in containers that they don't enter.
 
     Args:
         doing: Name of the operation, for the message.
@@ -43,8 +43,8 @@ def check_is_tree(doing: str, tree: Any) -> None:
     Raises:
         TreeError: The value isn't a dict, list, tuple, or node of a class that is registered with optree; or the tree
             is too deep.
-        UnsupportedValue: Shards or local objects lie in a subclass of dict, list or deque that isn't registered; names
-            all such containers.
+        UnsupportedValue: Shards or local objects lie in a subclass of dict, list or deque that isn't registered; the
+            error names all such containers.
 
     Examples:
         >>> check_is_tree("save", {"step": 3})
@@ -80,7 +80,7 @@ def refuse_too_deep(doing: str) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise TreeError(error_text(f"{doing}: {TOO_DEEP}", fix="Flatten it.")) from None
+        raise TreeError(error_text(f"{doing}: {TOO_DEEP}", fix="Flatten the tree.")) from None
     except (TreeError, UnsupportedValue) as error:
         if not str(error).startswith((TOO_DEEP, HIDDEN)):
             raise
@@ -88,13 +88,14 @@ def refuse_too_deep(doing: str) -> Iterator[None]:
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise if a leaf hides shards or tensors from tree maps, so that they would become a plain value or be lost.
+    """Raise if a leaf hides shards or tensors from tree maps: they would be stored as a plain value, or be lost.
 
     Raises:
-        TreeError: Leaves are another library's parts of tensors (DTensors, Megatron-Core's leaves, JAX's arrays) or
-            have a state_dict; the error names all of them, and what to pass instead.
-        UnsupportedValue: Shards, such parts or local objects lie in values, or instances of dataclasses and attrs
-            classes hold tensors, or the data of shards are wrapper subclasses; the error names all of one kind.
+        TreeError: Leaves are another library's parts of tensors (DTensors, Megatron-Core's leaves, JAX's arrays), or
+            objects with a state_dict; the error names all of them, and the values to pass instead.
+        UnsupportedValue: Shards, such parts or local objects lie in values; or instances of dataclasses and attrs
+            classes hold tensors; or the data of shards are wrapper subclasses. The error names all offenders of the
+            first such kind.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
@@ -103,12 +104,12 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     others = [(path, leaf) for path, leaf in leaves if type(leaf) not in PLAIN and type(leaf) is not ShardedTensor]
     forms = {path: form for path, leaf in others if (form := _other_form(leaf))}
     if forms:
-        heading, fix = f"{doing}: objects in the place of shards", " ".join(dict.fromkeys(forms.values()))
+        heading, fix = f"{doing}: leaves must be shards or plain values", " ".join(dict.fromkeys(forms.values()))
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in others if path in forms]
         raise TreeError(error_text(heading, offenders=names, fix=fix))
     hosts = [(path, leaf) for path, leaf in others if _hides_any(leaf)]
     if hosts:
-        fix = "Put shards, tensors and local objects in dicts, lists and tuples; those are entered."
+        fix = "Put shards, tensors and local objects in dicts, lists and tuples, which tree maps enter."
         fix += f" {REGISTER}" * any(_has_fields(leaf) for _, leaf in hosts)
         names = [f"{render_path(path)}: {_named_type(leaf)}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(f"{doing}: shards or tensors hidden in values", offenders=names, fix=fix))
@@ -121,7 +122,7 @@ def _named_type(leaf: Any) -> str:
 
 
 def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise if the data of a shard is a wrapper subclass, since its memory isn't its value.
+    """Raise if the data of a shard is a wrapper subclass, whose elements are in its inner tensors.
 
     Raises:
         UnsupportedValue: Such shards exist; the error names all of them with their classes.
@@ -136,33 +137,33 @@ def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     ]
     if wrappers:
         names = [f"{leaf.key!r} at {render_path(path)}: {type(leaf.data).__name__}" for path, leaf in wrappers]
-        fix = "Give their inner tensors (`__tensor_flatten__` names them) as shards of their own, or their values as"
-        fix += " plain tensors (torchao's `dequantize()`)."
+        fix = "Pass their inner tensors (`__tensor_flatten__` names them) as shards of their own, or their values as"
+        fix += " plain tensors (as torchao's `dequantize()` returns them)."
         if any(_is_dtensor(leaf.data) for _, leaf in wrappers):
             fix += " `from_dtensors` of shardtree.interop.dtensor makes shards of DTensors."
-        heading = f"{doing}: tensors of wrapper subclasses, whose memory isn't their value"
+        heading = f"{doing}: data of shards are wrapper subclasses, whose elements are in inner tensors"
         raise UnsupportedValue(error_text(heading, offenders=names, fix=fix))
 
 
 def _other_form(leaf: Any) -> str:
-    """Return advice about the form to give a leaf in instead; an empty string if the leaf may stay."""
+    """Return advice on the value to pass instead of a leaf; an empty string if the leaf is allowed."""
     kind = type(leaf)
     if _is_dtensor(leaf):
         return "Use `from_dtensors` of shardtree.interop.dtensor on each rank's tree: DTensors know their own layout."
     if megatron_kind(leaf) is not None:
-        return "Use `from_megatron` of shardtree.interop.megatron on each rank's tree: it makes our leaves of theirs."
+        return "Use `from_megatron` of shardtree.interop.megatron on each rank's tree: it converts its leaves."
     if hasattr(kind, "sharding") and hasattr(kind, "dtype"):
-        return "Use `from_jax` of shardtree.interop.jax: it makes shards of JAX's arrays, and of abstract ones."
+        return "Use `from_jax` of shardtree.interop.jax: it makes shards of JAX's arrays, also of abstract arrays."
     if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
-        return "Put its state_dict() in its place, and give what is loaded there to its load_state_dict."
+        return "Put its state_dict() there instead, and pass the loaded value to its load_state_dict."
     return ""
 
 
 def _hides_any(leaf: Any) -> bool:
-    """Return whether a leaf holds parts anywhere, or tensors that would be stored without their object's class."""
+    """Return whether a leaf holds shards or such parts, or an instance with tensors that would lose its class."""
     if any(map(_is_part, reachable(inside(leaf)))):
         return True
-    # One search for all values, so that what many of them share is searched once.
+    # One search for all values, so that contents that many of them share are searched once.
     return holds_tensors([value for value in reachable([leaf], into=_BY_VALUE) if _has_fields(value)])
 
 
@@ -194,7 +195,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether a value is a part of something that several ranks hold together, or stays with its rank."""
+    """Return whether a value is a shard, another library's part of a tensor, or a local object."""
     ours = isinstance(value, (ShardedBase, LocalNonpersistentObject))
     return ours or _is_dtensor(value) or megatron_kind(value) is not None
 
@@ -211,14 +212,14 @@ def holds_tensors(value: Any) -> bool:
         >>> holds_tensors({"a": [torch.zeros(2)]}), holds_tensors({1, 2})
         (True, False)
     """
-    # Most plain values of a tree are numbers and strings: searching each of them would cost as much as all else.
+    # Most plain values of a tree are numbers and strings: searching each of them would double the cost of a check.
     return type(value) not in SCALARS and any(
-        isinstance(each, (torch.Tensor, LazyTensor)) for each in reachable([value])
+        isinstance(part, (torch.Tensor, LazyTensor)) for part in reachable([value])
     )
 
 
 def is_plain_tensor(leaf: Any) -> bool:
-    """Return whether a target's leaf holds tensors of this rank alone, which a load fills.
+    """Return whether a target's leaf holds plain tensors, which a load fills on this rank alone.
 
     Examples:
         >>> is_plain_tensor(torch.zeros(2)), is_plain_tensor(LocalNonpersistentObject(torch.zeros(2)))
@@ -228,7 +229,7 @@ def is_plain_tensor(leaf: Any) -> bool:
 
 
 def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise if a plain tensor, or one in an object, has no memory, which torch would try to read.
+    """Raise if a plain tensor, or a tensor in an object, has no memory, since torch would still try to read it.
 
     Raises:
         UnsupportedValue: Such tensors exist; the error names all of them.
@@ -243,7 +244,7 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
         content = leaf.data if isinstance(leaf, ShardedObject) else leaf
         offenders += [f"{render_path(path)}: {kind}" for value in reachable([content]) if (kind := _lacking(value))]
     if offenders:
-        fix = "Save while their memory is there; run a module with lazy parameters once before."
+        fix = "Save while their memory is allocated; run a module with lazy parameters once beforehand."
         raise UnsupportedValue(error_text(f"{doing}: tensors without elements", offenders=offenders, fix=fix))
 
 

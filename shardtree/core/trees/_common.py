@@ -19,8 +19,8 @@ from ._nodes import HOLE, Tree, drop_holes, entries, is_dict, is_subclass, like,
 def common_with_holes(tree: Tree) -> Tree:
     """Return a tree's common state for storage: sharded leaves and nonpersistent objects become holes.
 
-    A container of nothing but holes becomes a hole itself, except the outermost one. Empty containers stay. A node of a
-    class that users registered with optree becomes a dict of its entries.
+    A container of nothing but holes becomes a hole itself, except the outermost container. Empty containers stay. An
+    instance of a class that users registered with optree becomes a dict of its entries.
 
     Examples:
         >>> from shardtree.mapping import LocalNonpersistentObject
@@ -47,7 +47,7 @@ def _with_holes(tree: Tree) -> Tree:
 def without_holes(tree: Tree) -> Tree:
     """Return the tree without the holes in its dicts; in a list or tuple holes stay, since they keep positions.
 
-    Common trees of ranks that hold different shards can then be compared.
+    Ranks that hold different shards can then compare their common trees.
 
     Examples:
         >>> without_holes({"a": HOLE, "b": [HOLE, 1]})
@@ -65,7 +65,7 @@ def _without_holes(tree: Tree) -> Tree:
 
 
 def comparable(common: Any) -> Any:
-    """Return the part of a common tree that must be the same on all ranks, without traces of shards.
+    """Return the part of a common tree that must be the same on all ranks: only values, no holes.
 
     Containers are new.
 
@@ -91,8 +91,8 @@ def values_only(tree: Tree) -> Tree:
         return tree
     new = {entry: values_only(child) for entry, child in drop_holes(children).items()}
     left = drop_holes(new)
-    # Empty containers count as holes: a rank without shards has an empty list where others have a list of shards, such
-    # as the list that `narrow` makes of a flat shard.
+    # Empty containers count as holes: a rank may have an empty list where others have a list of shards. `narrow`, for
+    # example, makes a list of a flat shard.
     if not left:
         return HOLE
     return like(tree, left if is_dict(tree) else {**dict.fromkeys(children, HOLE), **left})
@@ -104,7 +104,7 @@ Conflicts = dict[TreePath, dict[int, Tree]]
 """Conflicting values of ranks, by path and rank."""
 
 United = Mapping[TreePath, Set[Any]]
-"""The paths of dicts in which some ranks have further keys, each with the keys that all ranks have there."""
+"""The keys that all ranks have in a dict, by the dict's path, for each dict in which some ranks have further keys."""
 
 
 @refusing_depth
@@ -112,14 +112,14 @@ def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
     """Return the union of ranks' common trees, and their conflicts.
 
     Dicts are united by key, at any depth. Any other value that several ranks have at one path must have the same bits.
-    So must lists, whose positions don't tell which rank's value stands there. Holes and empty containers agree with
-    anything.
+    This includes lists, whose positions don't show to which rank a value belongs. Holes and empty containers agree with
+    any value.
 
     Args:
         trees: Common tree of each rank, with or without holes.
 
     Returns:
-        The union, which has the first rank's value at a conflict; and each rank's value there, by path.
+        The union, which has the first rank's value at a conflict; and the conflicts: each rank's value, by path.
 
     Examples:
         >>> unite({0: {"lr": {"embed": 0.1}, "step": 3}, 1: {"lr": {"head": 0.2}, "step": 4}})
@@ -145,7 +145,7 @@ def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> T
 
 
 def united(trees: Sequence[Tree]) -> United:
-    """Return the paths of dicts in which ranks have further keys, with the keys there that all ranks have.
+    """Return the keys that all ranks have, by path, for each dict in which some ranks have further keys.
 
     Examples:
         >>> united([{"lr": {"embed": 0.1, "max": 1}, "step": 3}, {"lr": {"head": 0.2, "max": 1}, "step": 3}])
@@ -165,16 +165,17 @@ def _shared_keys(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePa
 
 @refusing_depth
 def restrict(tree: Tree, like: Tree, at: United | None = None) -> Tree:
-    """Return the part of a tree that another one names: from each dict the other's keys, or all if it names none there.
+    """Return the part of a tree whose keys another tree has; a dict that has none of the other's keys stays whole.
 
-    A rank thereby gets its part of a common state that is the union of several ranks'. Lists and leaves stay whole, and
-    so do holes and empty containers. A load does this itself if the checkpoint's format records which dicts were
-    united: the native one and zarr do.
+    A rank thereby gets its part of a common state that is the union of several ranks' states. Lists, leaves, holes and
+    empty containers stay whole. A load does this itself if the checkpoint's format records which dicts were united, as
+    the native format and zarr do.
 
     Args:
         tree: Tree to restrict, such as the result of `load`.
         like: Tree with the wanted keys, such as the target.
-        at: Paths of the dicts to restrict, with the keys that stay in each; all dicts by default.
+        at: Keys that always stay, by the path of each dict to restrict, as `united` returns them; by default all dicts
+            are restricted, and none of their keys always stays.
 
     Examples:
         >>> loaded = {"lr": {"embed": 0.1, "head": 0.2}, "betas": {"embed": 0.9, "head": 0.8}, "step": 3}

@@ -49,9 +49,9 @@ class WorstElement:
     """The element of two tensors that exceeds its tolerance most, and the number of elements that exceed it.
 
     Attributes:
-        path: Path of the tensor in its tree; for a shard, its local tensor counts.
+        path: Path of the tensor in its tree, or of the shard whose local tensor it is.
         index: Index of the element.
-        left: Value in the left tree; complex values too are Python numbers.
+        left: Value in the left tree, as a Python number, which may be complex.
         right: Value in the right tree.
         error: Absolute difference of the two values.
         allowed: Tolerance of the element, ``atol + rtol * abs(right)``.
@@ -96,21 +96,21 @@ def diff(
     """Return the paths at which two trees differ; values are equal if their type and bits are, without tolerances.
 
     Tensors and arrays are equal if dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
-    aren't compared. Shards are equal if their metadata and data are. Functions are equal if they run the same code in
-    equal surroundings, like two factories of one lens. Dicts are equal whatever their class and order; a tuple equals a
-    namedtuple, but not a list. Records of one type are compared field by field.
+    aren't compared. Shards are equal if their metadata and data are. Functions are equal if they run the same code with
+    equal captured values, as in two factories of one lens. The class and order of dicts don't matter; a tuple may equal
+    a namedtuple, but not a list. Records of one type are compared field by field.
 
     With tolerances, elements of floating-point and complex tensors, arrays and numbers of one dtype and shape are equal
-    if they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other. The result is then a
+    if they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other NaN. The result is then a
     `NumericDifference`, which has the largest errors and their indices. Its `mismatch` begins with pairs that can't be
-    compared numerically, such as different shapes, and continues with the worst leaf.
+    compared numerically, such as different shapes; the other leaves follow, the worst first.
 
     Args:
         x1: The left tree.
         x2: The right tree.
         prefix: Path of both trees in a larger one, with which the paths begin.
-        rtol: Tolerance relative to the right tree's elements; None for equal bits, or 0 beside an absolute one.
-        atol: Absolute tolerance; None for equal bits, or 0 beside a relative one.
+        rtol: Tolerance relative to the right tree's elements. None counts as 0 if `atol` is given.
+        atol: Absolute tolerance. None counts as 0 if `rtol` is given; if both are None, bits are compared.
 
     Raises:
         MetadataError: A tolerance isn't a number, or is negative or NaN.
@@ -130,7 +130,7 @@ def diff(
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
         if tolerance is not None and not (is_number and tolerance >= 0):
-            fix = "Pass such a number, or leave it out to compare bits."
+            fix = "Pass a number of 0 or more, or None to compare bits."
             refuse("diff", name, repr(tolerance)[:100], "a number that isn't negative", fix, error=MetadataError)
     findings = [*_findings(x1, x2, tuple(prefix))]
     sides = {side: tuple(path for where, path, _ in findings if where == side) for side in ("left", "right", "both")}
@@ -216,7 +216,7 @@ def _float_bits(value: complex) -> bytes:
 
 def _same_shard(left: ShardedBase, right: ShardedBase) -> bool:
     names = [field.name for field in fields(left) if field.name != "data"]  # type: ignore[arg-type]
-    # Plain comparison comes first: it is several times as fast, and only functions need the other one.
+    # `!=` comes first: it is several times as fast, and only functions need `same_value`.
     unequal = [name for name in names if getattr(left, name) != getattr(right, name)]
     same = all(same_value(getattr(left, name), getattr(right, name)) for name in unequal)
     return same and not diff(left.data, right.data)

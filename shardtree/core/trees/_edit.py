@@ -19,7 +19,7 @@ from ._maps import check_function, described_kind, map_sharing, with_data
 from ._nodes import SameTree, Tree, flatten
 from ._scaled import SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values
 
-# Creating and concatenating tensors of any dtype by integers, for which torch has all operators.
+# Creation and concatenation of tensors of any dtype, as integers, for which torch has all operators.
 
 
 def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -33,7 +33,7 @@ def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
 
 
 def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fill: float) -> torch.Tensor:
-    """Return a tensor filled with one number; zero works for every dtype.
+    """Return a tensor filled with a number; every dtype supports zero.
 
     Raises:
         ShapeError: The dtype can't hold the number exactly.
@@ -48,7 +48,7 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
         tensor = torch.full(tuple(shape), fill, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         _refuse_fill(fill, dtype, error)
-    # torch drops fractions silently for integers, so the written number is compared.
+    # For integer dtypes torch drops fractions silently, so the tensor's element is compared with the number.
     is_real = dtype.is_floating_point or dtype.is_complex
     if not is_real and tensor.device.type != "meta" and tensor.reshape(-1)[0].item() != fill:
         _refuse_fill(fill, dtype, tensor.reshape(-1)[0].item())
@@ -69,7 +69,7 @@ def torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
         (True, False)
     """
     try:
-        # A trial replaces a list: torch adds dtypes from release to release, and its conversions change too.
+        # A trial instead of a list, since each release of torch may add dtypes and conversions.
         torch.zeros(before.itemsize, dtype=torch.uint8, device="cpu").view(before).to(after)
     except (RuntimeError, TypeError):  # packed dtypes, such as float4, have no conversions
         return False
@@ -77,7 +77,7 @@ def torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
-    """Return a tensor filled with one number, with a tensor's dtype and device; lazy if that tensor is.
+    """Return a tensor filled with a number, with the dtype and device of `data`; lazy if `data` is.
 
     Examples:
         >>> padding_like(torch.ones(3), (2,), 7)
@@ -182,7 +182,7 @@ def prefix(tree: SameTree, text: str) -> SameTree:
         >>> prefix([ShardedObject("rng", 1, (1,), (0,))], "model.")[0].key
         'model.rng'
     """
-    check_type("prefix", "text", text, str, "Pass what comes before each key, its dot included: 'model.'.")
+    check_type("prefix", "text", text, str, "Pass the prefix of each key, with its dot: 'model.'.")
     return rename(tree, lambda key: text + key)
 
 
@@ -192,14 +192,14 @@ def cast(
     """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
 
     Integer and bool shards, plain tensors and other values stay unchanged. A factory's tensor is cast too. Shards that
-    have the dtype already are shared. Quantised values whose scales are in the tree are refused.
+    already have the dtype are shared. Quantised values raise ShapeError if their scales are in the tree.
 
     Args:
         tree: Any tree.
         dtype: New dtype.
         keys: Patterns of the keys of shards to cast, all by default; ``*`` matches one part between dots, ``**`` any
-            number of them. States of an optimizer have keys of their own.
-        plain: Patterns of keys of FP8 numbers that need no scales, though tensors beside them are named like scales.
+            number of them. An optimizer's states have keys of their own.
+        plain: Patterns of the keys of FP8 tensors that need no scales, although other tensors are named like scales.
 
     Raises:
         ShapeError: `dtype` isn't a floating-point dtype; or torch can't convert a shard to it, such as pairs of 4-bit
@@ -216,9 +216,9 @@ def cast(
         >>> [shard.dtype for shard in cast(tree, torch.bfloat16, ["up.*"])]
         [torch.float32, torch.bfloat16]
     """
-    check_type("cast", "dtype", dtype, torch.dtype, "Pass a dtype of torch: torch.bfloat16, say.")
+    check_type("cast", "dtype", dtype, torch.dtype, "Pass a dtype of torch, such as torch.bfloat16.")
     if not dtype.is_floating_point:
-        fix = "Use `map_shards` to change numbers into other kinds of numbers."
+        fix = "Use `map_shards` to convert to another kind of dtype."
         raise ShapeError(error_text("cast: not a floating-point dtype", found=dtype, fix=fix))
     fits: Callable[[str], bool] | None = None
     if keys is not None:
@@ -242,7 +242,7 @@ def cast(
 
     cast_tree = map_sharing(on_leaf, tree)
     if fixed:
-        fix = "Name what is to be cast by keys=[patterns]."
+        fix = "Select the keys to cast with keys=[patterns]."
         lines = [f"{key!r}: {old}" for key, old in fixed.items()]
         raise ShapeError(error_text(f"cast: torch can't convert these to {dtype}", offenders=lines, fix=fix))
     refuse_scaled("cast", values, scaled_values(values, lambda names: _dtypes_of(tree, names)))
@@ -254,7 +254,7 @@ def _key_of(leaf: Any) -> str | None:
 
 
 def _dtype_of(leaf: Any) -> torch.dtype | None:
-    # A factory has no dtype of its own, so that its data's counts.
+    # A factory has no dtype of its own, so the dtype of its data is used.
     old = leaf if isinstance(leaf, ShardedTensor) else leaf.data if isinstance(leaf, ShardedTensorFactory) else None
     return getattr(old, "dtype", None)
 
@@ -306,14 +306,13 @@ def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
 def without_data(tree: SameTree, *, meta: bool = False) -> SameTree:
     """Return the tree with None, or meta tensors, as the data of each shard, factory and sharded object.
 
-    With meta tensors, functions that don't read elements have the same result as for the tree itself: the same
-    metadata, shapes and dtypes, as with `jax.eval_shape`; factories still build. With None, a factory may not know the
-    shape of its tensor.
+    With meta tensors, functions that don't read elements return the same metadata, shapes and dtypes as for the tree
+    itself, as with `jax.eval_shape`; factories can still build. With None, a factory may not know its tensor's shape.
 
     Args:
         tree: Any tree. Plain values, tensors included, stay unchanged.
-        meta: Whether shards and factories get tensors on torch's meta device, which hold no elements. A flat shard
-            gets one of its range; a factory without a tensor gets None, and so do objects.
+        meta: Whether shards and factories get tensors on torch's meta device, which hold no elements. A flat shard's
+            tensor has the length of its range; objects, and factories without a tensor, get None.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Applying factories, merging the loaded results, and the metadata of the resulting checkpoint."""
+"""Application of factories, merging of loaded results, and metadata of the resulting checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._edit import without_data
 from ._maps import call_at, map_sharing
 from ._nodes import Tree, describe, entries, is_dict, is_sequence, leaves_with_paths, like, refusing_depth
 
-# A factory is a lens: it leads from a tensor to the stored subtree, and from a loaded subtree to the tensor.
+# A factory is a lens: it converts a tensor to the stored subtree, and a loaded subtree to the tensor.
 #
 # `apply_factories` builds, `apply_factory_merges` merges, and `build_factories` gives both directions at once.
 
@@ -63,8 +63,8 @@ def build_factories(
     Args:
         tree: Tree with factories.
         merge_one: Function that merges the loaded subtree of one factory.
-        is_target: Whether the tensors of factories are memory to fill, or only described. A build function with an
-            attribute `for_target`, as lenses give it one, is then called by that, and reads no element.
+        is_target: Whether the tensors of factories are only memory to fill, so that their elements mustn't be read. If
+            a build function has an attribute `for_target`, as those of lenses do, that function is called instead.
     """
     trees: dict[int, Tree] = {}
     shards = _build(tree, trees, 0, is_target=is_target)
@@ -84,8 +84,7 @@ def _build(tree: Tree, trees: dict[int, Tree], depth: int, *, is_target: bool) -
                     fix="Let build_fn return shards in the end; it seems to return its own factory again.",
                 )
             )
-        # The id is the key, since equal factories may stand in several places. The tree keeps them alive, so ids stay
-        # unique.
+        # The id is the key, since equal factories may be at several paths. The tree keeps them alive: ids stay unique.
         trees[id(leaf)] = _built_target(leaf) if is_target else leaf.build()
         return _build(trees[id(leaf)], trees, depth + 1, is_target=is_target)
 
@@ -103,12 +102,12 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     Args:
         x1: Loaded tree, in the structure of `apply_factories`. Subtrees with nothing to merge are shared.
         x2: Tree that has the factories at the same paths. Its other leaves are ignored. Where `x1` has a list or
-            tuple, this tree may instead have a dict whose keys are positions.
+            tuple, `x2` may have a dict whose keys are positions.
         key: Path of both trees in a larger one, for errors.
 
     Returns:
-        A new tree. A factory with data builds once more, to find factories inside; one without data
-        is assumed to build none.
+        A new tree. A factory with data builds once more, to find factories in the built subtree; a factory without
+        data is assumed to build none.
 
     Raises:
         TreeError: `x1` has no subtree for a factory; the error names the factory's path.
@@ -127,7 +126,7 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
 
 
 def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a tree's factories, each after the factory's key.
+    """Return a (key, tensor) pair for each of a tree's factories that holds a tensor with elements.
 
     Examples:
         >>> import torch
@@ -222,15 +221,15 @@ def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path:
     missing = [entry for entry in children if entry not in places]
     if missing:
         names = [f"missing {render_path((*path, entry))}" for entry in missing]
-        raise _misfit("lacks what factories merge", path, describe(data), None, names)
+        raise _misfit("lacks entries that factories merge", path, describe(data), None, names)
     return places
 
 
 def _misfit(
     what: str, path: TreePath, found: str, expected: str | None, offenders: list[str] | tuple[str, ...] = ()
 ) -> TreeError:
-    text = f"apply_factory_merges: what was loaded {what} at {render_path(path)}"
-    fix = "Load into the tree that apply_factories gave, and merge with the tree that it was given."
+    text = f"apply_factory_merges: the loaded tree {what} at {render_path(path)}"
+    fix = "Load into the result of apply_factories, and merge with the tree that you passed to it."
     return TreeError(error_text(text, found=found, expected=expected, fix=fix, offenders=offenders))
 
 
@@ -243,7 +242,7 @@ def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
     Factories are applied first. Sharded objects have their `unique_key` as key.
 
     Raises:
-        IntegrityError: Two shards of one key have different global shapes or dtypes; the error names every such pair.
+        IntegrityError: Two shards of one key have different global shapes or dtypes; the error names all such shards.
 
     Examples:
         >>> import torch

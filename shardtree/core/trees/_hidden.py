@@ -1,4 +1,4 @@
-"""Search of values that tree maps don't enter, and the refusal of those that hide shards."""
+"""Search of values that tree maps don't enter, and the error for values that hide shards."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DEEPEST = 100  # levels of the search for hidden shards; the codec refuses deep
 SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
 PLAIN = SCALARS | {torch.Tensor, torch.nn.Parameter}
 OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, LazyTensor, np.ndarray, np.generic)
-"""Types of values that hold no shards, or are pickled by name; arrays of objects are searched anyway."""
+"""Types of values that hold no shards, or are pickled by name. Arrays of objects are searched nevertheless."""
 _VISIBLE = LEAVES | PLAIN | {ShardedObject, LocalNonpersistentObject, LazyTensor}
 """Types of leaves that a tree map doesn't search."""
 
 REGISTRATION = f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
 REGISTER = (
-    "Of a class of yours, pass a dict of its fields (`vars` gives one), or register the class: a dataclass by "
-    f"`shardtree.trees.register_dataclass(cls)`, another by {REGISTRATION}"
+    "For a class of yours, pass a dict of the fields, such as `vars(value)`, or register the class: a dataclass by "
+    f"`shardtree.trees.register_dataclass(cls)`, another class by {REGISTRATION}"
 )
 HIDDEN = "shards hidden in values"
 
@@ -44,10 +44,10 @@ def flatten_visible(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
         [2, 3, 1]
     """
     leaves, spec, kinds = flatten_with_kinds(tree)
-    # One search for all leaves, so that what many of them share is searched once.
+    # One search for all leaves, so that contents that many of them share are searched once.
     if not kinds <= _VISIBLE and hides_shards(*[leaf for leaf in leaves if type(leaf) not in _VISIBLE]):
         hosts = [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if hides_shards(leaf)]
-        fix = "Put shards in dicts, lists and tuples; tree maps enter those."
+        fix = "Put shards in dicts, lists and tuples, which tree maps enter."
         fix += f" {REGISTER}" * any(type(leaf).__module__ != "builtins" for _, leaf in hosts)
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(HIDDEN, offenders=names, fix=fix))

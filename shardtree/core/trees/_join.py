@@ -1,8 +1,8 @@
 """The join of a stored common tree with a target's loaded values, and records, which appear in stored trees.
 
-The places of holes and empty containers in a stored tree depend on the rank that stored it, so a join must not depend
-on them: every container of the target is in the result. Records replace instances of classes, since no file may name a
-class to import.
+The rank that stored a tree determines which paths have holes or empty containers, so a join must not depend on these:
+every container of the target is in the result. Records replace instances of classes, since no file may name a class to
+import.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ._nodes import (
     refusing_depth,
 )
 
-_LENIENT = "A load's strict modes that leave out what isn't stored, as 'log_unexpected',"
-_WITH_DATA = "Give the shard data, which is then kept."
+_LENIENT = "Or load with a lenient strict mode, such as 'log_unexpected': it"
+_WITH_DATA = "Or give the shard data, which the load then keeps."
 _SIMPLE = (str, int, bool, float, type(None))
 
 
@@ -42,7 +42,7 @@ _SIMPLE = (str, int, bool, float, type(None))
 class Record:
     """A stored enum member, dataclass or named tuple, without its class.
 
-    Records are equal if their types and fields are; tensors and arrays in them only if they are the same object.
+    Records are equal if their types and fields are. Tensors and arrays in fields must be the same objects.
 
     Attributes:
         type_name: Module and qualified name of the class.
@@ -93,7 +93,7 @@ Own = Mapping[TreePath, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spare:
-    """A container of nothing but the target's own values, used only if the container around it needs an entry there."""
+    """A container of only the target's own values, used only if the enclosing container needs an entry there."""
 
     value: Tree
 
@@ -104,28 +104,30 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
 
     Dicts are joined by key, lists and tuples of equal length by position, and a stored record with the target's
     instance by field name. Every container of the target is in the result, of the target's type, whatever holes and
-    empty containers are stored there; a dict may gain stored keys, followed by the target's new ones. A container of
-    the target that has nothing to load and can't be joined with the stored one is replaced by it, if that is complete.
+    empty containers are stored there; a dict may gain stored keys, followed by the target's new keys. There is one
+    exception: if a container of the target has nothing to load, and can't be joined with the stored container, the
+    latter replaces it, provided that it is complete.
 
     Incomplete entries are left out: a hole that the target doesn't fill is left out of its dict. A list, tuple or
     record with such a hole is left out as a whole, unless the target has something to load in it. `left_out` returns
-    those paths.
+    the paths of stored values that are left out.
 
     Args:
         common: Common tree, as `common_with_holes` returns it.
-        target: The target's tree with loaded values in the place of shards, and holes in the place of plain values.
+        target: The target's tree with loaded values instead of shards, and holes instead of plain values. A
             `LocalNonpersistentObject` is unwrapped here, and its value isn't entered: wrap loaded objects in one too,
             since they may be containers.
-        own: Values of the target that fill holes which nothing else fills: in a list, tuple or instance of a class, or
+        own: Values of the target, by path, that fill the remaining holes: in a list, tuple or instance of a class, or
             in a dict in one of these if nothing of the dict is stored. With such values, a class or named tuple may
-            differ in its fields from the stored one; stored fields that it lacks are left out. None allows neither.
+            differ in its fields from the stored version; stored fields that it lacks are left out. With None, no hole
+            is filled in this way, and fields must be the same.
 
     Returns:
         A tree without holes; subtrees of the target without holes are shared.
 
     Raises:
-        TreeError: The target has something to load in the place of a stored value, or in a container that doesn't fit
-            the stored one or would keep a hole; or nothing remains of the tree.
+        TreeError: The target has something to load where a value is stored, or in a container that doesn't fit the
+            stored container or would keep a hole; or nothing remains of the tree.
 
     Examples:
         >>> join({"step": 3, "w": HOLE, "gone": HOLE, "mixed": [HOLE, 1]}, {"mixed": ["b", HOLE], "w": "a"})
@@ -206,10 +208,10 @@ def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed
         target: Loaded node.
         path: Path of both nodes.
         own: The target's own values.
-        needed: Whether the container around it needs an entry there, as all but dicts do.
+        needed: Whether the enclosing container needs an entry there, as all containers but dicts do.
     """
     if common is HOLE:
-        # Most places of a target are leaves, and optree's own lookup of types takes longer.
+        # Most of a target's entries are leaves, and optree's own lookup of types takes longer.
         return target if is_known_leaf(target) else _finish_target(target, path, own, needed=needed)
     # A Counter of the target was stored as a dict.
     if target is HOLE or (is_subclass(common) and not _holds_any(target)):
@@ -225,7 +227,7 @@ def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed
             for entry in (dict.fromkeys([*mine, *theirs]) if as_dict else theirs)
         }
         return _rebuild(target, new, path, own, named=_holds_any(target))
-    # The stored tree is one rank's: its hole or empty container here says nothing about other ranks.
+    # The stored tree is that of one rank: its hole or empty container here doesn't describe other ranks.
     if is_hollow(common):
         return _finish_target(target, path, own)
     if _holds_any(target):
@@ -240,16 +242,16 @@ def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed
 def _fix_of_misfit(common: Tree, target: Tree, own: Own | None) -> str:
     if _entries_that_differ(common, target) is None and is_sequence(common) and is_sequence(target):
         return (
-            "Give it the stored length, or take it out of the target. Save entries that come and go in a dict, by\n"
-            "  name: a shard is found by its key, but a plain value only by its place, which may have changed."
+            "Give it the stored length, or take it out of the target. Save optional entries in a dict, by name:\n"
+            "  a shard is found by its key, but a plain value only by its position, which may have changed."
         )
     fix = "Give the target the structure that was saved, or take this entry out of it."
     is_joined_there = own is None and _entries_that_differ(common, target) is not None
-    return f"{fix}\n  {_LENIENT} join what both have." if is_joined_there else fix
+    return f"{fix}\n  {_LENIENT} joins the common fields." if is_joined_there else fix
 
 
 def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
-    """Return a target's subtree with local objects unwrapped, and each hole filled from `own` or left out."""
+    """Return a target's subtree with local objects unwrapped, and with each hole filled from `own` or left out."""
     children = entries(target)
     if children is None:
         return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
@@ -278,19 +280,19 @@ def _keep_whole(common: Tree) -> Tree:
 
 
 def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | None, *, named: bool) -> Tree:
-    """Return a container like the node, without holes; a hole if it has some and isn't a dict.
+    """Return a container like the node, without holes; if it keeps holes and isn't a dict, return a hole.
 
     Args:
         node: Container to rebuild.
         new: New entries, some of them holes.
         path: Path of the container.
         own: The target's own values, which fill holes.
-        named: Whether the target has something to load in it, so that it can't be left out.
+        named: Whether the target has something to load in the container, so that it can't be left out.
 
     Raises:
         TreeError: The container is named, isn't a dict, and keeps holes.
     """
-    # A dict with holes counts as complete, since the keys are simply absent: formats without holes give the same.
+    # A dict with holes is complete: its keys are simply absent, as in formats that store no holes.
     if is_dict(node):
         return like(node, {entry: child for entry, child in drop_holes(new).items() if not isinstance(child, _Spare)})
     spares = _spares(new, path, own)
@@ -298,9 +300,9 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
     if holes and not named:
         return HOLE
     if holes:
-        heading = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
-        fix = "Put shards for these places in the target, or take the whole container out of it."
-        of_mode = f"{_LENIENT} keep the target's own value there." if own is None else _WITH_DATA
+        heading = f"join: a {type(node).__name__} can't be completed: the target lacks values for some entries"
+        fix = "Put shards at these paths of the target, or take the whole container out of it."
+        of_mode = f"{_LENIENT} keeps the target's own value there." if own is None else _WITH_DATA
         fix += f"\n  {of_mode}"
         places = [(*path, entry, *below) for entry in holes for below in _holes_in(node, entry)]
         places = [place for place in places if place not in (own or {})]
@@ -313,7 +315,7 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
 
 
 def _spares(new: Mapping[Any, Tree], path: TreePath, own: Own | None) -> dict[Any, Tree]:
-    """Return the target's own entries of a container for the places that nothing else fills."""
+    """Return the target's own values for the entries of a container that nothing else fills."""
     spares = {entry: child.value for entry, child in new.items() if isinstance(child, _Spare)}
     holes = (entry for entry, child in new.items() if child is HOLE)
     return spares | {entry: own[*path, entry] for entry in holes if own and (*path, entry) in own}
@@ -338,7 +340,7 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
         return None
     names = dict(zip(target._fields if optree.is_namedtuple(target) else theirs, theirs, strict=True))
     if isinstance(common, dict) and not is_sequence(target):
-        # Formats may leave holes out of a dict, or have one for each tensor.
+        # Formats may leave holes out of a dict, or have a hole for each tensor.
         fits = all(name in names or child is HOLE for name, child in mine.items())
     else:
         fits = mine.keys() == names.keys()
@@ -348,8 +350,8 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
 def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
     """Return the entries of two versions of a class or named tuple, both by the target's; None for other containers.
 
-    Sequences of two lengths aren't joined: shards have keys, but plain values beside them only positions, which may
-    have shifted, so that a join would pair one entry's tensors with another's values.
+    Sequences of different lengths aren't joined. Shards have keys, but plain values have only positions, which may have
+    shifted: a join could combine the tensors of one entry with the values of another.
     """
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None or is_dict(target) or (is_sequence(target) and not optree.is_namedtuple(target)):
@@ -374,7 +376,7 @@ def is_hollow(tree: Tree) -> bool:
 
 
 def _holds_any(target: Tree) -> bool:
-    """Return whether a target's tree has any loaded value, or one that stays with the rank."""
+    """Return whether a target's tree has any loaded value or local object."""
     return any(leaf is not HOLE for leaf in flatten(target)[0])
 
 

@@ -1,9 +1,9 @@
-"""Patterns of keys as sequences of pieces, and matching in time that no key makes long.
+"""Patterns of keys as sequences of pieces, and matching in bounded time, even for hostile keys.
 
-Python's regular expressions try each way to share a key out among stars: with two stars a key of 64 kB takes seconds,
-with three hours, and keys come from files. So regular expressions match short keys only. For longer keys, the places at
-which the remaining pieces fit are computed from the end, once for each piece. Both ways agree: from the first piece to
-the last, each matches the longest text that lets the remaining pieces fit.
+Python's regular expressions try each way to divide a key among stars. With two stars a key of 64 kB takes seconds, with
+three stars hours, and keys come from files. So regular expressions match short keys only. For longer keys, the
+positions at which the remaining pieces match are computed from the end, once for each piece. Both methods agree: from
+the first piece to the last, each matches the longest text that lets the remaining pieces match.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FormPiece(NamedTuple):
 
 
 def text_piece(text: str) -> FormPiece:
-    """Return the piece that matches a text alone."""
+    """Return the piece that matches only the given text."""
     return FormPiece("text", text)
 
 
@@ -53,7 +53,7 @@ _EXPRESSIONS = {
     "rest without number": r"(?![0-9]+(?:\.|$))(?s:.+)",
 }
 _BY_PARTS, _BY_CHARACTERS = ("parts before",), ("characters", "anything", "parts after")
-"""Kinds of pieces that match in several ways: one for each part, or each character, of a key."""
+"""Kinds of pieces with several ways to match: as many as a key has parts, or characters."""
 
 
 def expression_of(pieces: Sequence[FormPiece], *, groups: bool = True) -> str:
@@ -72,7 +72,7 @@ def _expression(piece: FormPiece, groups: bool) -> str:
 _MOST_WAYS = 8192
 _USUAL_DOTS = 16
 _LONGEST = 4096
-"""Number of characters; the regular expression takes memory for each part of a key."""
+"""Number of characters up to which a regular expression is used, since it takes memory for each part of a key."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class KeyForm:
         return by_parts, by_characters
 
     def _ways(self, dots: int, length: int) -> int:
-        """Return an upper bound of the number of ways to share a key out among the pieces."""
+        """Return an upper bound of the number of ways to divide a key among the pieces."""
         by_parts, by_characters = self._counts
         return comb(dots + 1 + by_parts, by_parts) * comb(length + by_characters, by_characters)
 
     def match(self, key: str) -> tuple[str, ...] | None:
-        """Return the text in a key that each piece matches, literal text left out; None if the key has another form.
+        """Return the text in a key that each piece except literal text matches; None if the key has another form.
 
         Examples:
             >>> form = KeyForm((FormPiece("parts before"), text_piece("layers."), FormPiece("number")))
@@ -133,9 +133,9 @@ def is_quick(key: str, lengths: Sequence[int]) -> bool:
     return dots < _USUAL_DOTS and len(key) <= lengths[dots]
 
 
-# Matching in time proportional to the key's length times the pattern's. A set of places in a key is an integer; bit r
-# is the place before the last r characters. One addition then reaches all places of a run of characters, since its
-# carry goes through the run.
+# Matching in time proportional to the key's length times the pattern's. A set of positions in a key is an integer:
+# bit r is the position before the last r characters. One addition then reaches all positions of a run of characters,
+# since its carry goes through the run.
 
 
 def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | None:
@@ -163,7 +163,7 @@ class _Text:
         self.no_empty_part = self.all & ~(self.dots & self.dots << 1)
 
     def before(self, text: str) -> int:
-        """Return the places at which a text begins."""
+        """Return the set of positions at which a text begins."""
         bits, at = bytearray(self.length // 8 + 1), self.key.find(text)
         while at >= 0:
             place = self.length - at
@@ -172,16 +172,16 @@ class _Text:
         return int.from_bytes(bits, "little")
 
     def of(self, characters: str) -> int:
-        """Return the set of places of some characters in the key."""
+        """Return the set of the positions in the key of any of some characters."""
         return sum(self.before(character) for character in characters) >> 1
 
     def last(self, places: int, first: int, end: int) -> int:
-        """Return the last of some places in the interval (first, end] of the key; `first` if there is none.
+        """Return the last of a set of positions in the interval (first, end] of the key; `first` if there is none.
 
         Args:
-            places: Set of places.
-            first: Index in the key.
-            end: Index in the key.
+            places: Set of positions.
+            first: Index in the key before the interval.
+            end: Last index in the interval.
         """
         there = places >> (self.length - end)
         place = end - ((there & -there).bit_length() - 1)
@@ -189,12 +189,12 @@ class _Text:
 
 
 def _flood(places: int, characters: int) -> int:
-    """Return places and all places before them that are reached over an unbroken run of some characters."""
+    """Return positions, and all positions before them that an unbroken run of some characters connects to them."""
     return places | ((places & characters) + characters ^ characters)
 
 
 _Back = Callable[[int, _Text], int]
-"""A function from the places at which the remaining pieces fit to those at which they fit with one more before them."""
+"""A function that returns the positions at which a piece and all after it match, from those for the pieces after it."""
 
 _BACK: dict[str, _Back] = {
     "part": lambda after, text: _flood((after & text.others) << 1, text.others),
@@ -219,13 +219,13 @@ def _back_number(after: int, text: _Text) -> int:
 
 
 def _numbers(text: _Text) -> int:
-    """Return the places of digits that are followed by a dot, the end, or a last line break, as in `re`."""
+    """Return the positions of digits that a dot, the end or a final line break follows, as in `re`."""
     digits, ends = text.of("0123456789"), text.dots << 1 | 1 | (2 if text.key.endswith("\n") else 0)
     return _flood((ends & digits) << 1, digits)
 
 
 def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
-    """Return, for each piece, the places at which it fits along with all that follow; then `end` itself."""
+    """Return for each piece the positions at which it and all pieces after it match; then `end` itself."""
     places = [end]
     for piece in reversed(pieces):
         if piece.kind == "text":
@@ -239,7 +239,7 @@ def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
 
 
 def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Text) -> tuple[int, list[str]]:
-    """Return the end of pieces that begin at an index, and the text of each piece that isn't literal."""
+    """Return the end of the text that pieces match from an index on, and the text of each piece that isn't literal."""
     parts = []
     for piece, after in zip(pieces, places[1:], strict=True):
         first = at
@@ -257,7 +257,7 @@ def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Te
 
 
 def _end(kind: str, after: int, at: int, text: _Text) -> int:
-    """Return the last index at which a piece can end so that the remaining pieces fit; their places are `after`."""
+    """Return the last index at which a piece can end so that the remaining pieces match at one of `after`."""
     key, length = text.key, text.length
     end = length
     if kind in ("part", "characters"):

@@ -1,8 +1,8 @@
-"""Patterns of keys, and guesses at the key or pattern that a mistyped one meant.
+"""Patterns of keys, and suggestions for mistyped keys and patterns.
 
-A pattern is plain text in which ``*`` matches one part between dots, and ``**`` any number of them. Beside other
+A pattern is plain text in which ``*`` matches one part between dots, and ``**`` any number of parts. Beside other
 characters ``*`` matches any number of characters of that part, or none: ``exp_avg*`` fits ``exp_avg`` and
-``exp_avg_sq``. All of shardtree uses this one language for keys: specs, rules, renamings and the command line.
+``exp_avg_sq``. All of shardtree uses this language for keys: specs, rules, renamings and the command line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...errors import KeyMismatch, TreeError, error_text, plural
 from ._key_forms import FormPiece, KeyForm, expression_of, is_quick, text_piece
 
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
-# The dot beside ** belongs to it, since it is absent too where ** matches no part.
+# The dot beside ** is part of the star: if ** matches no part, the dot is absent too.
 _KINDS = {"**.": "parts before", ".**": "parts after", "**": "anything"}
 
 
@@ -35,7 +35,7 @@ def key_form(pattern: str) -> KeyForm:
     """
     if not isinstance(pattern, str) or not pattern:
         found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
-        raise TreeError(error_text("not a pattern of keys", found=found, expected="a text", fix=fix))
+        raise TreeError(error_text("not a pattern of keys", found=found, expected="a string", fix=fix))
     return _key_form(pattern)
 
 
@@ -77,7 +77,7 @@ def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
 
 
 def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return the predicate that tells whether a key matches one of the patterns.
+    """Return a predicate: whether a key matches any of the patterns.
 
     Raises:
         TreeError: A pattern isn't a string, or is empty.
@@ -104,10 +104,10 @@ def _fits_one(expression: re.Pattern[str], quick: Sequence[int], forms: Sequence
 
 
 def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
-    """Return a line for each pattern that means something else in a shell, with the pattern of that meaning.
+    """Return a line for each pattern that would match other keys in a shell, with the equivalent pattern here.
 
-    In a shell ``*`` goes across dots, and ``?`` and ``[...]`` have a meaning, as they once had here. Patterns with
-    ``**`` are left out: their author knows this language.
+    In a shell ``*`` matches dots too, and ``?`` and ``[...]`` are special, as they once were here. Patterns with ``**``
+    are left out: their author knows this language.
 
     Examples:
         >>> shell_differences(["*.w", "a.**", "a.*.w"], ["a.b.w", "a.c.d.w"])
@@ -157,7 +157,7 @@ def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
         expected = f"as many * as {pattern!r}, which has {stars(pattern)}"
         fix = "Write as many *: each is replaced by its match in the key."
         raise TreeError(
-            error_text(f"{doing}: patterns that can't be filled in", expected=expected, offenders=wrong, fix=fix)
+            error_text(f"{doing}: patterns have different numbers of *", expected=expected, offenders=wrong, fix=fix)
         )
 
 
@@ -176,7 +176,7 @@ def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict
         >>> match_keys("rename", ["layers.*.bias", "layers.*.*"], ["layers.3.bias", "layers.3.weight", "step"])
         {'layers.3.bias': ('layers.*.bias', ('3',)), 'layers.3.weight': ('layers.*.*', ('3', 'weight'))}
     """
-    # An unused pattern is most likely a typing error, and the keys that it meant would silently be left out.
+    # An unused pattern is most likely mistyped, and the intended keys would silently be left out.
     patterns = list(patterns)
     matches = {key: match for key in keys if (match := _first_match(patterns, key)) is not None}
     used = {pattern for pattern, _ in matches.values()}
@@ -191,8 +191,8 @@ def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict
             else f"{pattern!r} fits {key!r}, but {matches[key][0]!r} comes first"
             for pattern, key in fitting.items()
         ]
-        fix = "Correct or leave out what fits no key; put a narrow pattern before a wide one."
-        raise TreeError(error_text(f"{doing}: patterns that name nothing", offenders=lines, fix=fix))
+        fix = "Correct or remove a pattern that fits no key; put a narrow pattern before a wide one."
+        raise TreeError(error_text(f"{doing}: patterns are unused", offenders=lines, fix=fix))
     return matches
 
 
@@ -234,12 +234,12 @@ def checked_patterns(doing: str, patterns: Iterable[str]) -> list[str]:
     """
     texts = None if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
     if texts is None or not all(isinstance(pattern, str) for pattern in texts):
-        raise KeyMismatch(error_text(doing, found=repr(patterns)[:200], expected="a list of patterns"))
+        raise KeyMismatch(error_text(f"{doing}: not a pattern list", found=repr(patterns)[:200], expected="strings"))
     return list(dict.fromkeys(texts))
 
 
 def check_patterns_fit(doing: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Raise unless each pattern fits a key, since the keys that a mistyped one meant would silently be left out.
+    """Raise unless each pattern fits a key: for a mistyped pattern, the intended keys would silently be left out.
 
     Raises:
         KeyMismatch: Some patterns fit no key; the error names each of them, with a guess.
@@ -267,8 +267,8 @@ _LONGEST_DIFFERING = 4096
 def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
     """Return the most similar name for each of the first ten keys; keys without a similar name are left out.
 
-    Comparing with each of a million names would take minutes. Among many names, only those with a similar beginning or
-    end are compared.
+    Comparing a key with each of a million names would take minutes. Among many names, only those with a similar
+    beginning or end are compared.
 
     Args:
         keys: Keys that aren't among the names.
@@ -287,7 +287,7 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
     # Names are sorted by their ends too: a typing error near the beginning would hide a name from a search by prefix.
     backwards = sorted(name[::-1] for name in candidates) if len(candidates) > _FEW_NAMES else []
     near = {key: get_close_matches(key, _to_compare(key, candidates, backwards), n=_CLOSE) for key in few}
-    # A name with the key's own numbers comes first, so that no layer is taken for another.
+    # A name with the same numbers as the key comes first, so that the guess is in the same layer.
     return {
         key: next((name for name in close if _numbers(name) == _numbers(key)), close[0])
         for key, close in near.items()
@@ -296,13 +296,13 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
 
 
 def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool = True) -> list[str]:
-    """Return patterns that fit no key, quoted, each with a guess: other stars, other letters, or a key.
+    """Return patterns that fit no key, quoted, each with a guess: the pattern with other stars or parts, or a key.
 
     Args:
         patterns: Patterns that fit no key.
         keys: Existing keys.
-        widen: Whether a guess may have stars across dots. It shouldn't where matched keys are dropped, since it may
-            match far more.
+        widen: Whether a guess may have ``**``. It shouldn't if matched keys are dropped, since it may match far more
+            keys.
 
     Examples:
         >>> for line in near_patterns(["*.weight", "**.wieght", "h.bais", "x"], ["h.0.weight", "h.bias"]):
@@ -315,7 +315,7 @@ def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool
     patterns = list(patterns)
     near = near_names(patterns, keys)
     parts = {part for key in keys if "*" in "".join(patterns) for part in key.split(".")}
-    guesses = {one: _nearly(one, keys, parts, widen) or near.get(one) for one in patterns[:_KEYS]}
+    guesses = {text: _nearly(text, keys, parts, widen) or near.get(text) for text in patterns[:_KEYS]}
     return with_guesses(patterns, guesses)
 
 
@@ -330,12 +330,12 @@ def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list
 
 
 def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: bool) -> str | None:
-    """Return a similar pattern that fits keys, with existing parts in the place of unknown ones; or wider stars."""
+    """Return a similar pattern that fits keys: with existing parts instead of unknown parts, or with wider stars."""
     own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
     near = near_names(own, parts) if "*" in pattern else {}
     guess = ".".join(near.get(part, part) for part in pattern.split("."))
     wider = [guess.replace("**", "*").replace("*", "**")] if widen else []
-    return next((each for each in [guess, *wider] if "*" in each and any(map(key_matcher([each]), keys))), None)
+    return next((text for text in [guess, *wider] if "*" in text and any(map(key_matcher([text]), keys))), None)
 
 
 def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:
@@ -354,13 +354,13 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
         >>> differing_prefix(["w", "b"], ["model.w", "model.b"])
         ('', 'model.')
     """
-    longest = max(keys, key=len, default="")  # the fewest names end in it
-    # All suffixes of the longest key are tried, so that a limit guards against keys of megabytes.
+    longest = max(keys, key=len, default="")  # few names end with a long key
+    # All suffixes of the longest key are tried; a limit guards against keys of megabytes.
     if len(keys) < 2 or not names or len(longest) > _LONGEST_DIFFERING:
         return None
     names = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
-    # Candidates come from a single key, and only they are tried on the others: with millions of names, comparing each
-    # key with each name would take minutes.
+    # Candidates come from a single key, and are tried on the other keys: with millions of names, comparing each key
+    # with each name would take minutes.
     too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in names)
     prefix = next(
         (text for text in too_much if all(key.startswith(text) and key[len(text) :] in names for key in keys)), None

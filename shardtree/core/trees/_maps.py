@@ -1,4 +1,4 @@
-"""Maps over trees, with shards as leaves or through them to their tensors, and pipelines of functions of trees."""
+"""Maps over trees, whose leaves are shards or the tensors in them, and pipelines of functions of trees."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ._nodes import LEAVES, NAMESPACE, SameTree, Tree, entries, flatten, like, r
 
 # Shards and factories as nodes of optree, whose only child is their data.
 #
-# They are registered in the namespace "shardtree" only, for users' own tree maps; functions of shardtree treat them as
-# leaves. So there are two views of one tree. This registration is the only side effect of importing shardtree.
+# They are registered only in the namespace "shardtree", for users' own tree maps; functions of shardtree treat them as
+# leaves. This registration is the only side effect of importing shardtree.
 
 Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory
 
@@ -34,7 +34,7 @@ _Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any,
 
 
 def _access(kind: type[Boxed]) -> _Access:
-    """Return a reader of all fields but the data in one call, and the setters of their slots, the data's last."""
+    """Return a function that reads all fields except the data, and the setters of all slots, the data's last."""
     names = [name for name in kind.__dataclass_fields__ if name != "data"]
     return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
 
@@ -94,7 +94,7 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor, doing: str) -> Non
 
 
 def _flatten_leaf(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:
-    """Return the data, and the leaf without it as metadata, which optree requires to be comparable and hashable."""
+    """Return the data, and the leaf without data as metadata, which optree requires to be comparable and hashable."""
     return (leaf.data,), with_data(leaf, None), ("data",)
 
 
@@ -123,7 +123,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree: ...
 def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Return the tree of a function's results, where each shard is one leaf.
 
-    f is called in the order of sorted dict keys; the result keeps each dict's own order. Every container is new.
+    `f` is called in the order of sorted dict keys; the result keeps each dict's own order. Every container is new.
 
     Args:
         f: Function of one leaf of each tree. Its result replaces the leaf.
@@ -133,7 +133,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     Raises:
         TreeError: A tree of `rest` doesn't have the first one's structure.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
-        MetadataError: F isn't a function.
+        MetadataError: `f` isn't a function.
         Exception: An error of f, with a note of the leaf's path.
 
     Examples:
@@ -166,9 +166,9 @@ def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> li
 def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     """Return the tree with a function's results as the tensors of shards and factories; their metadata is untouched.
 
-    f isn't called for leaves of the first tree without data (None). Plain values, `ShardedObject` and
-    `LocalNonpersistentObject` stay unchanged, such as step counters and generators' states. A tree of plain tensors
-    without shards is refused, since f would never be called.
+    `f` isn't called for leaves of the first tree without data (None). `ShardedObject`, `LocalNonpersistentObject` and
+    plain values, such as step counters and generators' states, stay unchanged. A tree of plain tensors without shards
+    raises, since `f` would never be called.
 
     Args:
         f: Function of a shard's or factory's data, and of each other tree's value there: a shard's data, or a plain
@@ -178,7 +178,7 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
         rest: Trees with the first one's structure, as for `map_shards`; the metadata of their shards is ignored.
 
     Raises:
-        ShapeError: F returned a tensor of another dtype or shape.
+        ShapeError: `f` returned a tensor of another dtype or shape.
         TreeError: A tree of `rest` doesn't have the first one's structure; or the first one has tensors and no shards.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
         Exception: An error of f, with a note of the leaf's path.
@@ -214,7 +214,7 @@ def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:
     ]
     if tensors:
         what, found = "map_data: a tree of plain tensors, without shards", ", ".join(map(render_path, tensors[:3]))
-        fix = "Use `map_shards(f, tree)`, whose f gets each leaf: numbers and texts too."
+        fix = "Use `map_shards(f, tree)`, which calls f for each leaf, also for numbers and strings."
         raise TreeError(error_text(what, found=found, expected="shards", fix=fix))
 
 
@@ -275,7 +275,7 @@ def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: lis
     """Return a function's results for the leaves of a structure; an exception gets a note of the leaf's path."""
     done: list[Any] = []
     try:
-        done.extend(map(f, *columns))  # `extend` keeps the results before an exception, whose number tells the leaf
+        done.extend(map(f, *columns))  # `extend` keeps the results before an exception; their number is the index
     except Exception as error:
         error.add_note(f"at {render_path(spec.paths()[len(done)])}")
         raise
@@ -283,7 +283,7 @@ def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: lis
 
 
 # Pipelines of tree functions: `compose` chains them, `bind` sets a function's options. All functions take the tree
-# first, so that one `bind` serves them, users' own included; only maps take their function first, as `jax.tree.map`.
+# first, so that `bind` works for all, users' functions included; only maps take a function first, like `jax.tree.map`.
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
@@ -315,7 +315,7 @@ def bind(
     Raises:
         TreeError: A later parameter of the function is called `tree` (or `pytree`, `state_dict`,
             `sharded_state_dict`) and isn't among `options`, as in `map_shards(f, tree)` and `map_data(f, tree)`: the
-            tree would be passed as f. `functools.partial` binds f.
+            tree would be passed as `f`. Use `functools.partial` to bind `f`.
 
     Examples:
         >>> import torch
@@ -333,13 +333,13 @@ def bind(
 def _refuse_tree_second(function: Callable[..., Any], options: dict[str, Any]) -> None:
     try:
         first, *later = inspect.signature(function).parameters
-    except ValueError:  # a builtin without a signature, or a function without parameters, whose call will fail anyway
+    except ValueError:  # a builtin without a signature, or a function without parameters, which will fail anyway
         return
-    # The check goes by parameters' names, which works for users' functions too.
+    # The check uses the names of parameters, which works for users' functions too.
     late = [name for name in later if name in _TREE_NAMES and name not in options]
     if first in _TREE_NAMES or not late:
         return
     name = getattr(function, "__name__", repr(function))
     heading = f"bind: {name} takes {first!r} first, and the tree as {late[0]!r} after it"
-    fix = f"Write `functools.partial({name}, {first})`, or a lambda that passes each in its place."
+    fix = f"Write `functools.partial({name}, {first})`, or a lambda that passes the tree second."
     raise TreeError(error_text(heading, expected="a function that takes the tree first", fix=fix))

@@ -19,7 +19,7 @@ import torch
 from ...errors import TreeError, TreePath, error_text, plural, render_path
 from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
-# Fields: entries of named tuples, which are positions that keys write as names.
+# Fields: entries of named tuples. They are positions, but keys contain their names.
 
 NAMESPACE: Final = "shardtree"
 """The namespace in optree's registry in which our leaves and users' classes are nodes."""
@@ -62,7 +62,7 @@ def fields_of(kind: type) -> tuple[Field, ...]:
     return () if is_registered else tuple(Field(*pair) for pair in enumerate(kind._fields))  # type: ignore[attr-defined]
 
 
-# The hole takes the place of a removed leaf. None can't, since it is a value.
+# A hole replaces a removed leaf. None can't, since it is a value.
 
 
 class Hole(Enum):
@@ -96,13 +96,13 @@ _DEEP = 100  # levels; the codec stores no deeper values
 _LEVELS = 4  # shown in an error
 
 LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
-"""Types that aren't looked up in optree's registry: plain values, and shards, which are nodes there."""
+"""Types that aren't looked up in optree's registry: plain values, and shards, which are nodes in the registry."""
 
 
 def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function of trees that raises a TreeError, not a RecursionError, if one of them is too deep.
 
-    If no tree is too deep, the RecursionError stays: then a function that the caller passed recurses.
+    If no tree is too deep, the RecursionError is raised unchanged: it comes from a function that the caller passed.
 
     Examples:
         >>> tree = []
@@ -111,7 +111,7 @@ def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
         Traceback (most recent call last):
         shardtree.errors.TreeError: the tree is too deep, or contains itself
           found tree[0][0][0][0]... of 100 levels or more
-          Flatten it.
+          Flatten the tree.
     """
 
     @wraps(function)
@@ -123,7 +123,7 @@ def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
             if path is None:
                 raise error from None
         found = f"{render_path(path[:_LEVELS])}... of {_DEEP} levels or more"
-        raise TreeError(error_text(TOO_DEEP, found=found, fix="Flatten it."))
+        raise TreeError(error_text(TOO_DEEP, found=found, fix="Flatten the tree."))
 
     return call
 
@@ -171,9 +171,9 @@ def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
     """Return the stored form of a container with these children; for a registered class, a dict of its entries.
 
-    A file names no class to import, so only a load's target knows the node's class. Other containers that keep all
-    children are returned unchanged. A subclass of dict, list or deque is then a value, which the codec either knows,
-    such as a Counter, or refuses.
+    A file names no class to import, so only a load's target knows the class of a registered node. Other containers that
+    keep all children are returned unchanged. If one of these is of a subclass of dict, list or deque, the codec either
+    knows the class, such as Counter, or refuses it.
     """
     if not is_dict(node) and not is_sequence(node):
         return dict(new)
@@ -211,7 +211,7 @@ def _is_leaf(node: Tree) -> bool:
 
 
 def is_dict(node: Tree) -> bool:
-    """Return whether a container's entries are the keys of a dict, so that others may have any of them, or none.
+    """Return whether a container's entries are the keys of a dict, so that other trees may have other entries.
 
     Examples:
         >>> is_dict(OrderedDict()), is_dict([])
@@ -290,8 +290,8 @@ def flatten_with_kinds(
     """
     # The spec sorts dict keys, so that ranks agree on the order of leaves whatever the order of their dicts.
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    # For optree a subclass of dict, list or deque is a leaf. Each is replaced by its base class, until none remains
-    # below.
+    # For optree a subclass of dict, list or deque is a leaf. Instances of such classes are replaced by instances of the
+    # base class, until none remains.
     while _has_subclasses(kinds := set(map(type, leaves))):
         again = spec.unflatten(map(_plain, leaves))
         leaves, spec = optree.tree_flatten(again, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
@@ -348,7 +348,7 @@ def shard_leaves(tree: Tree) -> list[ShardedBase]:
 
 
 def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable[[Sequence[Any]], Tree]]:
-    """Return a tree's leaves with paths, and the function that rebuilds the structure with other leaves.
+    """Return a tree's leaves with paths, and a function that rebuilds the structure with other leaves.
 
     Args:
         tree: Any tree. Shards, factories, objects and None are leaves.
@@ -371,7 +371,7 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
     kinds: set[type] = set()
     note = kinds.add  # returns None: not a leaf
     leaves, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or note(kind))
-    # optree makes all paths at once, with positions for fields; only trees with named tuples pay for more.
+    # optree makes all paths at once, with positions instead of fields; only trees with named tuples need another pass.
     classes = {kind for kind in kinds if issubclass(kind, tuple) and fields_of(kind)}
     paths = _with_fields(tree, classes) if classes else spec.paths()
 
@@ -384,7 +384,7 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
 
 
 def _with_fields(tree: Tree, classes: Set[type]) -> Iterator[TreePath]:
-    """Yield the paths of a tree's leaves, with fields in the place of positions for instances of these classes."""
+    """Yield the paths of a tree's leaves, with fields instead of positions for instances of these classes."""
     parts, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or kind in classes)
     for path, part in zip(spec.paths(), parts, strict=True):
         if type(part) not in classes:

@@ -1,4 +1,4 @@
-"""Splitting and uniting trees: partition and its inverse combine, merge, select, and prune."""
+"""Division and union of trees: partition and its inverse combine, merge, select, and prune."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ._nodes import (
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object] | Tree
 """A condition of `select`: a pattern of keys, a function of path and leaf, or a prefix of booleans."""
 
-# partition: trees of one structure, in which each leaf is a hole in all but one.
+# partition: trees of one structure; each leaf of the whole is a hole in all of them but one.
 
 
 @overload
@@ -44,19 +44,19 @@ def partition(
 def partition(
     tree: Tree, predicate: Callable[[Any], object] | Tree, *more: Callable[[Any], object] | Tree
 ) -> tuple[Tree, ...]:
-    """Return the tree with only the matching leaves, and the tree with only the others; holes take the other places.
+    """Return the tree with only the matching leaves, and the tree with only the others; holes replace the rest.
 
-    With several conditions there is one tree for each, and a last one for leaves that meet none: a leaf is in the tree
-    of the first condition that it meets. All have the structure of the whole. Holes stay holes.
+    With several conditions there is one tree for each, and a last tree for leaves that meet none. A leaf is in the tree
+    of the first condition that it meets. All trees have the structure of the given tree, whose holes stay holes.
 
     Args:
         tree: Any tree.
-        predicate: A condition: a function of a leaf; a pattern of keys or a regular expression, as for `select`; or a
-            tree of booleans, which may be a prefix of the tree. Shards are leaves.
+        predicate: Condition of the first tree: a function of a leaf; a pattern of keys or a regular expression, as for
+            `select`; or a tree of booleans, which may be a prefix of the tree. Shards are leaves.
         more: Further conditions.
 
     Raises:
-        TreeError: A string would fit other leaves in a shell, or booleans aren't a prefix of the tree.
+        TreeError: A string would match other leaves in a shell, or a tree of booleans isn't a prefix of the tree.
         MetadataError: A condition is none of these.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
@@ -121,15 +121,15 @@ _Check = Callable[[Tree, Tree, TreePath], None]
 
 @refusing_depth
 def combine(*trees: Tree) -> Tree:
-    """Return the tree that parts with holes form together; the inverse of `partition`.
+    """Return the union of parts with holes; the inverse of `partition`.
 
-    A place with a hole in every part stays a hole. A part may have a subtree where the others have a hole.
+    An entry that is a hole in every part stays a hole. A part may have a subtree where the others have a hole.
 
     Args:
-        trees: Trees of one structure; at most one of them has a value at each place.
+        trees: Trees of one structure; at each path at most one of them has a value.
 
     Raises:
-        TreeError: Two trees have a value at one place, or the structures differ; the error names the path.
+        TreeError: Two trees have a value at the same path, or the structures differ; the error names the path.
 
     Examples:
         >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
@@ -142,8 +142,8 @@ def combine(*trees: Tree) -> Tree:
 def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     """Return the union of two trees: dicts by key, lists and tuples of equal length by position.
 
-    Containers have the first tree's type and order; the second tree's new keys follow. Parts of only one tree are
-    shared. A hole is filled by the other tree's value.
+    Containers have the first tree's type and order; the second tree's new keys follow. Subtrees that only one tree has
+    are shared. A hole is filled by the other tree's value.
 
     Args:
         x1: Any tree.
@@ -189,7 +189,7 @@ def _check_combine(left: Tree, right: Tree, path: TreePath) -> None:
 def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
     both = entries(left) is None and entries(right) is None
     heading = "both trees have a value" if both else "trees don't fit together"
-    fix = "Take it out of one of them, for example with `partition`."
+    fix = "Remove this entry from one tree, for example with `partition`."
     found = f"{describe(left)} and {describe(right)}"
     return TreeError(error_text(f"{heading} at {render_path(path)}", found=found, fix=fix))
 
@@ -202,7 +202,7 @@ def prune(tree: Tree) -> Tree:
     """Return the tree without its holes, and without the containers that hold nothing else.
 
     Dicts lose their holes; in a list or tuple holes stay, so that positions don't shift. Containers that were empty
-    before stay, and so does the outermost one.
+    before stay, and so does the outermost container.
 
     Examples:
         >>> prune({"a": HOLE, "b": {"c": HOLE}, "d": [{"e": HOLE}, 1], "f": {}})
@@ -233,18 +233,18 @@ def _prune(tree: Tree) -> Tree:
 def select(tree: Tree, wanted: Wanted) -> Tree:
     """Return the tree with only the wanted leaves and the containers that hold some.
 
-    Dicts lose all other leaves; in a list or tuple these become holes, so that positions don't shift.
+    Dicts lose all other leaves; in a list or tuple other leaves become holes, so that positions don't shift.
 
     Args:
         tree: Any tree.
         wanted: Condition for a leaf to stay. A string is a pattern (``*`` matches one part between dots, ``**`` any
             number) and must match a whole shard key or the whole path of a leaf, written with dots. A compiled regular
-            expression need only be found in one of them. A function takes path and leaf. A tree of booleans may be a
-            prefix of the tree.
+            expression only needs to match somewhere in the key or path. A function takes path and leaf. A tree of
+            booleans may be a prefix of the tree.
 
     Raises:
-        TreeError: A string is ambiguous, since it would fit other leaves in a shell, where ``*`` goes across dots; or
-            booleans aren't a prefix of the tree.
+        TreeError: A string is ambiguous, since it would match other leaves in a shell, where ``*`` matches dots too; or
+            a tree of booleans isn't a prefix of the tree.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
@@ -275,22 +275,22 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
     return like(tree, {}) if part is HOLE and (is_dict(tree) or isinstance(tree, list)) else part
 
 
-_broadcast_prefix = when_called("core.trees._prefixes:broadcast_prefix")  # a save needs none
+_broadcast_prefix = when_called("core.trees._prefixes:broadcast_prefix")  # a save doesn't need it
 
 _Chooser: TypeAlias = Callable[[TreePath, Any], object]
 
 
 def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any], _Chooser] = lambda f: f) -> _Chooser:
-    """Return the predicate of path and leaf that tells whether a leaf of a tree is wanted.
+    """Return a predicate of path and leaf: whether a leaf of a tree is wanted.
 
     Args:
         doing: Name of the public function, for errors.
         wanted: A pattern of keys, a regular expression, a prefix of booleans, or a function.
         tree: Tree with the leaves.
-        of_function: Adapter from a given function to the predicate; by default the function takes path and leaf itself.
+        of_function: Adapter from `wanted`, if it is a function, to the predicate; by default it takes path and leaf.
 
     Raises:
-        TreeError: A string is ambiguous, or booleans aren't a prefix of the tree.
+        TreeError: A string is ambiguous, or a tree of booleans isn't a prefix of the tree.
         MetadataError: `wanted` is none of these.
 
     Examples:
@@ -306,14 +306,14 @@ def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any],
             f"{render_path(path)}: {describe(flag)}" for path, flag in flags.items() if not isinstance(flag, bool)
         ]
         if others:
-            raise TreeError(error_text(f"{doing}: condition of another type", expected="booleans", offenders=others))
+            raise TreeError(error_text(f"{doing}: not a tree of booleans", expected="booleans", offenders=others))
         return lambda path, _: flags[path]
-    check_function(doing, "wanted", wanted, "a text, a pattern or a function, or a tree of booleans")
+    check_function(doing, "wanted", wanted, "a string, a pattern or a function, or a tree of booleans")
     return of_function(wanted)
 
 
 def is_function(wanted: object) -> TypeGuard[Callable[..., Any]]:
-    """Return whether a condition or place is a function, and not a callable tree such as Equinox's modules.
+    """Return whether a value is a function, and not a callable tree such as a module of Equinox.
 
     Examples:
         >>> is_function(len), is_function({"w": True})
@@ -328,13 +328,13 @@ def _name_chooser(doing: str, wanted: str | re.Pattern[str], tree: Tree) -> _Cho
         names = {name for path, leaf in leaves_with_paths(tree) for name in names_of(path, leaf)}
         differences = shell_differences([wanted], names)
         if differences:
-            fix = "* is one part between dots, ** any number; a regular expression or a function says anything else."
+            fix = "Write * for one part between dots, ** for any number; or pass a regular expression or a function."
             raise TreeError(error_text(f"{doing}: ambiguous pattern", offenders=differences, fix=fix))
     return lambda path, leaf: any(map(matches, names_of(path, leaf)))
 
 
 def names_of(path: TreePath, leaf: Any) -> list[str]:
-    """Return the names of a leaf that patterns match: its path's, and a shard's key.
+    """Return the names of a leaf that patterns may match: its path with dots, and a shard's key.
 
     Examples:
         >>> names_of(("opt", 0), 1)

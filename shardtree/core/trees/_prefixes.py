@@ -1,4 +1,4 @@
-"""Prefixes of trees, such as specs, labels and predicates: each value applies to all leaves below its place."""
+"""Prefixes of trees, such as specs, labels and predicates: a value at a path applies to all leaves below that path."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ._nodes import Field, Tree, entries, flatten_with_paths, refusing_depth
 
 @refusing_depth
 def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
-    """Return a tree of the second one's structure, whose leaves are the prefix's values at or above them.
+    """Return a tree with the structure of `tree`, in which each leaf is the prefix's value at or above its path.
 
-    Containers of the prefix may be of other classes than the tree's: only their entries count, or names of fields.
+    Containers of the prefix may be of other classes than the tree's: only their entries or names of fields matter.
 
     Args:
-        prefix: A single value, or a tree whose leaves stand at places that the tree has. None is a value.
-        tree: The tree with the structure of the result; its shards are leaves.
+        prefix: A single value, or a tree whose leaves are at paths that `tree` has too. None is a value.
+        tree: Tree with the structure of the result; its shards are leaves.
 
     Raises:
-        TreeError: A place of the prefix isn't in the tree, or a leaf has no value; the error names each of them.
+        TreeError: A path of the prefix isn't in the tree, or a leaf gets no value; the error names all of these.
 
     Examples:
         >>> broadcast_prefix({"model": "decay", "step": None}, {"model": {"w": 1.0, "b": [2.0, 3.0]}, "step": 4})
@@ -46,27 +46,27 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
 
 
 def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
-    """Return the place of a prefix that is at a path or above it; None if there is none.
+    """Return the first of some paths that is equal to a path or above it; None if there is none.
 
     Examples:
         >>> place_above(("model", "w"), [("model",), ("step",)])
         ('model',)
     """
-    # Values are leaves, so that at most one place on a path has one.
+    # Values are leaves of the prefix, so at most one path above a leaf has a value.
     return next((path[:depth] for depth in range(len(path) + 1) if path[:depth] in places), None)
 
 
 def prefix_places(
     prefix: Tree, tree: Tree, path: TreePath = (), place: TreePath | None = ()
 ) -> Iterator[tuple[TreePath, TreePath | None, Any]]:
-    """Yield the path of each leaf of a prefix, its place in a tree (None if the tree has none), and the leaf.
+    """Yield for each leaf of a prefix its path there, its path in the tree (None if there is none), and the leaf.
 
     Args:
-        prefix: Prefix of the tree. Containers may be of other classes than the tree's: only their entries count, or
-            names of named tuples' fields.
-        tree: The tree; ignored if the place is None.
-        path: Path of the prefix in a larger one.
-        place: Path of the tree in a larger one.
+        prefix: Prefix of the tree. Containers may be of other classes than the tree's: only their entries matter, or
+            the field names of named tuples.
+        tree: The tree; ignored if `place` is None.
+        path: Path of the prefix in a larger prefix.
+        place: Path of the tree in a larger tree; None if that tree has no such path.
 
     Examples:
         >>> [*prefix_places({"a": 1, "c": 2}, {"a": [3, 4], "b": 5})]
@@ -82,5 +82,5 @@ def prefix_places(
         name = entry.name if isinstance(entry, Field) else entry
         key = entry if entry in remaining else fields.get(name, name)
         below = (*place, key) if place is not None and key in remaining else None
-        # The entry is removed, so that a position and a name can't both be the place of a value.
+        # The entry is removed, so that a position and a name can't give a value to the same field.
         yield from prefix_places(child, remaining.pop(key, None), (*path, entry), below)

@@ -1,4 +1,4 @@
-"""`register_dataclass`: instances of a dataclass as nodes of trees."""
+"""`register_dataclass` makes instances of a dataclass nodes of trees."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
-    """Return a dataclass, registered so that tree maps, saves and loads enter its instances.
+    """Register a dataclass, so that tree maps, saves and loads enter its instances, and return it.
 
     Paths name its fields, as in ``state.params.w``. New instances are made without `__init__` or `__post_init__`, which
     might not accept a map's values. Attributes that aren't fields are dropped. A file stores an instance as a dict of
-    its fields, and a load makes an instance where its target has one.
+    its fields, and a load makes an instance if its target has one there.
 
     Classes of Flax and Equinox are dataclasses: ``register_dataclass(flax.training.train_state.TrainState)``. Fields
     that these libraries exclude from the tree, by ``flax.struct.field(pytree_node=False)`` or
@@ -30,10 +30,10 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
     Args:
         cls: A dataclass. Its subclasses are registered one by one.
         static: Names of further fields that aren't part of the tree, such as functions. They are neither mapped nor
-            stored, and nodes that are mapped together must have equal ones.
+            stored, and their values must be equal in nodes that are mapped together.
 
     Raises:
-        MetadataError: The class isn't a dataclass, lacks a field of that name, or is registered in another way.
+        MetadataError: The class isn't a dataclass, lacks a field named in `static`, or is registered in another way.
 
     Examples:
         >>> import torch
@@ -96,7 +96,7 @@ def _is_static(field: Field[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _DataclassNode:
-    """The functions of a dataclass for optree: one takes instances apart, the other makes new ones.
+    """The functions of a dataclass for optree: `flatten` returns an instance's fields, `unflatten` makes an instance.
 
     Attributes:
         cls: The class.
@@ -111,7 +111,7 @@ class _DataclassNode:
     def flatten(self, value: Any) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
         """Return an instance's children, its static fields, and the children's names."""
         if unset := [name for name in (*self.static, *self.children) if not hasattr(value, name)]:
-            what = f"an instance of {self.cls.__name__} has no value for fields of it"
+            what = f"an instance of {self.cls.__name__} has fields without a value"
             raise MetadataError(error_text(what, offenders=unset, fix="Set them, or give them a default."))
         static = {name: getattr(value, name) for name in self.static}
         return [getattr(value, name) for name in self.children], static, self.children

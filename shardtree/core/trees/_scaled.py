@@ -1,6 +1,7 @@
-"""Values that mean numbers only along with scales in other tensors, recognised by names and dtypes.
+"""Quantised values, which are numbers only together with scales in other tensors, recognised by names and dtypes.
 
-The names are in a table here, since rooms above `quantised` change dtypes too; a test compares it with the forms there.
+The names are in a table here, since packages that can't import `quantised` change dtypes too. A test compares the table
+with the forms of `quantised`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ._key_patterns import check_patterns_fit, checked_patterns, key_matcher
 
 Dtypes = tuple[torch.dtype, ...]
 Scaled = Mapping[str, tuple[str, ...]]
-"""The keys of tensors that mean nothing without others, each with the keys of those others."""
+"""The keys of quantised tensors, each with the keys of the tensors that are needed to decode it."""
 
 
 def _named(*names: str) -> Dtypes:
@@ -28,7 +29,7 @@ _POWERS = _named("float8_e8m0fnu")
 _PACKED = (torch.int8, *_BYTES, *_INTEGERS)
 _STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 
-# Suffixes that replace each other in keys, with dtypes: of the values, then of the tensor whose presence reveals them.
+# Suffix and dtypes of the values, then suffix and dtypes of the tensor whose presence reveals them.
 _ROWS: tuple[tuple[str, Dtypes, str, Dtypes], ...] = (
     ("", _FP8, "_scale_inv", (*_NUMBERS, *_BYTES, *_POWERS)),
     ("", _FP8, "_scale", (*_NUMBERS, *_BYTES, *_POWERS)),
@@ -65,8 +66,8 @@ SCALED_DTYPES = frozenset(dtype for _, dtypes, _, _ in _ROWS for dtype in dtypes
 """Dtypes in which values that need scales may be stored."""
 
 BY_SCALES = (
-    "Read them by their scales: through form.lens of shardtree.quantised.FORMS, or from a checkpoint that\n"
-    "  convert(transform=recode(dtype)) has made. Numbers that need no scales are named by plain=[patterns]."
+    "Apply their scales: load through form.lens of shardtree.quantised.FORMS, or from a checkpoint that\n"
+    "  convert(transform=recode(dtype)) has written. If they need no scales, pass plain=[patterns]."
 )
 """Advice for values that would be cast without their scales."""
 
@@ -74,12 +75,12 @@ BY_SCALES = (
 def scaled_values(
     tensors: Mapping[str, torch.dtype], stored: Callable[[list[str]], Mapping[str, torch.dtype]]
 ) -> Scaled:
-    """Return the tensors that aren't numbers by themselves, with the keys of the scales beside them.
+    """Return the keys of the tensors whose values need scales, with the keys of the scales beside them.
 
     Args:
         tensors: Dtype of each tensor that is to be cast, by key.
-        stored: Function from keys to the dtypes of those that exist. It is called only if a dtype may be of such
-            values.
+        stored: Function from keys to the dtypes of the keys that exist. It is called only if a tensor may be quantised
+            according to its dtype and name.
 
     Examples:
         >>> there = {"w": torch.float8_e4m3fn, "w_scale": torch.float32, "mask": torch.float8_e4m3fn}
@@ -99,7 +100,7 @@ def scaled_values(
 
 
 def those_of(dtypes: Mapping[str, torch.dtype]) -> Callable[[list[str]], dict[str, torch.dtype]]:
-    """Return a function from keys to the dtypes of those that exist.
+    """Return a function from keys to the dtypes of the keys that exist.
 
     Examples:
         >>> those_of({"w": torch.float32})(["w", "x"])
@@ -134,7 +135,7 @@ def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled
 
 
 def plain_matcher(doing: str, plain: Iterable[str], keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
-    """Return the predicate that tells whether a tensor's key is among those that the caller declares plain numbers.
+    """Return a predicate: whether the caller declares that the values of a tensor with this key need no scales.
 
     Args:
         doing: Name of the operation, for errors.

@@ -1,4 +1,4 @@
-"""Targets through a transform, such as a trace: the stored tensors that a load must read for them."""
+"""Targets of transforms, such as a trace: the stored tensors that a load must read to make a target's tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..geometry import refuse
 
 
 class Transform(Protocol):
-    """Mapping from stored tensors to a target's, such as a trace; `load`, `explain` and `redistribute` take one."""
+    """A mapping from stored to requested tensors, such as a trace; `load`, `explain` and `redistribute` take one."""
 
     def stored_target(self, target: Any, /, *, cast: bool, plain: Sequence[str]) -> Any:
-        """Return the target of stored tensors to load instead of the given one; its factories merge them.
+        """Return the target to load instead of the given target: of stored tensors, which its factories merge.
 
         Args:
             target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.
@@ -26,7 +26,7 @@ class Transform(Protocol):
 
 
 def target_through(target: Any, transform: Transform, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-    """Return the target of stored tensors from which a transform makes the given target.
+    """Return the target of the stored tensors from which a transform makes the given target.
 
     Args:
         target: Tree of shards and plain tensors.
@@ -46,6 +46,6 @@ def target_through(target: Any, transform: Transform, *, cast: bool = False, pla
     """
     stored_target = getattr(transform, "stored_target", None)
     if not callable(stored_target) or isinstance(transform, type):
-        fix = "Pass what shardtree.trace gives."
+        fix = "Pass the result of shardtree.trace."
         refuse("transform", "trace", type(transform).__name__, "a Trace", fix, error=MetadataError)
     return stored_target(target, cast=cast, plain=plain)

@@ -1,8 +1,8 @@
-"""Wrapper subclasses: a shard whose tensor consists of other tensors is stored as these, under keys of their own.
+"""Wrapper subclasses: the inner tensors of a shard's tensor are stored instead of it, under keys of their own.
 
-A class that torch can take apart (``__tensor_flatten__``) doesn't tell how its inner tensors follow a cut of the whole.
-For known classes a table does; their shards load in any layout that the class itself allows. Inner tensors of other
-classes are stored by the shard's index in its grid, and load in the same layout only.
+The method ``__tensor_flatten__`` returns a tensor's inner tensors, but not how a cut of the tensor divides them. For
+known classes a table does; their shards load in any layout that the class itself allows. Inner tensors of other classes
+are stored by the shard's index in its grid, and load in the same layout only.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ._maps import map_sharing
 from ._nodes import Tree
 
 _Rule = Callable[[str, torch.Tensor, ShardedTensor], ShardedTensor | None]
-"""A function from an inner tensor's key, the tensor and the shard that holds it to the inner tensor's shard; None if
-the cut of the shard isn't a cut of the inner tensor."""
+"""A function from an inner tensor's key, the inner tensor and the whole tensor's shard to the inner tensor's shard. It
+returns None if the cut of the whole tensor isn't a cut of the inner tensor."""
 
 
 def unwrap(tree: Tree) -> Tree:
     """Return the tree with each shard of a wrapper subclass replaced by a factory of shards of its inner tensors.
 
     The key of an inner tensor is the shard's key, a dot, and its name in the class. `save`, `load` and `redistribute`
-    unwrap trees themselves. A loaded tensor has the target's class, and everything but its inner tensors (block sizes,
-    say) comes from the target too.
+    unwrap trees themselves. A loaded tensor has the target's class; everything except its inner tensors, such as block
+    sizes, comes from the target too.
 
     Examples:
         >>> tree = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
@@ -41,7 +41,7 @@ def unwrap(tree: Tree) -> Tree:
 
 
 def has_factories(leaves: list[tuple[TreePath, Any]]) -> bool:
-    """Return whether leaves with paths include a factory, or a shard of which `unwrap` makes one.
+    """Return whether leaves with paths include a factory, or a shard that `unwrap` turns into a factory.
 
     Examples:
         >>> has_factories([(("w",), ShardedTensor.from_rank_offsets("w", torch.zeros(2)))])
@@ -54,7 +54,7 @@ def has_factories(leaves: list[tuple[TreePath, Any]]) -> bool:
 
 
 def factory_of(leaf: Any) -> ShardedTensorFactory | None:
-    """Return the factory of a leaf: a factory itself, or that of a wrapper subclass's shard; None for other leaves.
+    """Return a factory unchanged, and for a shard of a wrapper subclass its factory; None for other leaves.
 
     Examples:
         >>> factory_of(ShardedTensor.from_rank_offsets("w", torch.zeros(2))) is None
@@ -62,7 +62,7 @@ def factory_of(leaf: Any) -> ShardedTensorFactory | None:
     """
     if isinstance(leaf, ShardedTensorFactory):
         return leaf
-    # A flat range of a wrapper isn't a flat range of its inner tensors.
+    # A flat range of a wrapper's elements isn't a flat range of its inner tensors.
     if type(leaf) is not ShardedTensor or leaf.flattened_range or not _can_be_taken_apart(type(leaf.data)):
         return None
     shards = _inner_shards(leaf)
@@ -101,7 +101,7 @@ def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
 
 
 def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that is stored by the grid index of the shard around it."""
+    """Return the shard of an inner tensor that is stored by the grid index of the whole tensor's shard."""
     grid = shard.axis_fragmentations
     if grid is None:
         return None
@@ -161,7 +161,7 @@ def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
 
 
 def _alike(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that is equal in all parts of the whole: each part has a replica of it."""
+    """Return the shard of an inner tensor that is equal in all shards of the whole: each shard has a replica of it."""
     replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
     return ShardedTensor.from_rank_offsets(key, inner, replica_id=(*shard.global_offset, *replica))
 

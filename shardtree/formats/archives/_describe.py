@@ -57,7 +57,7 @@ class DTensorParts:
         placements: Placement along each axis of the mesh.
         sizes: Shape of the mesh.
         position: Coordinate of the rank on each axis of the mesh.
-        rank: Global rank, None if the mesh doesn't tell.
+        rank: Global rank; None if the mesh doesn't show it.
     """
 
     placements: tuple[Placement, ...]
@@ -163,7 +163,7 @@ def _size(shape: Any) -> int:
 
 
 def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> int | None:
-    """Return the global rank that saved the mesh; None if the mesh doesn't tell."""
+    """Return the global rank that saved the mesh; None if the mesh doesn't show it."""
     if mesh.get("_rank") is not None:
         return exactly(int, mesh["_rank"])
     if "mesh" not in mesh:
@@ -173,7 +173,7 @@ def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> 
 
 def _of_fsdp1(*args: Any) -> Any:
     fix = "Save with FSDP2, or load it with FSDP1 and save a full state dict or one of torch.distributed.checkpoint."
-    raise UnsupportedValue(error_text("a ShardedTensor, as FSDP1 saves its parameters", fix=fix))
+    raise UnsupportedValue(error_text("a ShardedTensor of FSDP1 can't be read", fix=fix))
 
 
 def _call(*args: Any) -> Any:

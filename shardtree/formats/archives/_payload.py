@@ -314,7 +314,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
-    """Return the head and the list of its records, of which the last is the tensor's, without its CRC32."""
+    """Return the head and the list of its records; the last is the tensor's, without its CRC32."""
     check_storable(dtype, "archive_head")
     out, records = begin_archive(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))

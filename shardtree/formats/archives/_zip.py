@@ -281,7 +281,7 @@ class Archive:
 
     def checked_data(self, name: str) -> memoryview:
         """Return a record's bytes after checking their CRC32, if one was recorded."""
-        # 0 means that none was recorded: torch has an option to compute no checksums.
+        # 0 means that no CRC32 was recorded: torch has an option to compute no checksums.
         data = self.data(name)
         crc32, expected = zlib.crc32(data), self.records[name].crc32
         if expected and crc32 != expected:
@@ -301,7 +301,7 @@ def open_archive(read: Read, length: int, what: str) -> Archive:
     if length < 2 or bytes(read(0, 2)) != b"PK":
         raise _not_a_zip(bytes(read(0, min(length, len(_OLD_MAGIC)))), what)
     listing = read_directory(read, length, what)
-    # torch names the folder after the file, or "archive", so that it is found by the pickle in it.
+    # torch names the folder after the file, or "archive": only the pickle in it shows which folder it is.
     pickles = [record.name for record in listing if record.name.rpartition("/")[2] == "data.pkl"]
     folder = min(pickles, key=len, default="").removesuffix("data.pkl")
     records = {record.name.removeprefix(folder): record for record in listing}

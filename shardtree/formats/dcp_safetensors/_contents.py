@@ -46,7 +46,7 @@ _OFFSETS, _OFFSET, _VERSION, _KNOWN_VERSION = "DCP_SHARDING_INFO", "saved_offset
 _MOST = 2**63 - 1
 
 _UNPROVEN = "files say no tensor's shape, nor how many they are: where a rank's file is missing, a tensor seems smaller"
-_PADDED = "allow_shape_mismatch takes any shape, and no file says the saved one"
+_PADDED = "allow_shape_mismatch takes any shape, and no file says which shape was saved"
 _WHY = "this format carries no checksums, shapes or count of files: headers, lengths and overlaps are compared"
 
 
@@ -269,7 +269,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     check_taken(contents.refusals, [shard.key for shard in shards])
     if doubts := _doubts(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(doubts.items()))
-        what = "load: targets that can't tell whether a part is missing"
+        what = "load: a missing part of these tensors couldn't be noticed"
         fix = "Pass the saved shapes as LoadOptions(shapes=...)."
         raise ShapeError(error_text(what, offenders=lines, fix=fix))
     if others := _other_shapes(checkpoint, contents, shards):

@@ -56,7 +56,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         _check_copies(checkpoint, optimizer)
     model = read_model(checkpoint, models, optimizer.paddings, tensors)
     if len(optimizer.masters) != len(model.groups):
-        what = f"open: {storage.where(optimizers[0].name)!r} isn't of one save with {storage.where(models[0].name)!r}"
+        what = f"open: {storage.where(optimizers[0].name)!r} and {storage.where(models[0].name)!r} are of several saves"
         found, expected = f"{len(optimizer.masters)} groups of masters", f"{len(model.groups)}, as in param_shapes"
         raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix="Copy all files of one save."))
     for number, parameters in enumerate(model.groups):

@@ -79,7 +79,7 @@ def read_model(
         checkpoint: The open checkpoint.
         files: Model files by data-parallel rank; their numbers are their positions.
         paddings: Numbers of padding elements after each parameter of each group; None if the files have none.
-        tensors: Tensors that those of the model files are added to.
+        tensors: Collected tensors; those of the model files are added.
 
     Raises:
         CorruptCheckpoint: A file isn't as DeepSpeed writes it, or the files contradict each other.
@@ -183,7 +183,7 @@ def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> 
     """Raise unless the ranks' vectors are contiguous, of one axis and one dtype, as offsets of parameters assume.
 
     Raises:
-        CorruptCheckpoint: A vector isn't.
+        CorruptCheckpoint: A vector isn't contiguous, or has several axes or another dtype than the others.
     """
     dtype = vectors[0].tensor.dtype
     wrong = [

@@ -158,7 +158,7 @@ def _check_joinable(names: Iterable[str], where: str) -> None:
         fix = (
             "The files don't say how they join: convert them with DeepSpeed's ds_to_universal, or load with DeepSpeed."
         )
-        raise UnsupportedValue(error_text(f"open: {where!r} can't be joined", offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text(f"open: the files in {where!r} can't be joined", offenders=wrong, fix=fix))
 
 
 def check_count(storage: Storage, folder: str, kind: str, count: int, expected: int, by: str) -> None:

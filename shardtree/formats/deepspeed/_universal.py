@@ -100,7 +100,7 @@ def _add_state(
         description = f"a {type(value).__name__}"
         if isinstance(value, StoredTensor):
             description = f"a tensor of shape {value.shape}"
-        what = f"open: {file.where!r} isn't a state of its parameter"
+        what = f"open: {file.where!r} has another shape than its parameter"
         expected = f"a tensor of shape {shape}, by param_shapes in {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
         raise CorruptCheckpoint(error_text(what, found=description, expected=expected, fix=fix))

@@ -72,7 +72,7 @@ def model_files(
         texts: Strings beside the tensors, the same in every file, since a program may open any file alone.
 
     Raises:
-        UnsupportedValue: safetensors files can't have a dtype, a packed dtype without an axis, or a name.
+        UnsupportedValue: safetensors files don't support a dtype, a packed dtype without an axis, or a name.
         MetadataError: The strings leave no room for tensors in a header.
 
     Examples:
@@ -103,7 +103,7 @@ def tensor_bytes(kind: TensorKind) -> int:
 def _check_storable(kinds: Kinds) -> None:
     wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if kind_in_file(kind.dtype, kind.global_shape) is None]
     if wrong:
-        what = "save: dtypes that safetensors files can't have, or not with that shape"
+        what = "save: tensors whose dtype, or dtype and shape, safetensors files don't support"
         fix = "Cast or reshape the tensors, or save in the native format."
         raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
     if TEXTS in kinds:

@@ -132,7 +132,7 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
     names = (file_name(number, len(files)) for number in range(len(files)))
     existing = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
     if existing:
-        what = "save: files of a model without an index are in the way"
+        what = "save: the folder has files with a model's names, but no index that lists them"
         raise AlreadyACheckpoint(error_text(what, offenders=existing, fix="Remove them, or save to another folder."))
 
 
@@ -258,7 +258,7 @@ def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts:
 def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
     """Return the first rank that writes to each tensor, after a save shared the work; 0 for those without elements."""
     rows = np.flatnonzero(level_writes(columns, ranks))
-    # The rows are reversed, so that the first counts. The storage's error tells why several ranks can't write a tensor.
+    # Rows are reversed, since a key's last one counts. The storage's error says why only one rank can write a tensor.
     writers = dict(zip(columns.key[rows][::-1].tolist(), columns.rank[rows][::-1].tolist(), strict=True))
     return {key: writers.get(number, 0) for number, key in enumerate(columns.keys)}
 

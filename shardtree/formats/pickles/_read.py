@@ -190,7 +190,7 @@ _OURS: dict[str, Handler] = {
     "ADDITEMS": _additems,
     "FROZENSET": _frozenset,
     "REDUCE": _call,
-    "NEWOBJ": _call,  # It is the same as a call, since the constructor decides how instances are made.
+    "NEWOBJ": _call,  # Handled as a call: the constructor decides how instances are made.
     "NEWOBJ_EX": _call_with_keywords,
     "BUILD": _build,
     "INST": _refuse("makes an object by an opcode of protocol 0 (INST)"),
@@ -231,7 +231,7 @@ def read_pickle(
         scan: Function that takes regular parts of the pickle as columns; the value has a `Run` in their place.
 
     Raises:
-        UnsafeFile: The pickle names something else, or uses an opcode that could run code.
+        UnsafeFile: The pickle names something that isn't in `classes`, or uses an opcode that could run code.
         CorruptCheckpoint: The bytes aren't a pickle, end early, make a value that contains itself, or would take too
             much time or memory.
 

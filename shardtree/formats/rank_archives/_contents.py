@@ -69,7 +69,7 @@ class Piece:
 
 
 def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] | None = None) -> Piece:
-    """Return a stored tensor as a piece: the box at an offset of the tensor of a key, or without one the whole."""
+    """Return a stored tensor as a piece of a key's tensor: the box at an offset, or the whole without an offset."""
     start = (0,) * len(tensor.shape) if offset is None else offset
     return Piece(key, file, tensor.begin, start, tensor.shape, scattered=None if tensor.is_row_major else tensor)
 

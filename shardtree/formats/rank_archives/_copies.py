@@ -63,9 +63,9 @@ AllCopies = Mapping[str, Sequence[Copy]]
 
 
 def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
-    """Return whether two files' values are equal bit for bit, by the CRC32s of their records; None if these don't tell.
+    """Return whether two files' values are equal bit for bit, by the CRC32s of their records; None if these can't tell.
 
-    The CRC32s tell if the records are equal, or if each record has nothing but the tensor.
+    They can if the CRC32s are equal, or if each record contains nothing but the tensor.
     """
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
         return one == other or (one != one and other != other)  # NaNs count as equal.

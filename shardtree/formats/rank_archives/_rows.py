@@ -113,7 +113,7 @@ def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[st
         return differing_among(checkpoint, contents.copies, unique_keys) | refused
     copies = ((key, copy) for key in unique_keys for copy in contents.copies.get(key, ()))
     unlike = [(key, copy.reason) for key, copy in copies if copy.same is False]
-    return dict(reversed(unlike)) | refused  # Reversed: a tensor's first copy that differs is the one that is named.
+    return dict(reversed(unlike)) | refused  # In reverse order, so that a tensor's first differing copy is named.
 
 
 def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:

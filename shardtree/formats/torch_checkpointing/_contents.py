@@ -260,7 +260,7 @@ def _refuse_hidden(value: Any, where: str) -> None:
         if isinstance(node, (StoredTensor, StoredDTensor)):
             what = f"open: {where!r} has tensors outside of dicts, lists and tuples"
             fix = "Load it with torch_checkpointing, and save these tensors in a dict."
-            raise UnsupportedValue(error_text(what, found="one in a set or an object, or as a key", fix=fix))
+            raise UnsupportedValue(error_text(what, found="a tensor in a set or an object, or as a key", fix=fix))
         if id(node) not in ids:
             ids.add(id(node))
             left.extend(contents(node))

@@ -127,7 +127,7 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
-        what = f"open: {name!r} has 16-bit remainders in place of masters, which don't show the states' parameters"
+        what = f"open: {name!r} has 16-bit remainders in place of masters: its parameters can't be identified"
         fix = "Load the model alone, or go on in Megatron-Core and save with store_param_remainders=False."
         raise UnsupportedValue(error_text(what, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
@@ -205,11 +205,11 @@ Reading = tuple[Unit, ...]
 """The parameters of a bucket, in order."""
 
 MOST_READINGS = 64
-"""Upper bound of the readings of a bucket; if there are as many, there may be more."""
+"""Upper bound of the readings of a bucket that are compared; a bucket may have more."""
 
 
 def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], Sequence[Candidate]]) -> list[Reading]:
-    """Return the readings of a bucket, each with all parameters in order; usually there is one.
+    """Return the readings of a bucket, its possible divisions into parameters in order; usually there is one.
 
     Args:
         bucket: Bucket to read.

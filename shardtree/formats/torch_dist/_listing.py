@@ -237,7 +237,7 @@ class ArchiveListing:
     """Tensors, objects and values of a checkpoint, with the archives that hold them.
 
     Loads are planned on one virtual file of all payloads, since a payload's offset in its archive is only known once
-    the archive is opened. A byte between two payloads prevents that a run spans both.
+    the archive is opened. A byte between two payloads keeps any run from spanning both.
 
     Attributes:
         index: Index of tensors and objects; its only file is the virtual one.
@@ -275,7 +275,7 @@ def parse(checkpoint: Checkpoint) -> ArchiveListing:
 
 
 def index_on_files(listing: ArchiveListing, index: Index) -> Index:
-    """Return an index with the data files in place of the virtual one, and with archives' offsets as those of chunks.
+    """Return an index with the data files in place of the virtual one; a chunk's offset is that of its archive.
 
     The index is only for display: a chunk's elements come after the head of its archive, whose length isn't known.
     """

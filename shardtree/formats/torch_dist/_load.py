@@ -259,7 +259,7 @@ def _step(checkpoint: Checkpoint, listing: ArchiveListing) -> float:
     steps = {step for _, step in _steps(checkpoint, listing)}
     if len(steps) != 1:
         fix = "Leave the steps out of the target, and set the optimizer's step by hand."
-        raise UnsupportedValue(error_text("load: the optimizer doesn't have one step", found=sorted(steps), fix=fix))
+        raise UnsupportedValue(error_text("load: the groups have no common step", found=sorted(steps), fix=fix))
     return steps.pop()
 
 

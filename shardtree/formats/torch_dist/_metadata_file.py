@@ -80,7 +80,7 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
 
     Raises:
         CheckpointingException: The file isn't sound, or isn't regular enough; reading it without a scan tells which.
-        ValueError: The same; so do TypeError, KeyError and OverflowError.
+        ValueError: As above; TypeError, KeyError and OverflowError have the same meaning.
     """
     classes = metadata_classes()
     scan = MetadataScan(classes)

@@ -33,10 +33,10 @@ from ._pickled_columns import (
 )
 
 _LEAST, _MOST, _SCANNED_BYTES = 1_000, 65_536, 2**24
-"""Bounds of the bytes and records taken at once: fewer bytes are read faster one by one, more would fill memory."""
+"""Bounds of the bytes and records scanned at once: fewer bytes are read faster one by one, more would fill memory."""
 
 _MOST_SHORT = 100_000
-"""Upper bound of the byte ranges that were too short; after as many, the file counts as irregular."""
+"""Upper bound of the byte ranges that were too short; after that many, the file counts as irregular."""
 
 
 @dataclass(slots=True)

@@ -202,7 +202,7 @@ def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, wr
 
 
 def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
-    """Return the places of all chunks but the first, with which all names except those of files were written."""
+    """Return the places of all chunks but the first, whose record has written all names except those of files."""
     columns, axes = contents.columns, _axes(contents.columns)
     key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)
     within = np.arange(len(columns)) - np.searchsorted(columns.key, columns.key)
@@ -230,7 +230,7 @@ def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
 
 
 def _file_names(writer: PickleWriter, files: Sequence[str], rows: Column) -> Callable[[slice], Field]:
-    """Return a function of the names of rows' files: literal at the first use of a name, then references."""
+    """Return a function that returns rows' file names as opcodes: literal at a name's first use, then references."""
     used, first = np.unique(rows, return_index=True)
     codes, row = [b""] * len(files), rows.copy()
     for number, at in sorted(zip(used.tolist(), first.tolist(), strict=True), key=itemgetter(1)):

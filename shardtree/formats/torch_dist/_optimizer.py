@@ -83,8 +83,8 @@ def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill)
     whose bytes are never read.
 
     Raises:
-        UnsupportedValue: A bucket has no reading, or parameters with equal weights and different states can't be told
-            apart.
+        UnsupportedValue: A bucket can't be divided into parameters, or parameters with equal weights and different
+            states can't be told apart.
         CorruptCheckpoint: Ranks' copies of a parameter's state differ.
     """
     states = checkpoint.once(States)
@@ -94,7 +94,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill)
 
 
 def state_copies(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Iterator[Copies]:
-    """Yield the copies that several data-parallel groups have of states of parameters not cut by tensor parallelism."""
+    """Yield several data-parallel groups' copies of states, for parameters that tensor parallelism doesn't cut."""
     for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
         for state in sorted(
             {state for match in matches for state, _ in match.bucket.states} if len(matches) > 1 else ()

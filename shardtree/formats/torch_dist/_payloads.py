@@ -31,7 +31,7 @@ from ..torch import decode_with_holes
 from ._listing import ArchiveListing, read_listing
 
 _UNKNOWN, SCATTERED = -1, -2
-"""Placeholders for a payload's offset: it hasn't been looked up; its bytes aren't in row-major order."""
+"""Placeholders for the offset of a payload that isn't looked up yet, and of one that isn't in row-major order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

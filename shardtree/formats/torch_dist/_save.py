@@ -153,7 +153,7 @@ def publish_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
     saving, contents = contents_by(pending, DCP[0])
     remove_folder(pending.storage, pending.save_id)
-    # Paths of shards have one entry: a key with dots may be a parameter's name or mean nested dicts, and can't tell.
+    # Paths of shards have one entry: a key with dots may be a name or mean nested dicts, and doesn't show which.
     paths = {key: (key,) for key in (*contents.columns.keys, *contents.objects)}
     paths |= {value.name: value.path for value in saving.values}
     archives = {value.name: value.archive for value in saving.values}

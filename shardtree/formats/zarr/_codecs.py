@@ -151,7 +151,7 @@ def check_headers(array: StoredArray, data: bytes, what: str) -> None:
         what: Name of the file, for errors.
 
     Raises:
-        CorruptCheckpoint: The file is cut off, would become much longer, or can't be the compressor's.
+        CorruptCheckpoint: The file is cut off, would decode to far more bytes, or isn't in the compressor's format.
         UnsupportedValue: There are several compressors, a codec after the compressor, or chunks in inner chunks.
 
     Examples:
@@ -185,20 +185,20 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
     if "sharding_indexed" in names:
         codec_names, fix = ", ".join(names)[:200], "Rewrite it with sharding as the only codec."
         raise UnsupportedValue(
-            error_text(f"load: {what} has chunks in chunks, and codecs around", found=codec_names, fix=fix)
+            error_text(f"load: {what} has codecs around its inner chunks", found=codec_names, fix=fix)
         )
     if names and names[-1] == "crc32c":
         # Zarr v2 and v3 have this field in different places, and each ignores the other's.
         if isinstance(codecs[-1], dict) and "start" in (codecs[-1].get("location"), parts[-1][1].get("location")):
             fix = "Rewrite it with its checksum at the end."
-            raise UnsupportedValue(error_text(f"load: {what} begins with its checksum", fix=fix))
+            raise UnsupportedValue(error_text(f"load: {what} begins with its checksum, not with data", fix=fix))
         names, data = names[:-1], data[:-_CHECKSUM_BYTES]
     if not _DECODED_LENGTHS.keys() & set(names):
         return
     # The decoded length of a second compressor is only known after decoding with the first one.
     if _DECODED_LENGTHS.keys() & set(names[:-1]):
         codec_names, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
-        raise UnsupportedValue(error_text(f"load: {what} has compressors among its codecs", found=codec_names, fix=fix))
+        raise UnsupportedValue(error_text(f"load: {what} has a compressor that isn't last", found=codec_names, fix=fix))
     # Against decompression bombs, the decoded length is read from headers, or found in steps, before it is allocated.
     most = _TIMES_WIDER * nbytes + _SLACK_BYTES
     try:
@@ -313,7 +313,7 @@ def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes,
     if names not in (["bytes"], ["bytes", "crc32c"]) or not is_plain(index[:1], 8, what):
         codec_names, fix = ", ".join(names)[:200], "Rewrite it with an index of little-endian bytes and crc32c."
         raise UnsupportedValue(
-            error_text(f"load: {what} has inner chunks in an unknown form", found=codec_names, fix=fix)
+            error_text(f"load: {what} has an index of inner chunks in an unknown form", found=codec_names, fix=fix)
         )
     count = prod(inner_counts(array))
     size = count * 16 + _CHECKSUM_BYTES * (len(names) - 1)

@@ -61,7 +61,7 @@ class Group:
         arrays: All arrays.
         sources: Source of each virtual file, by its number: the array, and the cell whose file must be decoded, or None
             for bytes of the fill value.
-        untaken: Reason that an array or a file isn't taken, by its name.
+        untaken: Reason that an array or a file isn't listed, by its name.
         gaps: Reason that elements of a tensor have no values if no chunk has them, by its key.
     """
 
@@ -125,7 +125,7 @@ def read_group(
     arrays = sorted(arrays, key=lambda array: array.key)
     twice = [repr(array.key) for array, following in pairwise(arrays) if array.key == following.key]
     if twice:
-        raise CorruptCheckpoint(error_text(f"open: {storage.where()!r} has tensors twice", offenders=twice))
+        raise CorruptCheckpoint(error_text(f"open: two arrays in {storage.where()!r} have one key", offenders=twice))
     rows = [_array_rows(storage, array, files) for array in arrays]
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
     object_rows = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
@@ -243,9 +243,9 @@ _OBJECT_SUFFIX = ".pt"
 
 
 def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict[str, str]]:
-    """Return the arrays in a folder and its subfolders, the objects that have files, and the reasons for untaken names.
+    """Return the arrays in a folder and its subfolders, the objects that have files, and why others are left out.
 
-    Arrays of types that torch lacks, such as strings and dates, aren't taken, nor files without an object's name.
+    Arrays of types that torch lacks, such as strings and dates, are left out, as are files without an object's name.
 
     Raises:
         CorruptCheckpoint: The metadata of an array isn't sound.

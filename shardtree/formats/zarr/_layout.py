@@ -92,7 +92,7 @@ def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[Arr
 
     Args:
         writes: Shards of all ranks, each in the replica that is written.
-        rank: Rank that writes a part of each tensor to yield; None for all tensors.
+        rank: Rank whose tensors are yielded: those that it writes a part of; None for all tensors.
 
     Raises:
         IntegrityError: A file would have gaps, or two keys would have one name.
@@ -215,7 +215,7 @@ class ChunkFile:
         name: Name of the file.
         length: Length of the whole file in bytes.
         is_shared: True if other ranks write other parts of the file.
-        shard: Number of each run's shard among the rank's, int64 (runs,).
+        shard: Number of each run's shard among the rank's shards, int64 (runs,).
         byte: Offset of each run in the shard's row-major bytes, int64 (runs,).
         target: Offset of each run in the file, ascending, int64 (runs,).
         count: Length of each run in bytes, int64 (runs,).
@@ -238,7 +238,8 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
     Args:
         part: Layout of the tensor's array.
         rank: Rank that writes.
-        numbers: Number of each of the tensor's shards among the rank's, -1 for those of other ranks, int64 (shards,).
+        numbers: Number of each of the tensor's shards among the rank's shards, -1 for those of other ranks, int64
+            (shards,).
     """
     array, shards = part.array, np.flatnonzero(numbers >= 0)
     files, file = np.unique(part.file[shards], return_inverse=True)

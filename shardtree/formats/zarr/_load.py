@@ -107,7 +107,7 @@ def zarr_package(what: str) -> Any:
         return import_module("zarr")
     except ImportError as error:
         fix = "pip install 'shardtree[zarr]'"
-        text = error_text(f"load: {what!r} is compressed, which needs the zarr package", found="none", fix=fix)
+        text = error_text(f"load: {what!r} is compressed, which needs the zarr package", fix=fix)
         raise StrategyError(text) from error
 
 

@@ -200,7 +200,7 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
         return columns, np.arange(len(tensors))
     if pending.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks exchange their layouts."
-        raise StrategyError(error_text("save: zarr chunks depend on the shards of all ranks", fix=fix))
+        raise StrategyError(error_text("save: zarr chunks need all ranks' layouts, which aren't exchanged", fix=fix))
     if isinstance(pending.state, ZarrSaving):  # This process also plays another rank, which has computed them.
         columns = pending.state.columns
     else:

@@ -73,8 +73,8 @@ class CheckpointReader(StorageReader):
 
     Raises:
         MetadataError: `rename` isn't a function.
-        CheckpointingException: In `dcp.load`, inside its `CheckpointException`: the errors of `open_checkpoint` and
-            `load`; a rank's part of several boxes, for which DCP assumes one, is an UnsupportedValue.
+        CheckpointingException: Inside the `CheckpointException` of `dcp.load`: an error of `open_checkpoint` or `load`,
+            or UnsupportedValue if a rank's part consists of several boxes, where DCP assumes one.
 
     Examples:
         >>> import tempfile, warnings, torch.distributed.checkpoint as dcp, shardtree as st

@@ -41,8 +41,8 @@ class CheckpointWriter(StorageWriter):
         options: Options of the save.
 
     Raises:
-        CheckpointingException: In `dcp.save`, inside its `CheckpointException`: the errors of `save`; ranks of another
-            process group, and ``use_collectives=False``, are WorldErrors.
+        CheckpointingException: Inside the `CheckpointException` of `dcp.save`: an error of `save`, or WorldError for
+            ranks of another process group or for ``use_collectives=False``.
 
     Examples:
         >>> import tempfile, warnings, torch.distributed.checkpoint as dcp, shardtree as st
@@ -101,7 +101,7 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, each with the number of ranks, from which alone a writer learns of ``no_dist``."""
+        """Return the plans, each with the number of ranks: nothing else tells a writer of ``no_dist``."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -41,7 +41,7 @@ class ModuleKeys:
     Attributes:
         missing: Keys, sorted, under which tensors of the module aren't stored, so that these keep their values; also
             names that a hook reports as missing.
-        unused: Keys, sorted, of stored tensors that no name in the module has, or that its `load_state_dict` doesn't
+        unused: Keys, sorted, of stored tensors that the module has no name for, or that its `load_state_dict` doesn't
             take.
         kept: Keys, sorted, of other values that aren't stored and are kept: extra states without tensors, and the
             counter that a batch norm lacks in an old checkpoint.
@@ -75,11 +75,11 @@ def load_module(
     as tensors are looked for in the common state, where plain buffers and extra states may be. Buffers that
     `state_dict` leaves out (``persistent=False``) keep their values. If the load fails, the module's values are lost.
 
-    Hooks run as in ``module.load_state_dict(...)`` with the stored values. A module with load pre-hooks or an own
-    `_load_from_state_dict` loads itself, from a state dict that reads a tensor when its value is asked for: as a
-    DTensor with the placements of the module's own, or whole, on the CPU. Tensors of its children are read so only if
-    the hook asks for them. Post-hooks and setters of extra states are called when the tensors before them are
-    filled. Torch's own hooks that look at no element, such as FSDP2's, cost nothing. If `module` overrides
+    Hooks run as in ``module.load_state_dict(...)`` with the stored values. A module with load pre-hooks or its own
+    `_load_from_state_dict` loads itself, from a state dict that reads each tensor when it is accessed: as a DTensor
+    with the placements of the module's tensor, or as a whole tensor on the CPU. Tensors of its children are read in
+    this way only if the hook accesses them. Post-hooks and setters of extra states are called once the tensors before
+    them are filled. Torch's own hooks that look at no element, such as FSDP2's, cost nothing. If `module` overrides
     `load_state_dict`, the override is called, and may read everything that is stored.
 
     Args:
@@ -261,7 +261,7 @@ def _refuse_missing(missing: Mapping[str, str], loading: _Loading, shapes: Shape
             for key, name in sorted(missing.items())
         ]
         error = KeyMismatch(
-            error_text("load_module: not stored, or not in state_dict", offenders=offenders, found=found, fix=fix)
+            error_text("load_module: values not stored or not in state_dict", offenders=offenders, found=found, fix=fix)
         )
         error.unexpected = tuple(sorted(missing))
         raise error

@@ -36,7 +36,8 @@ def mesh_of(device_mesh: Any) -> Mesh:
         device_mesh: DeviceMesh of torch.distributed.
 
     Raises:
-        MetadataError: It isn't a DeviceMesh, or is a slice without this process, whose ranks torch doesn't know.
+        MetadataError: `device_mesh` isn't a DeviceMesh, or is a slice that this process isn't in, so that torch doesn't
+            know its ranks.
 
     Examples:
         >>> import torch
@@ -136,8 +137,8 @@ def spec_of(dtensor: Any) -> PartitionSpec:
         dtensor: DTensor with any placements except `Partial`; its elements aren't accessed.
 
     Raises:
-        UnsupportedValue: It isn't a DTensor, or a placement is `Partial` or of an unknown kind, or an axis isn't cut in
-            the order of the mesh axes.
+        UnsupportedValue: `dtensor` isn't a DTensor, or a placement is `Partial` or of an unknown kind, or an axis isn't
+            cut in the order of the mesh axes.
 
     Examples:
         >>> import torch

@@ -41,8 +41,8 @@ def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Tra
     """Return all problems of transfers between two layouts; none if each element is written once.
 
     Args:
-        source: Shards of all ranks before, with as many axes as the target.
-        target: Shards of all ranks after.
+        source: Shards of all ranks before the resharding, with as many axes as the target.
+        target: Shards of all ranks after the resharding.
         transfers: Transfers to check.
     """
     rows = np.where(transfers.hop > 0, len(target), len(source))
@@ -89,16 +89,16 @@ def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Tran
 def _wrong_places(
     shard: ShardColumns, transfers: Transfers, memory: tuple[Column, Column], which: str
 ) -> dict[str, Mask]:
-    """Return masks of boxes outside their stated shards, and of boxes that aren't at their stated place in memory."""
+    """Return masks of boxes outside their stated shards, and of boxes that aren't at the stated position in memory."""
     last = transfers.offset + transfers.shape
     outside = ((transfers.offset < shard.offset) | (last > shard.offset + shard.shape)).any(axis=1)
     first_element, stride = shard_memory(shard, transfers.offset)
     last_element, _ = shard_memory(shard, last - 1)
-    # In row-major order an inner box's first corner comes first and its last corner last: these two decide for a range.
+    # In row-major order a box's first corner comes first and its last one last, so these two decide for a flat range.
     outside |= (shard.start >= 0) & ((first_element < 0) | (last_element >= shard.stop - shard.start))
     element, strides = memory
     elsewhere = (element != first_element) | ((strides != stride) & (transfers.shape > 1)).any(axis=1)
-    return {f"isn't in the shard {which}": outside, f"lies elsewhere in the shard {which}": elsewhere & ~outside}
+    return {f"isn't in the shard {which}": outside, f"is misplaced in the shard {which}": elsewhere & ~outside}
 
 
 def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
@@ -109,7 +109,7 @@ def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, wh
         ranks = tuple(sorted({int(transfers.from_rank[row]), int(transfers.to_rank[row])}))
         yield Problem(target.keys[key], ranks, f"transfer {row}, {place_text(box)}, {what}", box)
     if rows.size > _SHOWN_PROBLEMS:
-        yield Problem("transfers", (), f"and {rows.size - _SHOWN_PROBLEMS} more {what}")
+        yield Problem("transfers", (), f"and {rows.size - _SHOWN_PROBLEMS} more, each of which {what}")
 
 
 def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
@@ -174,7 +174,8 @@ def check_kinds(
     if absent:
         near = near_names(absent, [key for key in source.keys if key not in kinds])
         fix = "Ask for tensors that the source has, or rename one side."
-        raise KeyMismatch(error_text("plan_reshard: not in the source", offenders=with_guesses(absent, near), fix=fix))
+        heading = "plan_reshard: the source lacks tensors that the target asks for"
+        raise KeyMismatch(error_text(heading, offenders=with_guesses(absent, near), fix=fix))
     pairs = {key: (source_kinds[key], kind) for key, kind in kinds.items()}
     wrong = {key: pair for key, pair in pairs.items() if not _fits(*pair, cast=cast)}
     if wrong:
@@ -200,7 +201,7 @@ def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
     if not all(convertible(*pair) for pair in dtypes):
         yield "Ask for the source's dtype, where values can't be converted without a loss."
     if any(before.global_shape != after.global_shape for before, after in pairs):
-        yield "Resharding keeps global shapes: save and load handle what is padded."
+        yield "Resharding keeps global shapes; save and load to change padding."
 
 
 def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
@@ -221,15 +222,15 @@ def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
         lines = (f"{columns.keys[key]!r} {columns.kinds[key]}: {total[key]:.3g} bytes" for key in largest)
         heading = f"plan_reshard: the {side}'s shards together are too large"
         raise ShapeError(
-            error_text(heading, offenders=lines, fix="Plan parts of them that have less than 2**62 bytes.")
+            error_text(heading, offenders=lines, fix="Make several plans, each for less than 2**62 bytes.")
         )
 
 
 def check_mains(source: ShardColumns, target: ShardColumns) -> None:
-    """Raise an error if main replicas of wanted tensors overlap, so that none is authoritative, or leave their tensor.
+    """Raise an error if main replicas of wanted tensors overlap, so that none is authoritative, or exceed their tensor.
 
     Raises:
-        IntegrityError: Main replicas overlap or leave their tensor; the error names keys, ranks and boxes.
+        IntegrityError: Main replicas overlap or exceed their tensor; the error names keys, ranks and boxes.
     """
     keys = set(target.keys)
     # Faults of tensors that no target asks for don't matter: they aren't moved.

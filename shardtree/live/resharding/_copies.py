@@ -30,7 +30,7 @@ _AT_ONCE = 65_536
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Boxes of elements in the data of shards, one a row; elements are counted as by `Transfers`.
+    """Boxes of elements in the data of shards, one per row; offsets and strides are those of `Transfers`.
 
     Attributes:
         row: Row of the shard, int64 (boxes,).
@@ -135,7 +135,7 @@ def target_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> R
     rows = (row for row in np.unique(boxes.row).tolist() if row in memories)
     lazy = [row for row in rows if memories[row].is_conj() or memories[row].is_neg()]
     if lazy:
-        heading, fix = "reshard: targets that are conjugated or negated lazily", "Give .resolve_conj().resolve_neg()."
+        heading, fix = "reshard: targets conjugated or negated lazily", "Pass their .resolve_conj().resolve_neg()."
         raise ShapeError(error_text(heading, offenders=[_name(columns, row) for row in lazy], fix=fix))
     return shard_regions(columns, boxes, memories)
 
@@ -148,8 +148,8 @@ def _strides(memory: torch.Tensor, axes: int) -> Column:
 def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
     """Return a shard's tensor as integers of its item size, after checking that it fits the shard."""
     if row not in memories:
-        fix = "Give the tensor of each shard that the rank holds, by its row."
-        raise KeyMismatch(error_text(f"reshard: no memory for {_name(columns, row)}, row {row}", fix=fix))
+        fix = "Pass the tensor of each shard that the rank holds, by row."
+        raise KeyMismatch(error_text(f"reshard: no tensor for {_name(columns, row)}, row {row}", fix=fix))
     memory = memories[row]
     kind = columns.kinds[int(columns.key[row])]
     if (memory.dtype, memory.numel()) != (kind.dtype, elements):

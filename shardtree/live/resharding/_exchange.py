@@ -32,7 +32,7 @@ MOST_CELLS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedCells:
-    """The wanted shards of all ranks, cut into cells that each shard wants whole or not at all.
+    """The wanted shards of all ranks, cut into cells; each shard wants a cell whole or not at all.
 
     Attributes:
         targets: The wanted shards; a shard that overlaps others but stays whole is made a tensor of its own.
@@ -64,7 +64,7 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
         ([[0], [1], [2]], [[1], [1], [1]], [0, 0, 1, 1], [0, 1, 1, 2])
     """
     place, places = held_places(columns)
-    kept_row = first_rows(place, places)  # equal shards are cut alike: one of each place stands for the others
+    kept_row = first_rows(place, places)  # equal shards are cut alike: one at each place represents the others
     shards = select_rows(columns, kept_row)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     overlapping = shared_groups(shards.key[boxes.shard], boxes.offset, boxes.shape)
@@ -114,8 +114,8 @@ def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> Shar
 # The division of cells among readers.
 
 STRIPE_BYTES = 1024 * 1024
-"""Shards are cut between readers at multiples of this size, for whole requests and few hashed blocks that two ranks
-read."""
+"""Shards are cut between readers at multiples of this size, so that requests are whole and few hashed blocks are read
+by two ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -125,9 +125,9 @@ class SharedReads:
     Attributes:
         ranks: Number of ranks.
         targets: Wanted shards; a shard that overlaps others but isn't cut is made a tensor of its own.
-        reads: Reads of all ranks, as shards of the same tensors, ordered by tensor and place.
-        row: Shard that contains each read, the first of its reader that wants it, as a row of `targets`, int64
-            (reads,).
+        reads: Reads of all ranks, as shards of the same tensors, ordered by tensor and position.
+        row: Row in `targets` of the shard that contains each read: the first of its reader's shards that want it,
+            int64 (reads,).
         first: First row of each rank in `targets`, int64 (ranks,).
         is_whole: Whether a read is its whole shard, bool (reads,).
         bytes_sent: Bytes that each rank sends to others, int64 (ranks,).
@@ -161,7 +161,7 @@ class ExchangePlan:
     Attributes:
         shared: Reads of all ranks.
         passed_on: Plan from the reads to the wanted shards, without elements that are read directly into them.
-        element: Element of its shard at which each read begins; -1 if the read isn't contiguous there, int64 (reads,).
+        element: Offset of each read in its shard's elements; -1 if the read isn't contiguous there, int64 (reads,).
     """
 
     shared: SharedReads
@@ -217,12 +217,12 @@ def plan_reads(
     is_cut: bool = True,
     alike: Sequence[Column] | None = None,
 ) -> SharedReads:
-    """Return the reads of each rank by which ranks that want the same elements read them once between them.
+    """Return the reads of each rank; elements that several ranks want are read once for all of them.
 
     Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
-    end and cut into one range a rank, so that each rank reads as much as the others, whatever it reads alone or with
-    other sets. Cuts lie between cells or at whole stripes: a rank's share is at most a stripe away from an equal one.
-    Ranks that want the same are described once, so the cost doesn't grow with the number of replicas.
+    end and cut into one range per rank, so that each rank reads as much as the others in total, with what it reads
+    alone or in other sets. Cuts lie between cells or at whole stripes: a rank's share is at most a stripe away from an
+    equal one. Ranks that want the same shards are described once, so the cost doesn't grow with the number of replicas.
 
     Args:
         columns: Wanted shards of all ranks, with each rank's rows together.
@@ -230,9 +230,9 @@ def plan_reads(
         stripe_bytes: Multiple of bytes at which cells are cut.
         most_cells: Upper bound of cells for each box of a tensor, on average; a tensor that would have more keeps its
             shards whole, and elements that they share are read more than once.
-        is_cut: Whether shards and cells are cut; if not, one rank reads equal shards whole, and each rank its other
-            shards.
-        alike: Ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
+        is_cut: Whether shards and cells are cut; if not, one rank reads equal shards whole for all, and each rank
+            reads its other shards itself.
+        alike: Ranks, ascending, that each number in ``columns.rank`` represents; None if the numbers are ranks.
 
     Examples:
         >>> import torch, shardtree as st

@@ -130,7 +130,7 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
 def _check_tensors(shards: Sequence[tuple[TreePath, ShardedTensor]], doing: str) -> None:
     empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in shards if given_tensor(shard) is None]
     if empty:
-        heading, fix = f"{doing}: source shards without a tensor", "Give each its tensor; read a lazy one first."
+        heading, fix = f"{doing}: source shards without a tensor", "Pass each with its tensor; read lazy ones first."
         raise CheckpointingException(error_text(heading, offenders=empty, fix=fix))
     for _, shard in shards:
         check_unchanged(doing, shard, shard.data)
@@ -157,7 +157,7 @@ def agreed_common(commons: Mapping[int, Any], doing: str = "reshard") -> Any:
     # Values are compared as a format would store them: two ranks may hold equal values in different containers.
     problems = common_problems({rank: comparable(common) for rank, common in commons.items()})
     if problems:
-        fix = "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject."
+        fix = "Wrap a rank's own values in a ShardedObject or LocalNonpersistentObject."
         heading = f"{doing}: the ranks' plain values differ"
         raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
     return next(iter(commons.values()), HOLE)
@@ -249,7 +249,7 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
     lacking = [render_path(path) for path in unfilled(tree, plain)]
     if lacking:
         heading = f"{doing}: plain tensors of the target that no source has as a plain value"
-        fix = "Make each a shard, as `shard_at` does, or put what is the rank's own into a LocalNonpersistentObject."
+        fix = "Make each a shard, as `shard_at` does, or wrap a rank's own tensor in a LocalNonpersistentObject."
         raise TreeError(error_text(heading, offenders=lacking, fix=fix))
     return tree
 
@@ -275,7 +275,7 @@ def reshard(
     cast: bool = False,
     plain: Sequence[str] = (),
 ) -> Any:
-    """Return the targets filled from the trees of all ranks, as saving those and loading these would do.
+    """Return the targets filled from the trees of all ranks, as if `trees` were saved and `targets` loaded.
 
     Each byte is copied once, directly from the source's tensor into new memory. The arguments aren't changed, and the
     result shares nothing mutable with them.
@@ -297,7 +297,7 @@ def reshard(
         factories with their data, nonpersistent objects as they are, joined with the plain values.
 
     Raises:
-        TreeError: There is no tree, a target doesn't fit the plain values, or no source has its plain tensor.
+        TreeError: There is no tree, a target doesn't fit the plain values, or no source has a plain tensor of a target.
         IntegrityError: Source ranks disagree, targets ask for elements that no rank has, or objects need a rule.
         KeyMismatch: A target asks for a key that no source has, or a pattern matches nothing.
         ShapeError: A tensor's global shape differs; or its dtype differs and isn't cast, can't be cast, or needs its
@@ -354,8 +354,8 @@ def _copy_into_new(
         new.append(empty(shard.data_shape, dtype=shard.dtype, device=device))
     before, after = dict(enumerate(shard.data for shard in sources)), dict(enumerate(new))
     transfers = plan.transfers
-    # All copies out of one shard follow each other, while it is in the processor's cache: a fourth faster from rows to
-    # columns.
+    # All copies out of one shard follow each other, while it is in the processor's cache: this is a quarter faster from
+    # rows to columns.
     copy_transfers(plan, np.lexsort((transfers.target, transfers.source, transfers.key)), before, after)
     return new
 

@@ -219,7 +219,7 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     if not order.size:
         return as_routes(rows_of(pieces, order), order), pieces
     some, group = rows_of(pieces, order), group[order]
-    # This order makes the same one of several shards receive the elements on every rank that plans.
+    # With this order, the plans of all ranks let the same one of several shards receive the elements.
     left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
     later = (right < left) & (some.target[left] != some.target[right])
     left, right = left[later], right[later]
@@ -267,11 +267,11 @@ def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
 
 
 def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
-    """Return the bytes of all elements that a rank holds after and not before, counted once for each such rank.
+    """Return the bytes of all elements that a rank holds only after the resharding, counted once for each such rank.
 
     Args:
-        source: Shards of all ranks before, with as many axes as the target.
-        target: Shards of all ranks after; the source has all their keys.
+        source: Shards of all ranks before the resharding, with as many axes as the target.
+        target: Shards of all ranks after the resharding; the source has all their keys.
     """
     boxes = place_boxes(target)
     pieces = Pieces(boxes.shard, np.full(boxes.shard.size, NOWHERE), boxes.offset, boxes.shape)

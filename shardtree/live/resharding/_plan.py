@@ -48,13 +48,13 @@ class ReshardPlan:
     """A plan that moves tensors from one layout into another. It is a value: nothing has moved yet.
 
     Every rank computes the same plan from the same layouts. Where a tensor has another dtype in the target, its sender
-    converts it before sending: bytes are counted in the target's dtype.
+    converts it before sending, so bytes are counted in the target's dtype.
 
     Attributes:
-        source: Shards of all ranks before.
-        target: Shards of all ranks after.
+        source: Shards of all ranks before the resharding.
+        target: Shards of all ranks after the resharding.
         transfers: All transfers, including those within a rank, ordered by hop, to_rank, target, offset.
-        names: Keys of tensors by their other names in the target's trees, if it was given as trees.
+        names: Keys of tensors by their other names in the target's trees, if the target was passed as trees.
 
     Examples:
         >>> import torch, shardtree as st
@@ -102,7 +102,7 @@ class ReshardPlan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold shards before or after, ascending."""
+        """All ranks that hold shards before or after the resharding, ascending."""
         return tuple(np.union1d(self.source.rank, self.target.rank).tolist())
 
     @property
@@ -160,7 +160,7 @@ class ReshardPlan:
 
     @property
     def lower_bound(self) -> int:
-        """Fewest bytes that any plan moves: those of elements that a rank holds only after, once for each rank.
+        """Fewest bytes that any plan moves: each element that a rank lacks in the source counts once for that rank.
 
         They are counted in the target's dtypes.
         """
@@ -170,8 +170,8 @@ class ReshardPlan:
         """Return all problems of the plan; none if each element of each target shard is written once.
 
         The check uses only the layouts and the transfers, however they were made. Each box must lie in the stated
-        shards, at the stated places in their memory, on the stated ranks; the boxes that go to a shard must have as
-        many elements as it and none in common; and relayed data must have arrived before.
+        shards, at the stated positions in their memory, on the stated ranks; the boxes that go to a shard must have as
+        many elements as the shard, and none in common; and relayed data must have arrived before.
         """
         return transfer_problems(self.source, self.target, self.transfers)
 
@@ -179,8 +179,8 @@ class ReshardPlan:
         """Return the origin of each box of a tensor, on every rank; its text is a table.
 
         Args:
-            name: Key of the tensor; or, if the target was given as trees, its place in them (the path's entries joined
-                by dots), or the key of the factory that builds it, perhaps with other tensors.
+            name: Key of the tensor; or, if the target was passed as trees, its path in them (entries joined by dots),
+                or the key of the factory that builds it, perhaps with other tensors.
 
         Raises:
             KeyMismatch: No shard of the target belongs to such a tensor.
@@ -251,18 +251,18 @@ def plan_reshard(
     """Return the plan that moves tensors from one layout into another.
 
     Elements that a rank holds already stay there. All others come from a rank that has them, chosen among the replicas
-    so that all send about as much; where needed for that, a box is cut and comes from several. Each element is received
-    once by each rank that wants it, however many of its shards do. Ties break by key, place and rank, never by the
-    order of rows, so that every rank computes the same plan, and none is exchanged.
+    so that all send about as much; if needed for that, a box is cut and comes from several ranks. Each element is
+    received once by each rank that wants it, however many of its shards do. Ties break by key, position and rank, never
+    by the order of rows, so that every rank computes the same plan, and no plan is exchanged.
 
     Tensors that only the source has are left out. Global shapes must be the same on both sides: there is no padding,
     and `allow_shape_mismatch` has no effect here. Dtypes must be equal too unless `cast` is true.
 
     Args:
-        source: Shards of all ranks before: columns, or each rank's tree, by rank. Data isn't used, so metadata is
-            enough: the result of `without_data`, or of `load_tensors_metadata` for a checkpoint.
-        target: Shards of all ranks after, with the same numbering of ranks; the groups of ranks may overlap or be
-            disjoint.
+        source: Shards of all ranks before the resharding: columns, or each rank's tree, by rank. Data isn't used, so
+            metadata is enough: the result of `without_data`, or of `load_tensors_metadata` for a checkpoint.
+        target: Shards of all ranks after the resharding, with the same numbering of ranks; the groups of ranks may
+            overlap or be disjoint.
         shortest_cut: Lower bound in bytes of the parts into which a box is cut between senders.
         cast: Whether tensors are converted to the target's dtypes, as `load` does, before they are sent.
         plain: Key patterns of values that need no scales, as for `load`.
@@ -273,7 +273,7 @@ def plan_reshard(
         ShapeError: A tensor's global shape differs; or its dtype differs and isn't cast, can't be cast, or needs its
             scales; or a side has 2**62 bytes or more.
         MetadataError: `shortest_cut` isn't an integer.
-        IntegrityError: Main replicas of the source overlap or leave their tensor, or no rank holds some wanted
+        IntegrityError: Main replicas of the source overlap or exceed their tensor, or no rank holds some wanted
             elements.
 
     Examples:
@@ -353,8 +353,8 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
         >>> peak_bytes(plan, plan.schedule()), peak_bytes(plan, plan.schedule(max_bytes_in_flight=4))
         ({0: 24, 1: 24}, {0: 20, 1: 20})
     """
-    check_type("peak_bytes", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
-    check_type("peak_bytes", "schedule", schedule, Schedule, "Pass what `plan.schedule()` returns.")
+    check_type("peak_bytes", "plan", plan, ReshardPlan, "Pass the result of `plan_reshard`.")
+    check_type("peak_bytes", "schedule", schedule, Schedule, "Pass the result of `plan.schedule()`.")
     _check_schedule(plan, schedule)
     ranks = np.array(plan.ranks, dtype=np.int64)
     sides = (plan.source, plan.target)
@@ -378,6 +378,6 @@ def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
         and np.array_equal(transfers.to_rank[rows], schedule.to_rank)
     ):
         return
-    heading, fix = "peak_bytes: the schedule is another plan's", "Pass plan.schedule(...) of the same plan."
+    heading, fix = "peak_bytes: the schedule belongs to another plan", "Pass plan.schedule(...) of the same plan."
     found, expected = f"{plural(len(schedule), 'piece')} of other transfers", "pieces of the plan's transfers"
     raise MetadataError(error_text(heading, found=found, expected=expected, fix=fix))

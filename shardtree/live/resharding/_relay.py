@@ -49,7 +49,7 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
 
     Boxes that the same ranks want and would get from the same senders are laid one behind the other, and that line is
     divided into one equal interval for each of these ranks. So few boxes are cut, and a sender of a box to n of k ranks
-    sends n / k of it. If intervals can't be quite equal, the ranks with least get the longest ones.
+    sends n / k of it. If intervals can't be quite equal, the ranks with the fewest bytes so far get the longest ones.
 
     Args:
         shape: Shape of each box, without zeros, int64 (boxes, axes).
@@ -137,7 +137,7 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
         >>> plan.leaving([0]), once.leaving([0]), once.bytes_moved
         (16777216, 4194304, 16777216)
     """
-    check_type("with_relays", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
+    check_type("with_relays", "plan", plan, ReshardPlan, "Pass the result of `plan_reshard`.")
     shortest = max(1, integer("with_relays", "shortest_cut", shortest_cut))
     # Relays are added to any plan, not made by the planner: whether they pay depends on links that a plan doesn't know,
     # and the result can be printed, checked and scheduled like the plan itself.

@@ -37,7 +37,7 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
     arrival = np.full(boxes, -1)
     arrival[number[: first.size]] = first
     origin = arrival[number[first.size :]]
-    if rows.size < len(transfers) or (origin < 0).any():  # a user's plan may pass on other boxes than came
+    if rows.size < len(transfers) or (origin < 0).any():  # a user's plan may pass on other boxes than arrived
         return transfers.hop, transfers.hop - 1
     priority, needs = np.full(len(transfers), _WAVES), np.full(len(transfers), -1)
     relays = first[np.isin(first, origin)]
@@ -47,7 +47,7 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
 
 
 def _waves(rank: Column, nbytes: Column) -> Column:
-    """Return the part of its rank's received bytes to which each transfer belongs; ranks are ascending."""
+    """Return the part, from 0 to 7, of its receiver's bytes in which each transfer begins; ranks are ascending."""
     end = np.cumsum(nbytes)
     begins = np.flatnonzero(np.diff(rank, prepend=-1))
     count = np.diff(begins, append=rank.size)
@@ -76,7 +76,7 @@ class Schedule:
         >>> import torch, shardtree as st
         >>> whole = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(5))}
         >>> print(st.plan_reshard({0: whole}, {1: whole}).schedule(max_bytes_in_flight=12))
-        2 steps, 2 pieces: 20 B move, of a rank at most 12 B at once
+        2 steps, 2 pieces: 20 B move, at most 12 B per rank at once
         step  moves  fullest rank
            0   12 B  rank 0: 12 B
            1    8 B   rank 0: 8 B
@@ -109,7 +109,7 @@ class Schedule:
         counts = f"{plural(self.steps, 'step')}, {plural(len(self), 'piece')}"
         total, most = size_text(int(self.nbytes.sum())), size_text(self.max_bytes_in_flight)
         table = steps_table(self.step, self.from_rank, self.to_rank, self.nbytes) if self.steps else []
-        return "\n".join([f"{counts}: {total} move, of a rank at most {most} at once", *table])
+        return "\n".join([f"{counts}: {total} move, at most {most} per rank at once", *table])
 
 
 def schedule_transfers(
@@ -207,11 +207,11 @@ def _pieces(
 
 
 def fill(amount: Column, one: Column, other: Column, room: Column, item: Column) -> Column:
-    """Return the part of each amount that passes: the first get all that fits, then the next, as in a loop over them.
+    """Return the part of each amount that passes: earlier amounts get all that fits, then later ones, as in a loop.
 
-    No passable item is left: of the remainder of an amount, not even one item fits at both of its places. All amounts
-    that surely fit, because all before them do too, are taken at once, then those that are the first at both of their
-    places: so a few rounds do the work of a loop over the amounts.
+    Of the remainder of an amount, not even one item fits at both of its places. Each round takes all amounts that
+    surely fit, because all before them do too, and then those that are the first at both of their places. So a few
+    rounds do the work of a loop over the amounts.
 
     Args:
         amount: Multiples of `item`, the most important first, int64 (amounts,).
@@ -297,8 +297,8 @@ class RankPairs:
     def distance(self) -> Column:
         """Distance from sender to receiver when both are numbered round a circle, int64 (pairs,).
 
-        Relaying pairs have circles of their own. So all pairs at one distance have different ranks, and if ranks send
-        to as many others, as trainers do to engines, each rank is in one of them.
+        Relaying pairs have a separate circle. So pairs at one distance share no sender and no receiver; and if equally
+        many senders and receivers all have bytes for each other, as trainers for engines, each rank is in one of them.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):
@@ -361,14 +361,14 @@ def _one_step(pairs: RankPairs, distance: Column, left: Column, room: int) -> Co
 
 
 def _share(room: int, part: Column, whole: Column) -> Column:
-    """Return about the share of the room that a part has of the whole, and never more, however many bytes there are."""
+    """Return the room times part / whole, rounded down; large numbers are rounded before, so that none overflows."""
     # Both are shifted until room * part fits an int64.
     shift = max(0, room.bit_length() + int(whole.max()).bit_length() - 63)
     return np.asarray(room * (part >> shift) // np.maximum(whole >> shift, 1))
 
 
 def _ready(pairs: RankPairs, left: Column) -> Column:
-    """Return the pairs that have bytes left and whose sender has received all of them."""
+    """Return the pairs that have bytes left and whose sender has received all that it needs for them."""
     comes = np.full(pairs.ranks, pairs.priority.max(initial=0))
     np.minimum.at(comes, pairs.other[left > 0], pairs.priority[left > 0])
     return np.flatnonzero((left > 0) & (pairs.needs < comes[pairs.one]))

@@ -94,7 +94,7 @@ def cast_text(before: torch.dtype, after: torch.dtype) -> str:
 
 
 def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column) -> list[str]:
-    """Return a line for each step, up to 32 of them: its bytes, and the ranks that send and receive most.
+    """Return a line for each step, up to 32 of them: its bytes, and the rank with the most sent and received bytes.
 
     Args:
         step: Number of the step, ascending, int64 (pieces,).
@@ -128,11 +128,11 @@ _SHOWN_ORIGINS = 40
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A box of a tensor that a rank receives, and the rank that has it before.
+    """A box of a tensor that a rank receives, and the rank that it comes from.
 
     Attributes:
         rank: Receiver.
-        from_rank: Rank that has the box before; the receiver itself if the box stays.
+        from_rank: Rank that the box comes from; the receiver itself if the box stays.
         box: Slices of the global tensor.
         nbytes: Size in bytes.
         hop: 0 if the box comes from a source shard; 1 or more if it comes from a target shard that was filled before.
@@ -152,9 +152,9 @@ class Provenance:
     """The origin of each box of a tensor, on every rank. Its text is a table.
 
     Attributes:
-        name: Name in the request: the tensor's key, or its place in the target's trees.
-        kinds: Dtype and global shape afterwards, by key, of the tensor, or of all tensors that a factory of that name
-            builds.
+        name: Requested name: the tensor's key, its path in the target's trees, or a factory's key.
+        kinds: Dtype and global shape in the target, by key: of the tensor, or of all tensors that a factory of that
+            name builds.
         origins: Boxes of the tensor, ordered by key, rank, then box.
         casts: Dtypes before and after of tensors that are cast, by key.
     """
@@ -192,7 +192,7 @@ def _row(one: Origin) -> tuple[str, ...]:
 
 
 def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of tensors by their other names in trees: their places, and factories' keys.
+    """Return the keys of tensors by their other names in trees: their paths, and factories' keys.
 
     Args:
         trees: Each rank's tree, with its result of `apply_factories`.
@@ -211,7 +211,7 @@ def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, .
         for path, leaf in leaves_with_paths(after):
             if not isinstance(leaf, ShardedTensor):
                 continue
-            # Users know a factory's place and key, but not those of the shards that it builds.
+            # Users know a factory's path and key, but not those of the shards that it builds.
             place = next((path[:depth] for depth in depths if path[:depth] in factories), path)
             for name in {path_key(place), factories.get(place, leaf.key)} - {leaf.key}:
                 names.setdefault(name, {})[leaf.key] = None
@@ -228,7 +228,7 @@ def tensor_origins(
     """Return the origins of one tensor's bytes, or of all tensors that are stored under one name.
 
     Args:
-        target: Shards of all ranks after.
+        target: Shards of all ranks after the resharding.
         transfers: All transfers of the plan.
         name: Key of the tensor, or one of `names`.
         names: Keys by other names, from `names_of_tensors`.
@@ -328,7 +328,7 @@ def plan_parts(text: str) -> Parts:
 
 
 def _refusal(problem: str) -> MetadataError:
-    heading, fix = "ReshardPlan.from_json: not a plan that can be read", "Pass what `ReshardPlan.to_json` returns."
+    heading, fix = "ReshardPlan.from_json: the text isn't a readable plan", "Pass the result of `to_json`."
     return MetadataError(error_text(heading, found=problem, expected=f"{FORMAT!r} {VERSION}", fix=fix))
 
 
@@ -348,7 +348,7 @@ def _layout(record: Mapping[str, Any], axes: int) -> ShardColumns:
     if list(kinds) != sorted(kinds) or len(kinds) != len(record["tensors"]):
         raise ValueError("keys of tensors aren't sorted, or one occurs twice")
     if np.any((columns["key"] < 0) | (columns["key"] >= len(kinds))):
-        raise ValueError("a shard of a tensor that isn't listed")
+        raise ValueError("a shard belongs to a tensor that isn't listed")
     return ShardColumns(tuple(kinds), tuple(kinds.values()), **columns)
 
 

@@ -13,16 +13,16 @@ from ...core.layouts import ROWS, ShardColumns, select_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Boxes that go from one shard to another, on the same rank or another, one a row.
+    """Boxes that go from one shard to another, on the same rank or another, one per row.
 
-    A shard's data is counted in elements of its row-major memory, a flat shard's in the order of its range.
+    Offsets in a shard's data count elements in row-major order; in a flat shard, in the order of its range.
 
     If two shards of a rank want the same elements, one of them receives them at hop 0; the other gets them from it at
     hop 1, and nothing moves between ranks.
 
     Attributes:
         hop: 0 if the box comes from a source shard; 1 or more if it comes from a target shard that received these
-            elements at earlier hops, and whose row `source` then is.
+            elements at earlier hops. `source` is then a row of the plan's `target`.
         source: Row of the sending shard in the plan's `source` (or `target`), int64 (transfers,).
         target: Row of the receiving shard in the plan's `target`, int64 (transfers,).
         from_rank: Sender, int64 (transfers,).
@@ -78,8 +78,8 @@ def as_transfers(source: ShardColumns, target: ShardColumns, routes: Routes) -> 
     """Return routes as transfers, in their order: by hop, to_rank, target, offset.
 
     Args:
-        source: Shards of all ranks before, with as many axes as the target.
-        target: Shards of all ranks after.
+        source: Shards of all ranks before the resharding, with as many axes as the target.
+        target: Shards of all ranks after the resharding.
         routes: Routes, in any order.
     """
     order = np.lexsort((*routes.offset.T[::-1], routes.target, target.rank[routes.target], routes.hop))
@@ -109,8 +109,8 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
     """Return the sending shard of each transfer, which is the source's at hop 0 and the target's after.
 
     Args:
-        source: Shards of all ranks before, with as many axes as the target.
-        target: Shards of all ranks after.
+        source: Shards of all ranks before the resharding, with as many axes as the target.
+        target: Shards of all ranks after the resharding.
         hop: Hop of each transfer, int64 (transfers,).
         row: Row of the sending shard, int64 (transfers,).
     """

@@ -161,8 +161,8 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
     """Return the global tree of ranks' sharded trees; undoes `shard`.
 
     A shard is replaced by its global tensor, as a checkpoint would hold it; a factory by the tree that it builds, or by
-    one tensor if that has one key. A tensor that a shard holds whole isn't copied. If copies differ the main replica
-    counts, and without one the copy on the lowest rank.
+    one tensor if all its shards have one key. A tensor that a shard holds whole isn't copied. If copies differ, the
+    main replica counts, and without one the copy on the lowest rank.
 
     Args:
         trees: Tree of each rank: a mapping by rank, or a sequence that begins with rank 0. They are joined: dicts by
@@ -193,7 +193,7 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
         refuse_hidden(f"unshard: rank {rank}", leaves_with_paths(tree))
     problems = common_problems({rank: comparable(common_with_holes(tree)) for rank, tree in by_rank.items()})
     if problems:
-        heading, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."
+        heading, fix = "unshard: plain values differ between ranks", "Make them equal, or remove them."
         raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
     flat = {rank: _flatten(tree) for rank, tree in by_rank.items()}
     columns = join_columns([shard_columns(rank_tree.tensors, rank) for rank, rank_tree in flat.items()])
@@ -250,15 +250,15 @@ def _join_slots(trees: Iterable[Any]) -> Any:
     for tree in trees:
         pairs, rebuild = flatten_with_paths(tree)
         _check_same(leaves, pairs)
-        # Only slots are left here: merging refuses a place that two trees fill, and replicated values are on many
-        # ranks.
+        # Leaves that an earlier tree has become holes: merging refuses a path that two trees fill, and replicas are on
+        # many ranks.
         new = [leaf if path not in leaves else HOLE for path, leaf in pairs]
         leaves |= {path: leaf for path, leaf in pairs if leaf is not HOLE and path not in leaves}
         whole = merge(whole, rebuild(new))
     unknown = [render_path(path) for path, leaf in leaves_with_paths(whole) if leaf is HOLE]
     if unknown:
         fix = "Pass the trees of all ranks."
-        raise IntegrityError(error_text("unshard: places that no rank fills", offenders=unknown, fix=fix))
+        raise IntegrityError(error_text("unshard: paths that no rank fills", offenders=unknown, fix=fix))
     return whole
 
 
@@ -269,7 +269,7 @@ def _check_same(leaves: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, 
         if path in leaves and leaf is not HOLE and {type(leaf), type(leaves[path])} >= {_Slot} and leaf != leaves[path]
     ]
     if wrong:
-        fix = "Where ranks have other tensors at one path, pass {shard.key: shard} for each rank."
+        fix = "If ranks have different tensors at one path, pass {shard.key: shard} for each rank."
         raise TreeError(error_text("unshard: one path is for different tensors", offenders=wrong, fix=fix))
 
 

@@ -21,7 +21,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
     """Return the shape of each parameter, by name.
 
     Args:
-        parameters: Shapes, or values that have one, by name.
+        parameters: Shapes, or values with a shape, by name.
 
     Raises:
         MetadataError: A value has no shape or is a flat range, or dtypes are mixed; the error names each value.
@@ -33,11 +33,11 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
     """
     if not isinstance(parameters, Mapping):
         fix = "Pass {name: shape, tensor or shard}, such as dict(module.named_parameters())."
-        heading, found = "plan_buffers: not parameters by name", type(parameters).__name__
+        heading, found = "plan_buffers: parameters isn't a mapping", type(parameters).__name__
         raise MetadataError(error_text(heading, found=found, expected="a mapping", fix=fix))
     wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
-        fix = "Pass shapes, tensors, or shards of whole boxes; for a factory without data its tensor's shape."
+        fix = "Pass shapes, tensors or box shards; for a factory without data its tensor's shape."
         raise MetadataError(error_text("plan_buffers: parameters that can't be placed", offenders=wrong, fix=fix))
     _check_dtypes(parameters)
     return {name: _shape(value) or () for name, value in parameters.items()}
@@ -99,7 +99,7 @@ def check_parameters(plan: BufferPlan, parameters: Mapping[str, Any], doing: str
     """
     if not isinstance(parameters, Mapping):
         found, fix = type(parameters).__name__, "Pass {name: shard}, with the plan's names."
-        heading = f"{doing}: not parameters by name"
+        heading = f"{doing}: parameters isn't a mapping"
         raise ShapeError(error_text(heading, found=found, expected="a mapping", fix=fix))
     missing = [repr(place.name) for place in plan.places if place.name not in parameters]
     if missing:
@@ -138,12 +138,12 @@ def plan_buffers(
 ) -> BufferPlan:
     """Return the plan of parameters in one contiguous buffer, with each rank's range of every bucket.
 
-    Parameters are consecutive, and never span two buckets. A bucket is closed after the parameter with which it has
-    elements.
+    Parameters are consecutive, and never span two buckets. A bucket is closed after the parameter that brings it to
+    `bucket_size` elements or more.
 
     Args:
         parameters: Parameters of the model on a rank, by name: a shape, a tensor, a ShardedTensor, or a
-            ShardedTensorFactory with data. They must have one dtype, as buffers have; shapes have none.
+            ShardedTensorFactory with data. All dtypes must be equal; shapes have none.
         data_parallel: Number of ranks that share the buffer.
         bucket_size: Size at which a bucket is closed; None for one bucket.
         align: Divisor of each parameter's start, counted from the beginning of the buffer.
@@ -214,8 +214,8 @@ def _names_in_order(shapes: Mapping[str, Any], order: Iterable[str] | None) -> l
         return list(shapes)
     names = _checked_names("order", order, shapes)
     counts = Counter(names)
-    wrong = [f"{name!r} isn't there" for name in shapes if name not in counts]
-    wrong += [f"{name!r} is there {count} times" for name, count in counts.items() if count > 1]
+    wrong = [f"{name!r} is missing" for name in shapes if name not in counts]
+    wrong += [f"{name!r} occurs {count} times" for name, count in counts.items() if count > 1]
     if wrong:
         fix = "Pass all names of `parameters`, each once, such as reversed(parameters)."
         raise KeyMismatch(error_text("plan_buffers: order doesn't have all names once", offenders=wrong, fix=fix))

@@ -76,12 +76,12 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlace:
-    """One parameter's place in the buffer.
+    """The position of one parameter in the buffer.
 
     Attributes:
         name: Name of the parameter.
         shape: Shape of the tensor that is flattened in row-major order.
-        bucket: Number of the bucket that contains all of it.
+        bucket: Index of the bucket that contains the parameter.
         start: Offset of its first element in the buffer.
     """
 
@@ -104,8 +104,8 @@ class BufferRange:
         name: Name of the parameter.
         rank: Data-parallel rank.
         bucket: Number of the parameter's bucket.
-        taken: Slice of the rank's own slice of that bucket.
-        flattened_range: Slice of the row-major flattened parameter.
+        taken: Position of the range in the rank's slice of that bucket.
+        flattened_range: Position of the range in the row-major flattened parameter.
     """
 
     name: str
@@ -117,9 +117,9 @@ class BufferRange:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """Places of parameters in a contiguous buffer, whose buckets are cut into one range a rank; prints as a table.
+    """Places of parameters in a contiguous buffer, whose buckets are cut into one range per rank; prints as a table.
 
-    All numbers count elements. `plan_buffers` makes it.
+    All sizes and offsets are in elements. `plan_buffers` returns such a plan.
 
     Attributes:
         data_parallel: Number of ranks that share each bucket, in equal ranges.
@@ -145,7 +145,7 @@ class BufferPlan:
 
     @property
     def slice_lengths(self) -> tuple[int, ...]:
-        """Number of elements that each rank has of each bucket."""
+        """Number of elements of a rank's slice, for each bucket."""
         return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
 
     def ranges(self, rank: int) -> tuple[BufferRange, ...]:
@@ -184,7 +184,7 @@ class BufferPlan:
         return tuple(self._range(place, rank) for rank in self._ranks(place))
 
     def explain(self, name: str) -> str:
-        """Return a text with a parameter's place, and each rank's range of it.
+        """Return a text with a parameter's position in the buffer, and each rank's range of it.
 
         Raises:
             KeyMismatch: The parameter isn't in the buffer.
@@ -254,7 +254,7 @@ def checked_rank(plan: BufferPlan, rank: int) -> int:
     """Return a rank as an int, after checking that the plan has it.
 
     Raises:
-        MetadataError: The plan doesn't have it.
+        MetadataError: The plan doesn't have the rank.
 
     Examples:
         >>> checked_rank(BufferPlan(2, (), ()), 1)
@@ -275,9 +275,9 @@ def check_plan(plan: object, doing: str) -> None:
         >>> check_plan(BufferPlan(2, (), ()), "flat_shards")
     """
     if not isinstance(plan, BufferPlan):
-        fix = "Make one with plan_buffers, and pass it first."
+        fix = "Pass the result of plan_buffers as the first argument."
         raise MetadataError(
-            error_text(f"{doing}: not a plan", found=type(plan).__name__, expected="a BufferPlan", fix=fix)
+            error_text(f"{doing}: plan isn't a BufferPlan", found=type(plan).__name__, expected="a BufferPlan", fix=fix)
         )
 
 
@@ -288,5 +288,7 @@ def check_dtype(dtype: object, doing: str) -> None:
         >>> check_dtype(torch.float32, "flat_targets")
     """
     if not isinstance(dtype, torch.dtype):
-        found, fix = type(dtype).__name__, "Pass torch.float32, say."
-        raise MetadataError(error_text(f"{doing}: not a dtype", found=found, expected="a torch.dtype", fix=fix))
+        found, fix = type(dtype).__name__, "Pass a dtype such as torch.float32."
+        raise MetadataError(
+            error_text(f"{doing}: dtype isn't a torch.dtype", found=found, expected="a torch.dtype", fix=fix)
+        )

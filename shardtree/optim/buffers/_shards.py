@@ -15,7 +15,7 @@ from ...errors import KeyMismatch, MetadataError, ShapeError, error_text, plural
 from ._pack import Parameter, check_parameters
 from ._plan import BufferPlan, BufferRange, check_dtype, check_plan, checked_rank
 
-# A rank's slices, one tensor a bucket, divided into parameters' ranges, and assembled from them.
+# A rank's slices, one tensor per bucket, divided into parameters' ranges, and assembled from them.
 
 
 def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str,
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
-        slices: One 1-D tensor a bucket, of `plan.slice_lengths`: of the main parameters, or of one kind of state.
+        slices: One 1-D tensor per bucket, with lengths `plan.slice_lengths`: main parameters, or one kind of state.
 
     Raises:
         MetadataError: There is no such rank.
@@ -53,18 +53,18 @@ def buffer_slices(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
-    """Return a rank's slices in new memory, one a bucket: loaded ranges, with zeros as padding; undoes `slice_views`.
+    """Return a rank's slices in new memory, one per bucket, with zeros as padding; undoes `slice_views`.
 
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
         tree: Range of each parameter with elements on the rank, by name: a 1-D tensor, or a shard with data.
-        dtype: Dtype of the slices and of the given ranges. A rank may have only padding, which has no dtype of its own.
+        dtype: Dtype of the slices and of the ranges in `tree`, of which a rank may have none.
         device: Device of the slices.
 
     Raises:
         MetadataError: There is no such rank.
-        KeyMismatch: Names are missing, or the rank has nothing of some parameters.
+        KeyMismatch: Names are missing, or belong to parameters without elements on the rank.
         ShapeError: Tensors have another shape or dtype, or no memory; the error names each.
 
     Examples:
@@ -90,9 +90,11 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
     if isinstance(slices, (Mapping, torch.Tensor)) or not isinstance(slices, Sequence) or len(slices) != len(lengths):
         is_list = isinstance(slices, Sequence) and not isinstance(slices, (str, Mapping))
         found = plural(len(slices), "tensor") if is_list else type(slices).__name__
-        expected = f"a list of {plural(len(lengths), 'tensor')}, one a bucket"
+        expected = f"a list of {plural(len(lengths), 'tensor')}, one per bucket"
         fix = "Pass a list, [tensor] for a plan of one bucket; see `plan.slice_lengths`."
-        raise ShapeError(error_text(f"{subject}: wrong slices", found=found, expected=expected, fix=fix))
+        raise ShapeError(
+            error_text(f"{subject}: slices don't fit the buckets", found=found, expected=expected, fix=fix)
+        )
     wrong = [
         f"bucket {bucket}: {_kind(part)}, not ({length},)"
         for bucket, (part, length) in enumerate(zip(slices, lengths, strict=True))
@@ -108,13 +110,13 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
 
 
 def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of a rank's parameters, after checking that they are all of its ranges, with their lengths."""
+    """Return the tensors of a rank's parameters, after checking that each range has its tensor."""
     subject = f"buffer_slices: rank {rank}"
     if not isinstance(tree, Mapping):
-        found, fix = type(tree).__name__, "Pass {name: tensor}, as a load of `flat_targets` gives it."
-        raise ShapeError(error_text(f"{subject}: not tensors by name", found=found, expected="a mapping", fix=fix))
+        found, fix = type(tree).__name__, "Pass {name: tensor}, such as the result of a load of `flat_targets`."
+        raise ShapeError(error_text(f"{subject}: tree isn't a mapping", found=found, expected="a mapping", fix=fix))
     wrong = [f"{name!r} is missing" for name in lengths if name not in tree]
-    wrong += [f"{name!r}: the rank has nothing of it" for name in tree if name not in lengths]
+    wrong += [f"{name!r}: the rank has no elements of it" for name in tree if name not in lengths]
     if wrong:
         fix = "Pass the names of `plan.ranges(rank)`, for one kind of state."
         raise KeyMismatch(error_text(f"{subject}: names differ from those of its ranges", offenders=wrong, fix=fix))
@@ -127,7 +129,7 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
     ]
     if wrong:
         fix = "Pass each range as a 1-D tensor, and dtype= unless it is torch.float32."
-        raise ShapeError(error_text(f"{subject}: tensors that don't fit", offenders=wrong, fix=fix))
+        raise ShapeError(error_text(f"{subject}: wrong shapes or dtypes", offenders=wrong, fix=fix))
     empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         fix = "Pass the result of `load` for the targets."
@@ -156,7 +158,7 @@ def flat_shards(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return a rank's slices as shards by name, views; parameters with no elements on it are left out.
+    """Return a rank's slices as shards by name, whose data are views; parameters without elements there are left out.
 
     Each shard is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved,
     and any layout can load it: other ranks' ranges, another number of ranks, or boxes.
@@ -164,7 +166,7 @@ def flat_shards(
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
-        slices: One tensor a bucket: of the main parameters, or of one kind of state, of any dtype.
+        slices: One tensor per bucket, of any dtype: main parameters, or one kind of state.
         parameters: Boxes or factories for which the buffer was planned, by name, perhaps with others.
         prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
         replica_id: Function from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a
@@ -243,12 +245,14 @@ def _shards(
     data: Callable[[BufferRange], Any],
 ) -> dict[str, Parameter]:
     if not isinstance(prefix, str):
-        raise MetadataError(error_text("flat_shards: not a prefix", found=type(prefix).__name__, expected="a string"))
+        raise MetadataError(
+            error_text("flat_shards: prefix isn't a string", found=type(prefix).__name__, expected="a string")
+        )
     if replica_id is not None and not callable(replica_id):
         heading, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
         raise MetadataError(error_text(heading, found=type(replica_id).__name__, expected="a function", fix=fix))
-    # Data-parallel ranks hold copies of a parameter, but ranges of their own: each range is its only, and so main,
-    # replica.
+    # Data-parallel ranks hold copies of a parameter, but different ranges, so each range is the main replica, and the
+    # only one.
     change = _without_data_parallel if replica_id is None else replica_id
     ranges = plan.ranges(rank)
     _check_replicas(parameters, ranges, replica_id)

@@ -1,4 +1,4 @@
-"""Descriptions of shards that ranks exchange before a save or load, their checks, and united common states."""
+"""Layout descriptions that ranks exchange before a save or load, checks of them, and united common states."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class KnownLayout:
     """All ranks' shards as passed to this rank, checked to contain this rank's shards.
 
     Attributes:
-        columns: Columns of all ranks' shards, sorted by rank, key and place.
-        order: Position of each of this rank's rows among its tree's shards, int64 (own shards,).
+        columns: Columns of all ranks' shards, sorted by rank, key, offset, shape and flat range.
+        order: For each of this rank's rows, the index of its shard in the tree, int64 (own shards,).
         digest: Hash of the columns, which doesn't depend on their original order.
     """
 
@@ -62,7 +62,7 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
         )
     beyond = sorted(set(layout.rank[(layout.rank < 0) | (layout.rank >= ranks)].tolist()))
     if beyond:
-        expected, fix = f"ranks 0 to {ranks - 1}", "Pass the rows of the ranks that take part, by the world's numbers."
+        expected, fix = f"ranks 0 to {ranks - 1}", "Pass only rows of ranks of this world, with its rank numbers."
         what = f"{doing}: the layout has shards of ranks outside of the world"
         raise IntegrityError(error_text(what, found=rank_text(beyond), expected=expected, fix=fix))
     columns = _with_used_keys(layouts.join_columns([layout]))
@@ -90,7 +90,7 @@ def _with_used_keys(columns: ShardColumns) -> ShardColumns:
 
 
 def _place_order(columns: ShardColumns) -> Column:
-    """Return the order of rows by rank, key and place."""
+    """Return the indices that sort rows by rank, key, offset, shape and flat range."""
     places = (*columns.shape.T[::-1], *columns.offset.T[::-1])
     return np.lexsort((columns.main, columns.stop, columns.start, *places, columns.key, columns.rank))
 
@@ -154,8 +154,8 @@ def describe(
     *,
     ranks: int,
 ) -> LayoutDescription:
-    """Return the description of a rank's shards for the other ranks, without tensors of a known layout."""
-    # All ranks already have a known layout, so that only its hash is sent.
+    """Return the description of a rank's shards for the other ranks; tensors of a known layout are omitted."""
+    # All ranks have the known layout already, so only its hash is sent.
     plain = layouts.shard_columns(tensors if layout is None else (), rank)
     columns = pack_columns(plain, rank) if ranks > 1 else plain
     digest_of_all = None if layout is None else layout.digest
@@ -196,7 +196,8 @@ def check_together(
         doing: "save" or "load".
         descriptions: Descriptions by rank.
         layout: Layout of all ranks that was passed to this rank.
-        tiling: Whether each element and object must have exactly one main replica; else only layouts are compared.
+        tiling: Whether each element and object must have exactly one main replica; otherwise only the hashes
+            of layouts that were passed are compared.
 
     Raises:
         IntegrityError: ranks disagree about a tensor, an element or object doesn't have exactly one main replica, or
@@ -223,7 +224,7 @@ def _different_layouts(doing: str, digests: Sequence[str | None]) -> IntegrityEr
     for rank, layout in enumerate(digests):
         ranks[layout].append(rank)
     lines = [f"{rank_text(alike)}: {'none' if key is None else f'layout {key[:12]}'}" for key, alike in ranks.items()]
-    fix = "Compute it from the same mesh and specs, or from the same DTensors, on every rank."
+    fix = "Compute the layout from the same mesh and specs, or from the same DTensors, on every rank."
     return IntegrityError(error_text(f"{doing}: the ranks' layouts differ", offenders=lines, fix=fix))
 
 
@@ -256,7 +257,9 @@ _MOST_ENTRIES = 10_000  # keeps metadata.json small; without the field, a load r
 
 
 def unions_field(unions: United) -> dict[str, Any]:
-    """Return the field of metadata.json; empty if no dict was united, or if entries have no JSON form.
+    """Return the field of metadata.json that records united dicts, as a dict.
+
+    It is empty if no dict was united, or if entries are too many or have no JSON form.
 
     Examples:
         >>> unions_field({("optim", "lr"): {"type"}}), unions_field({("optim",): {(1, 2)}}), unions_field({})
@@ -269,7 +272,13 @@ def unions_field(unions: United) -> dict[str, Any]:
 
 
 def unions_of(fields: Mapping[str, Any]) -> United:
-    """Return the dicts of a checkpoint's common state in which ranks had different keys, as far as it is recorded.
+    """Return the dicts in which ranks had different keys when they saved, as far as metadata.json records them.
+
+    Args:
+        fields: Fields of metadata.json.
+
+    Returns:
+        The keys that all ranks had, by the path of their dict in the common state.
 
     Raises:
         CorruptCheckpoint: the field is invalid.

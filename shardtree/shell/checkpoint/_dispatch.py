@@ -32,11 +32,11 @@ DEFAULT_BACKEND = ("safetensors", 1)
 
 
 def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
-    """Return the (backend, version) of a choice; a function replaces one of the default's rows.
+    """Return the (backend, version) of a choice; the default for a function, which replaces only one row.
 
     Args:
-        choice: Choice to resolve. A name means the default if that has the same name, or else its latest version that
-            can save.
+        choice: Choice to resolve. A name means the default's version if the default has that name, and otherwise the
+            latest version that can save.
         default: Pair for None and for functions.
         strategies: Dispatch table; None for the process's.
 
@@ -75,7 +75,8 @@ def _latest(backend: str, strategies: Strategies | None) -> int:
 def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
     """Return the backends of a save's choices.
 
-    Unless chosen, the common state's backend is that of the shards if that can save it.
+    If the caller chose no backend for the common state, it is the shards' backend if that can save common states, and
+    otherwise the native format.
 
     Raises:
         StrategyError: a choice is neither None, nor a name, a pair or a function.
@@ -91,7 +92,7 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
 
 
 def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | None) -> Backend | None:
-    """Return the backend of a save's objects: that of the shards or of the common state, or None if neither can.
+    """Return the backend of a save's objects: that of the shards or of the common state; None if neither can hold them.
 
     A format without a LOAD_OBJECTS row holds only tensors. The common state's format then holds the objects, if it has
     no PUBLISH row: the shards' format publishes.
@@ -125,7 +126,7 @@ def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies
 def strategy_of(
     action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies | None
 ) -> Strategy:
-    """Return the function of a choice.
+    """Return the function that a choice selects for an action.
 
     Raises:
         StrategyError: the table has no such row.

@@ -99,8 +99,8 @@ def find(directory: Directory, options: LoadOptions) -> Storage:
     """Return a checkpoint's storage, after checking the options."""
     check_options("open", options, LoadOptions)
     if options.verify not in ("whole", "all", None):
-        expected = "'whole', 'all' or None"
-        raise StrategyError(error_text("open: invalid verify", found=repr(options.verify)[:200], expected=expected))
+        what, expected = "open: invalid options.verify", "'whole', 'all' or None"
+        raise StrategyError(error_text(what, found=repr(options.verify)[:200], expected=expected))
     return storage_at(directory)
 
 
@@ -136,7 +136,7 @@ def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
 
     Formats with an index of their own are tried first: a single safetensors file beside one may be an export.
     """
-    # Formats recognise their own folders, since a plain DCP folder or a Hugging Face model may not get a metadata.json.
+    # Folders of other programs (DCP, Hugging Face) have no metadata.json: formats recognise them by other files.
     with listed(storage, deep=False) as listing:
         names = cache(listing.names)  # called once, and only if no plain name decides
         for of_packages in (False, True):  # packages are imported last, and not for an empty folder

@@ -1,9 +1,9 @@
-"""A rank's columns as a compact message, whose part that ranks of a mesh have in common is sent only once.
+"""Ranks' columns as compact messages; a part that ranks of a mesh have in common is sent only once.
 
-Ranks of a mesh hold equally cut parts of the same tensors at different coordinates. So columns are split into a table
-(keys, kinds, and the number of each shard's place) and the distinct places, of which a regular layout has as many as it
-has pairs of shape and spec. Tables of alike ranks are equal bytes, which one of these ranks sends. No regularity is
-required: if every shard has its own flat range, there are as many places as shards.
+Ranks of a mesh hold parts of the same tensors, with equal shapes and different offsets. So columns are split into a
+table (keys, kinds, and the number of each shard's place) and a list of the distinct places (boxes and flat ranges). A
+regular layout has one place for each pair of shape and spec. If the tables of several ranks are equal bytes, one of
+these ranks sends them. No regularity is required: if every shard has its own flat range, each has its own place.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def _places(columns: ShardColumns) -> tuple[Column, Column]:
     number, _ = row_numbers((*boxes, columns.start, columns.stop, columns.main.astype(np.int64)))
     order = np.argsort(number, kind="stable")
     first = order[begins(number[order])]
-    # Places are numbered by their first shards: numbers by value would differ between alike ranks.
+    # Places are numbered by first occurrence: numbers by value would give ranks with the same table different ones.
     place_of = np.empty_like(first)
     place_of[np.argsort(first)] = np.arange(first.size)
     return place_of[number], np.sort(first)
 
 
 def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
-    """Return unpacked columns, whose tables must be complete; columns of equal tables share keys and kinds.
+    """Return the columns of messages that have their tables; columns with equal tables share keys and kinds.
 
     Examples:
         >>> import torch, shardtree as st
@@ -115,7 +115,7 @@ class AlikeColumns:
     tables: dict[str, bytes | None] = field(default_factory=dict)
 
     def add(self, columns: ShardColumns, rank: int) -> None:
-        """Add a rank's columns; ranks come in order.
+        """Add a rank's columns; ranks must be added in ascending order.
 
         Examples:
             >>> import torch, shardtree as st
@@ -137,7 +137,7 @@ class AlikeColumns:
 
     @property
     def alike(self) -> list[Column]:
-        """The ranks of each distinct columns, in the form that plans take."""
+        """The ranks of each set of distinct columns, in the form that plans take."""
         return [np.array(ranks, dtype=np.int64) for ranks in self.ranks.values()]
 
     def join(self) -> ShardColumns:
@@ -176,8 +176,8 @@ def _columns(table: _Table, part: PackedColumns) -> ShardColumns:
 
 
 def _to_bytes(names: Any, arrays: Sequence[Any]) -> bytes:
-    # Arrays are pickled as bytes, since pickled arrays may share objects, so that equal arrays aren't equal bytes. They
-    # are narrowed, since coordinates are small, and the time of the compression grows with the number of bytes.
+    # Arrays are pickled as bytes: pickled arrays may share objects, and then equal arrays give other bytes. They are
+    # narrowed, since coordinates are small, and the time of the compression grows with the number of bytes.
     plain = [(array.dtype.char, array.shape, array.tobytes()) for array in map(narrowed, arrays)]
     return zlib.compress(pickle.dumps((names, plain), protocol=pickle.HIGHEST_PROTOCOL), _LEVEL)
 
@@ -192,7 +192,7 @@ def _from_bytes(content: bytes) -> tuple[Any, list[Any]]:
 
 
 def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
-    """Return a rank's first message: without its table if the tables of all ranks may be long together.
+    """Return a rank's first message; its table is omitted if the tables of all ranks may be too long together.
 
     Examples:
         >>> import torch, shardtree as st

@@ -174,7 +174,7 @@ def checks_all(length: int, verify: Verify) -> bool:
 
 
 class BlockHasher:
-    """Hasher of a file's blocks, or of those in byte ranges of it, while its bytes are read or written.
+    """Hasher of a file's blocks, or of the blocks in some byte ranges, while the bytes are read or written.
 
     `hashes` maps the number of each block that was seen whole to its hash. A block at the beginning or end of a range
     that covers only part of it has no hash, unless the next range continues there. A block that was seen twice with

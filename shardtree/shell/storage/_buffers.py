@@ -181,10 +181,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopies:
-    """Functions that copy to and from a device's memory. A caller keeps a copy's tensors until it has waited for it.
+    """Functions that copy to and from a device's memory; a copy's tensors must be kept until `wait` has returned.
 
     Attributes:
-        host_memory: Function from a number of bytes to that much unused host memory, as a uint8 tensor.
+        host_memory: Function that returns unused host memory of a given number of bytes, as a uint8 tensor.
         start: Function that starts copies after all work that the calling thread has queued on the device; returns a
             token.
         wait: Function that waits until the copies of a token are done.
@@ -196,7 +196,7 @@ class DeviceCopies:
 
 
 def plain_copies(device: torch.device) -> DeviceCopies:
-    """Return synchronous copies."""
+    """Return functions that copy synchronously."""
 
     def start(pairs: Sequence[Pair]) -> None:
         for target, source in pairs:
@@ -206,7 +206,7 @@ def plain_copies(device: torch.device) -> DeviceCopies:
 
 
 def _stream_copies(device: torch.device) -> DeviceCopies:
-    """Return asynchronous copies on a side stream, so that they overlap with the program's kernels."""
+    """Return functions that copy on a side stream, so that copies overlap with the program's kernels."""
     module, stream = getattr(torch, device.type), _side_stream(device.type, device.index)
 
     def start(pairs: Sequence[Pair]) -> Any:
@@ -256,17 +256,17 @@ def _side_stream(kind: str, index: int) -> Any:
 # torch.xpu has the streams and events of torch.cuda under the same names. Other devices have none, or (mps) share the
 # host's memory: torch copies their tensors whole.
 copies_by_device: dict[str, Callable[[torch.device], DeviceCopies]] = {"cuda": _stream_copies, "xpu": _stream_copies}
-"""Constructors of asynchronous copies, by type of device."""
+"""Functions that return asynchronous copies for a device, by type of device."""
 
 
 def copies_of(device: torch.device) -> DeviceCopies | None:
-    """Return the functions that copy to and from a device, or None if its tensors aren't staged."""
+    """Return the functions that copy to and from a device, or None if it has no asynchronous copies."""
     make = copies_by_device.get(device.type)
     return None if make is None else make(device)
 
 
 def is_staged(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on a device whose tensors are staged; faster than `copies_of`.
+    """Return whether `copies_of` has functions for a tensor's device; faster than a call of it.
 
     Examples:
         >>> is_staged(torch.empty(2))

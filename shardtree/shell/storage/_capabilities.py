@@ -50,7 +50,7 @@ class Capabilities:
         is_folder: ``(name)``: whether a folder of that name exists, possibly an empty one.
         remove_folder: ``(name)``: remove a folder if it is empty.
         sync_folder: ``(name)``: wait until all entries made or removed in a folder are on the medium. Without it, they
-            are there already.
+            are on the medium already.
         is_link: ``(name)``: whether a name is a symbolic link.
         folder: ``(name)``: the storage of a subfolder, with the same abilities.
         sibling: ``(name)``: the `Sibling` that the save of that name makes, or has made, beside this folder.
@@ -61,8 +61,8 @@ class Capabilities:
             (None: if there is no file), and return whether an answer confirms it. False means that the file has
             changed, or that no answer came: then it may have the new content, or still get it. The request isn't
             repeated.
-        mark: ``(name, data)``: create a file, and return whether the storage honours conditions. Some servers ignore
-            them: there, creating the file a second time succeeds.
+        mark: ``(name, data)``: create a file, and return whether the storage honours conditional requests. Some
+            servers ignore the condition: there, creating the file a second time succeeds.
         entries: ``(folder="", *, deep=True)``: the `Entry` of each file in a folder and its subfolders, by relative
             name, in few requests. Without `deep`: of the files directly inside, and of folders, whose names end in
             ``/``.
@@ -337,7 +337,7 @@ def abort_open_uploads(storage: Storage, is_left: Callable[[str, float], bool]) 
 
     Args:
         storage: Storage of the folder.
-        is_left: Predicate of a file's name and the upload's age in seconds: whether it may be aborted.
+        is_left: Function that returns whether an upload may be aborted, from its file's name and its age in seconds.
     """
     if (abort := can(storage).abort_uploads) is not None:
         abort("", is_left)

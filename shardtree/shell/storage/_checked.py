@@ -97,8 +97,8 @@ class ReadReport:
         blocks_unchecked: Number of blocks that were read only in part, were excluded from checks, or have no hash.
         files: Number of files opened.
         left_out: Paths of stored plain values that aren't in the result: those beside shards that the target omits,
-            and those in a union of common states that no rank's target names. If all tensors are loaded: names of
-            tensors that can't be read.
+            and those in a union of common states that no rank's target names. If all tensors are loaded without a
+            target: names of tensors that can't be read.
         unfilled: Paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
         uncompared: Keys of optimizer states that were loaded without the comparison of masters with weights, because
             of ``verify=None``.
@@ -166,7 +166,7 @@ def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list
     return numbers
 
 
-# Errors..
+# Errors.
 
 
 def wrong_length(file: StoredFile, length: int, path: str) -> CorruptCheckpoint:
@@ -187,7 +187,7 @@ def damage_error(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoin
     return CorruptCheckpoint(error_text(f"load: {path!r} is damaged: {what}", offenders=spans, fix=fix))
 
 
-# Rows of one file..
+# Rows of one file.
 
 
 def in_file_order(pieces: Strided) -> Strided:
@@ -268,7 +268,7 @@ def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int
 
 
 def crc32_behind(buffer: Buffer, before: int) -> Callable[[], int]:
-    """Return a function that returns the CRC32 extended by a buffer; another thread computes it if that is large.
+    """Return a function that returns the CRC32 extended by a buffer; another thread computes it if the buffer is large.
 
     Args:
         buffer: Bytes that stay as they are until the function is called.

@@ -208,7 +208,7 @@ def _read(
                 with lock:
                     file_sums = sums[request.file]
                     for number, value in new_sums.items():
-                        # Either read of a block that came twice may have filled a target: if they differ, fail.
+                        # Either of two reads of a block may have filled a target: if they differ, the check must fail.
                         file_sums[number] = value if file_sums.get(number, value) == value else -1
                     progress(size)
                 total += size

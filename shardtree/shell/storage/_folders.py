@@ -56,7 +56,7 @@ class _InFolder:
         if self.call == "remove_all":
             (names,) = (*args, *kwargs.values())
             return self.function([*map(self._full, names)])
-        if not args:  # the name is passed positionally, since storages differ in what they call it; default: the folder
+        if not args:  # passed by position, since storages name this parameter differently; the default is the folder
             args = (kwargs.pop(next((key for key in ("name", "folder", "old") if key in kwargs), ""), ""),)
         return self.function(*map(self._full, args), **{key: self._full(value) for key, value in kwargs.items()})
 
@@ -70,7 +70,7 @@ class _InFolder:
 # The storage of a path or URL.
 
 Directory = str | os.PathLike[str] | Storage
-"""The place of a checkpoint: a path, a URL of a file system that fsspec supports, or a storage."""
+"""Location of a checkpoint: a path, a URL of a file system that fsspec supports, or a storage."""
 
 
 def storage_at(directory: Directory) -> Storage:

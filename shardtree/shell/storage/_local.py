@@ -131,7 +131,7 @@ class LocalStorage:
         ):
             try:
                 return file.read()
-            except MemoryError:  # a file with holes can claim any length, and costs its author nothing
+            except MemoryError:  # a sparse file can claim any length without taking any space
                 heading = f"cannot read {self.where(name)!r}: out of memory"
                 raise StorageError(error_text(heading, found="a file larger than the free memory")) from None
 

@@ -34,7 +34,7 @@ _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 class LocalReader:
     """A file of a local or mounted file system, open within a ``with`` block.
 
-    A class, since a context manager made from a generator costs half as much time as a small read.
+    It is a class, since a context manager made from a generator costs half as much time as a small read.
 
     Attributes:
         path: Path of the file.
@@ -193,7 +193,7 @@ def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> int:
 # System calls that Python's `os` lacks: reserving disk space for a new file, and early writeback.
 
 _RESERVED_BYTES = 4 * 1024 * 1024
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays the number of bytes written, so that a truncated file shows
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays the number of bytes written, so that truncation is noticed
 _WRITEBACK_BYTES = 16 * 1024 * 1024
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin the writeback without waiting for it or consuming errors that fsync reports
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}  # other errors mean that the call isn't supported

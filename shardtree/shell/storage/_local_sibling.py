@@ -64,7 +64,7 @@ _ELSEWHERE = "Save to a new folder, then remove the old one."
 
 @dataclass(frozen=True, slots=True)
 class LocalSibling:
-    """A folder ``.<folder>.<name>`` beside a folder, which its subfolder ``checkpoint`` will replace.
+    """A folder ``.<folder>.<name>`` beside another folder, to be replaced by the subfolder ``checkpoint``.
 
     Args:
         root: Path of the folder to replace; if it is a link, the link stays and its target is replaced.
@@ -157,7 +157,7 @@ class LocalSibling:
             raise StrategyError(error_text(heading, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder, and return names that other files have there."""
+        """Link old files into the new folder, and return those names that other files already have there."""
         # Files are linked rather than moved: the old folder stays complete until the exchange, and a file that a
         # program has open is the same file afterwards.
         conflicts, folders, new = [], set(), set[str]()

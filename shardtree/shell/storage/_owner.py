@@ -88,7 +88,7 @@ def is_alive(note: bytes | None) -> bool | None:
     return is_claimed(str(fields.get("save_id"))) if pid == os.getpid() else True
 
 
-# Remains of a crash before the note was written are judged by their names, which hold 16 digits that name the process.
+# Files of a save that crashed before it wrote a note are judged by their names: 16 digits identify the process.
 
 _counter = count(secrets.randbelow(256))
 

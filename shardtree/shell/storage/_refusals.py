@@ -130,8 +130,8 @@ def _is_of(path: str, places: Iterable[str]) -> bool:
 
 
 elsewhere = Refusals()
-"""Refusals to calls other than saves, such as pins and removals, and to saves through subclasses of a local storage or
-storages around one. Each kind is logged once a process."""
+"""Refusals to calls other than saves, such as pins and removals, and to saves through a subclass or a wrapper of a
+local storage. Each kind is logged once per process."""
 
 
 # Syncing to the medium.

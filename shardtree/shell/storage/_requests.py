@@ -29,7 +29,7 @@ from ._strided import GAP_BYTES, is_contiguous, last_byte, split_pieces, wide_re
 from ._threads import usual_threads
 
 _GAP_BYTES = 1024 * 1024
-"""A store sends shorter gaps between wanted bytes too: they cost less than another request."""
+"""Shorter gaps between wanted bytes are fetched from a store too: they cost less than another request."""
 
 _FAR = 2**62
 

@@ -199,7 +199,7 @@ class Sibling(Protocol):
         """
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder under the same names, and return names that other files have there.
+        """Link old files into the new folder under the same names; return those that other files already have there.
 
         Old files that were removed meanwhile are skipped.
         """
@@ -238,7 +238,7 @@ def is_temporary(name: str) -> bool:
 
 
 def is_left_over(name: str) -> bool:
-    """Return whether a name is a temporary file's whose process is known to have ended."""
+    """Return whether a name is that of a temporary file whose process is known to have ended."""
     return is_temporary(name) and maker_is_dead(name[-20:-4]) is True
 
 
@@ -337,7 +337,7 @@ def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> It
     """Yield the buffers of parts that tile a whole file in order; raise for other parts.
 
     Raises:
-        StorageError: the parts leave gaps or aren't in order, as those of one of several writers.
+        StorageError: the parts leave gaps or aren't in order, for example since several ranks write the file.
 
     Examples:
         >>> [bytes(buffer) for buffer in whole([(0, memoryview(b"ab")), (2, memoryview(b"c"))], 3, "f")]

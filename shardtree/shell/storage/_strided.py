@@ -96,7 +96,7 @@ def is_contiguous(pieces: Strided) -> Flags:
 
 
 def copy_piece(content: Buffer, begin: int, pieces: Strided, row: int, memory: Buffer) -> int:
-    """Copy a piece from a byte range that was read to its target, and return the piece's size in bytes.
+    """Copy a piece to its target from a byte range that was read, and return the piece's size in bytes.
 
     Args:
         content: Bytes of the range.

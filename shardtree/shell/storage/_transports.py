@@ -137,7 +137,7 @@ def _from_files(
 # Stores.
 
 _IN_FLIGHT = 32
-"""Maximum number of requests of a load in flight; all of a process hold at most `limits.IN_FLIGHT_BYTES`."""
+"""Maximum number of a load's requests in flight; all loads of a process hold at most `limits.IN_FLIGHT_BYTES`."""
 
 _SHORT_LATENCY = 0.01  # seconds
 _LONG_WAIT = 0.05  # seconds

@@ -1,4 +1,4 @@
-"""Wrappers of storages: some calls replaced, or answers from a single listing of the files."""
+"""Wrappers of storages that replace some calls, or answer from a single listing of the files."""
 
 from __future__ import annotations
 

@@ -116,11 +116,11 @@ class Resolution:
     """A collective search by the ranks of a load for facts that a format's metadata lacks.
 
     Attributes:
-        find: Function that returns plain data, the result of a share of the work, given the share's number and the
-            number of shares: one for each rank that needs it.
+        find: Function from a share's number and the number of shares to the share's result, as plain data. There is one
+            share for each rank that needs the facts.
         keep: Function that stores the gathered results of all shares, in order, on this rank; or raises.
-        copies: Function that returns the copies to compare; None if there are none. One rank alone compares them as it
-            reads.
+        copies: Function that returns the copies to compare; None if there are none. A load by a single rank skips the
+            search, and compares them as it reads.
     """
 
     find: Callable[[int, int], Any]
@@ -140,7 +140,7 @@ class Resolve(Protocol):
 class SaveCommon(Protocol):
     """SAVE_COMMON: write the common tree and return fields of metadata.json; called on rank 0 only.
 
-    These replace the fields that the save has chosen, so that a backend can name another one for the common state.
+    These replace the fields that the save has chosen, so that a backend can name another backend for the common state.
     """
 
     def __call__(self, pending: PendingSave, common: Any, /) -> Fields: ...

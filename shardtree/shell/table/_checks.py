@@ -36,13 +36,13 @@ def check_fit(problems: Sequence[plans.Misfit]) -> None:
         ...
         shardtree.errors.KeyMismatch: load: the target doesn't fit the checkpoint
           'decoder.bais': not stored (did you mean 'decoder.bias'?)
-          Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'.
-          `explain(...).problems` has all, without reading.
+          Take keys that aren't stored out of the target, or pass a lenient strict mode such as 'log_unexpected'.
+          `explain(...).problems` lists all, without a load.
     """
     if not problems:
         return
     # The error names all problems, so that a target with several can be mended at once.
-    heading, last = "load: the target doesn't fit the checkpoint", "`explain(...).problems` has all, without reading."
+    heading, last = "load: the target doesn't fit the checkpoint", "`explain(...).problems` lists all, without a load."
     text = offences_text(heading, plans.with_prefixes(problems), last)
     unexpected = [problem for problem in problems if isinstance(problem, plans.Unexpected)]
     if unexpected:
@@ -100,7 +100,7 @@ def check_objects_known(unique_keys: Sequence[str], are_there: Sequence[bool]) -
 
 
 def old_unique_key(item: ShardedObject) -> str:
-    """Return the name that old releases of Megatron-Core gave an object, up to its last dot.
+    """Return an object's name in old releases of Megatron-Core: its unique key without the last dot and what follows.
 
     Examples:
         >>> old_unique_key(ShardedObject("rng", None, (2, 4), (1, 3)))
@@ -131,7 +131,7 @@ def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[st
         )
     clashes = sorted(set(tensor_keys).intersection(unique_keys))
     if clashes:
-        fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
+        fix = "Rename the tensors: names like '<key>/shard_<offset>_<shape>' are reserved for objects."
         raise IntegrityError(error_text("save: tensors named like objects", offenders=map(repr, clashes), fix=fix))
 
 

@@ -135,7 +135,7 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
 
 
 def _unknown(storage: Storage, found: object) -> OutcomeUnknown:
-    what = f"save: no answer came to the request that commits {storage.where()!r}, which may still arrive"
+    what = f"save: no answer to the request that commits {storage.where()!r}; it may still be executed"
     fix = "Nothing was removed: check later whether the new checkpoint is there, or save again."
     return OutcomeUnknown(error_text(what, found=found, fix=fix))
 
@@ -168,7 +168,9 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
 
 
 def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
-    """Return the stamp of the checkpoint in a folder; () behind URLs, where looks are slow and nothing is exchanged.
+    """Return the stamp of the checkpoint in a folder; () on storages whose requests may arrive late.
+
+    On object stores, looks are slow, and no folders are exchanged.
 
     Formats without our metadata.json have no hash that identifies a save. Their files have fixed names, so that only
     lengths and times tell one save from another.
@@ -192,7 +194,7 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
 
 
 def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
-    """Return whether a file's name is one of a deciding file.
+    """Return whether a file's name is that of a deciding file.
 
     Examples:
         >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])

@@ -57,7 +57,7 @@ _FIXED_NAME = re.compile(
 )
 """Names of files outside a save's folder that may be large enough to be uploaded in parts."""
 
-_NO_UPLOAD_TAKES = 6 * 3600.0  # seconds
+_NO_UPLOAD_TAKES = 6 * 3600.0  # seconds; an upload of a single file is assumed to be shorter
 
 
 @contextmanager
@@ -146,7 +146,8 @@ def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) 
     Args:
         storage: Storage of the checkpoint's folder.
         folder: Name of this save's folder in it.
-        pauses: Seconds to wait between looks, as long as all other saves come later by name and may withdraw.
+        pauses: Seconds to wait between looks, as long as all other saves come later by name: these may withdraw by
+            themselves.
 
     Raises:
         StorageError: a process of this machine is running another save.
@@ -179,16 +180,16 @@ def _leave_note(storage: Storage, folder: str) -> None:
     if one_saver and place not in _warned_places:
         _warned_places.add(place)
         text = "save: %s has no conditional writes, so two saves at the same time may both report success"
-        logger.warning(f"{text}; let one save at a time go to a folder", storage.where())
+        logger.warning(f"{text}; run only one save to a folder at a time", storage.where())
 
 
 _warned_places: set[str] = set()
-"""URL schemes of storages that this process has warned of."""
+"""URL schemes of storages that this process has warned about."""
 
 
 @contextmanager
 def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone: bool) -> Iterator[None]:
-    """Own a save's folder inside the block; it is made first if this process hasn't left its note there."""
+    """Claim a save's folder for the block; without a note of this process, the folder is made first."""
     own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable, alone=alone)
     try:
         yield
@@ -337,7 +338,7 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
             remove_interrupted(listing, name)  # a removal of tensors from it was killed
         elif name == predecessor or _was_replaced_before(storage, listing, name):
             remove_save(listing, name)
-        # A save that was committed since the listing has no note left, and its age would decide.
+        # A save that was committed since the listing has no note left, so its age alone would decide.
         elif is_dead(listing, name, before=now - stale_after) and not is_committed(storage, name):
             remove_interrupted(listing, name)
     if listing is not storage:

@@ -43,7 +43,7 @@ class LoadOptions:
             most 64 KiB missing), and all touched blocks of files up to 4 MiB; "all": all touched blocks; None: none.
         exchange: Whether one rank of a `load` reads elements that several ranks want, and sends them to the others:
             "always", "never", or "auto": if ranks are on several machines, the storage is an object store or a network
-            file system, and it saves at least 128 MiB a rank.
+            file system, and the exchange saves at least 128 MiB per rank.
         allow_pickle: Whether pickled values may be unpickled, which can run any code.
         types: Enum, dataclass and namedtuple classes of stored records, whose instances these become. For the common
             state that `load` returns, the target's namedtuple classes are added.
@@ -53,9 +53,9 @@ class LoadOptions:
         progress: Function that is called with the number of bytes read since its last call, by one thread at a time.
         report: Function that is called once with this rank's `ReadReport`, at the end of a `load`.
         threads: Number of threads that check files in `verify`; None for torch's number, up to a few.
-        parameter_names: Names of an optimizer's parameters, for checkpoints that have only their numbers, or whose
+        parameter_names: Names of an optimizer's parameters, for checkpoints that only number them, or whose
             values alone don't identify them: in the optimizer's order, as one sequence or one for each group.
-        shapes: Shapes of tensors by key, for `dcp_safetensors`, whose files don't prove them; others are errors.
+        shapes: Known global shapes by key, for `dcp_safetensors`; it is an error if the files make others.
 
     Examples:
         >>> LoadOptions(verify="all", exchange="never").allow_pickle
@@ -147,13 +147,13 @@ class SaveOptions:
         checksums: Whether the hash of each block of 256 KiB is stored, so that loads and `verify` detect changes.
             Without them, a save is a little faster, and damage goes unnoticed. The common state, the index and the
             checksums that belong to a format's own files are hashed in any case.
-        check_replicas: Whether replicas of equally cut tensors are compared by `fingerprint` before anything is
-            written: a spec that forgets a cut makes every rank pass its part as the whole. Each rank then reads all
-            tensors that it shares with others. Objects aren't compared.
+        check_replicas: Whether replicas, shards with the same box, are compared by `fingerprint` before anything is
+            written: if a spec omits a sharded axis, every rank passes its part as the whole tensor. Each rank then
+            reads all tensors that it shares with others. Objects aren't compared.
         threads: Number of threads that write, in formats that support it; None for torch's number, up to a few.
         common: "same": the common state must be equal on all ranks; "union": it is the union of the ranks' dicts, for
             pipeline stages with different keys. Values of several ranks under one key must be equal bit by bit. Common
-            states are sent only if ranks differ, one of each kind.
+            states are sent only if ranks differ, and each distinct state only once.
         report: Function that each rank (in `convert`, only rank 0) calls with its `SaveReport` after the commit. The
             log has the same information. Its exceptions are logged, since the checkpoint is published by then.
 
@@ -249,7 +249,7 @@ class Outcome:
 class AsyncRequest(Generic[T]):
     """A prepared save: an immutable value until `execute_sync` or an `AsyncCallsQueue` runs it.
 
-    A queue runs exactly the request that was scheduled: adding a finalizer later makes another request. Megatron-Core's
+    A queue runs exactly the request that was scheduled: adding a finalizer later returns a new request. Megatron-Core's
     request only has functions that write and finalizers. Here, the commit needs the results of all ranks, which a
     finalizer doesn't get; hence `index` and `publish`, which are the two halves of the commit.
 
@@ -266,10 +266,10 @@ class AsyncRequest(Generic[T]):
         clean_up: Function that every rank calls right after the commit, to remove obsolete files. Its error is raised
             on that rank only, unless there are `finalize_fns`.
         outcome: Result of the save.
-        state: Value of the format's own class that the format's later rows of the same save need.
+        state: Value of any class that SAVE_SHARDED passes to the format's later rows of the same save.
         removes_saves: Whether `clean_up` removes the folders of interrupted saves, and the note in its own folder.
-        publish: Function that rank 0 calls last with these fields, to make the folder a checkpoint. Requests of formats
-            leave the default: their PUBLISH row does it, or metadata.json.
+        publish: Function that rank 0 calls last, with the fields from `index`, to make the folder a checkpoint.
+            Formats leave the default: their PUBLISH row or metadata.json does this.
     """
 
     world: World

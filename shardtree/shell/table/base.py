@@ -115,7 +115,7 @@ def _checked_rows(table: StoredRows) -> StoredRows:
     """
     fix = "Pass default_strategies | {(action, backend, version): function}."
     if not isinstance(table, Mapping):
-        what = "strategies: not a dispatch table"
+        what = "strategies: invalid dispatch table"
         raise StrategyError(error_text(what, found=type(table).__name__, expected="a mapping", fix=fix))
     wrong = [
         row
@@ -163,7 +163,7 @@ def register_default_strategy(
         override: Whether to replace the function of an existing row.
 
     Raises:
-        StrategyError: the row is taken or invalid.
+        StrategyError: the row is invalid, or already has another function.
 
     Examples:
         >>> @register_default_strategy(StrategyAction.LOAD_COMMON, "example", 1)
@@ -180,9 +180,7 @@ def register_default_strategy(
         if other is not None and other is not function and not override:
             name = f"{other.__module__}.{getattr(other, '__qualname__', other)}"
             fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
-            raise StrategyError(
-                error_text(f"register: {_row_text(row)} is taken", found=name, expected="a free row", fix=fix)
-            )
+            raise StrategyError(error_text(f"register: {_row_text(row)} already has a function", found=name, fix=fix))
         _rows[row] = function
         return function
 
@@ -234,7 +232,7 @@ def find_strategy(action: Enum, backend: str, version: int, *, strategies: Strat
         True
     """
     row = (action, backend, version)
-    # Packages bring formats and actions: none is imported for a row that one of our own formats does without.
+    # Packages add formats and actions: none is imported because one of our own formats lacks one of our rows.
     is_ours = isinstance(action, StrategyAction) and row[1:] in _OURS
     # The process's table is no fallback, since the caller's table may lack a row on purpose.
     return table_of(strategies).get(row) or (None if is_ours else packages().rows.get(row))

@@ -197,7 +197,7 @@ class DistributedWorld(World):
                 error_text(
                     f"{what}: {who}rank {self.rank} of {self.size} can't reach its peers",
                     found=f"{type(error).__name__}: {error}",
-                    fix=f"A peer died, was silent for {self.timeout:g} seconds, or called another collective.",
+                    fix=f"See the peers' logs: one died, was silent for {self.timeout:g} s, or made another call.",
                 )
             ) from error
 

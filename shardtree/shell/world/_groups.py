@@ -127,7 +127,7 @@ def _another_gave_up(group: Gloo) -> bool:
 
 
 def absent_ranks(group: Gloo, peers: Iterable[int], timeout: float) -> list[int]:
-    """Mark that this rank gives up, and return the peers that don't within the grace time; empty if unknown."""
+    """Mark that this rank gives up, and return the peers that don't give up in the grace time; empty if unknown."""
     store = _stores.get(group)
     if store is None:
         return []

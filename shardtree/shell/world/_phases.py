@@ -337,7 +337,7 @@ def _check_phases(outcomes: Mapping[int, object]) -> None:
     if differing or len(set(phases.values())) > 1:
         lines = (
             ", ".join(
-                [f"rank {rank}: {phases[rank]}", *(f"{name}={text.get(name, 'the usual')}" for name in differing)]
+                [f"rank {rank}: {phases[rank]}", *(f"{name}={text.get(name, 'the default')}" for name in differing)]
             )
             for rank, text in texts.items()
         )

@@ -96,7 +96,7 @@ class World(ABC):
         """Send bytes to some ranks, and fill buffers with bytes from some ranks; every rank calls it.
 
         This default uses `all_to_all`. Worlds should override it if their transport needs no pickling and copies, and
-        doesn't make ranks wait that exchange nothing with each other.
+        ranks that exchange nothing needn't wait for each other.
 
         Args:
             outgoing: Bytes for each peer, uint8 (bytes,), contiguous, in the CPU's memory.
@@ -154,8 +154,8 @@ class World(ABC):
     def check_one_each(self, values: Sequence[object]) -> None:
         """Raise unless there is one value for each rank."""
         if len(values) != self.size:
-            found, expected = plural(len(values), "value"), f"{self.size}, one for each rank"
-            raise WorldError(error_text(f"all_to_all: values of rank {self.rank}", found=found, expected=expected))
+            heading = f"all_to_all: rank {self.rank} must pass {self.size} values, one for each rank"
+            raise WorldError(error_text(heading, found=plural(len(values), "value")))
 
 
 # Values are pickled for sending them between ranks.
@@ -199,7 +199,7 @@ def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
             error_text(
                 f"{what}: cannot rebuild a value that another rank sent",
                 found=f"{type(error).__name__}: {error}",
-                fix="Import its class on every rank, and run the same code on all of them.",
+                fix="Import the value's class on every rank, and run the same code on all of them.",
             )
         ) from error
 

@@ -78,7 +78,7 @@ def refuse_unknown(subject: Subject, checks: Mapping[Enum, ActionCheck]) -> None
     """Raise if the backend has rows for actions without a promise.
 
     Raises:
-        StrategyError: There are such rows; names their actions, with advice.
+        StrategyError: There are such rows; the error names their actions, with advice.
     """
     known: set[Enum] = {*OF_ACTIONS, *checks}
     unknown = [action for action in subject.actions() if action not in known]

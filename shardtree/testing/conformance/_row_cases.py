@@ -32,7 +32,7 @@ def check_rows(
         protocols: Protocols of actions that the caller added, by action; rows of other added actions aren't checked.
 
     Raises:
-        AssertionError: The backend has no row, or a row doesn't match; names each such row.
+        AssertionError: The backend has no row, or a row doesn't match; the error names each such row.
 
     Examples:
         >>> from shardtree.strategies import default_strategies

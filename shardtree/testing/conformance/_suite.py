@@ -122,7 +122,7 @@ def check_strategy(
         The report: kept promises, refused cases, and promises that were left out, with reasons.
 
     Raises:
-        AssertionError: The backend breaks promises; names each, with its simplest failing cases.
+        AssertionError: The backend breaks promises; the error names each, with its simplest failing cases.
         StrategyError: The table has no row for the backend, or has one for an action without a promise.
 
     Examples:

@@ -147,9 +147,9 @@ def test_no_code_is_run(tmp_path: Path) -> None:
 
 
 def test_a_file_without_structure_is_refused() -> None:
-    with pytest.raises(CorruptCheckpoint, match="no entry 'structure'"):
+    with pytest.raises(CorruptCheckpoint, match="the entry 'structure' is missing"):
         decode_tree(encode_header([]))
-    with pytest.raises(CorruptCheckpoint, match="no entry 'structure'"):
+    with pytest.raises(CorruptCheckpoint, match="the entry 'structure' is missing"):
         decode_tree(encode_header([HeaderEntry("structure", "I8", (2,), 0, 2)]) + b"{}")
 
 

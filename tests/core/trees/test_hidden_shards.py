@@ -229,5 +229,5 @@ def test_a_class_that_cant_be_taken_apart_is_named() -> None:
         cache: Any = field(init=False)
 
     trees.register_dataclass(Cached)
-    with pytest.raises(MetadataError, match=r"Cached has no value .*\n.*cache"):
+    with pytest.raises(MetadataError, match=r"Cached has fields without a value.*\n.*cache"):
         trees.map_shards(lambda leaf: leaf, {"c": Cached(WHOLE("a.w", torch.ones(2)))})

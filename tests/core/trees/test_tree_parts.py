@@ -108,7 +108,7 @@ def test_booleans_may_be_a_prefix() -> None:
     ("wanted", "error", "message"),
     [
         ({"a": True}, TreeError, r"tree\['b'\]: without a value"),
-        ({"a": True, "b": 1}, TreeError, r"partition: condition of another type\n  tree\['b'\]: int"),
+        ({"a": True, "b": 1}, TreeError, r"partition: not a tree of booleans\n  tree\['b'\]: int"),
         (["a", "b"], TreeError, "not a prefix"),
         ("*.w", TreeError, "partition: ambiguous pattern"),
         (3, MetadataError, "partition"),

@@ -109,7 +109,7 @@ def test_all_that_does_not_fit_is_named_at_once() -> None:
         "tree['b']['c']: found int, expected (2,) torch.float32",
         "tree['b']['rng']: missing",
         "tree['e']: missing",
-        "tree['f'][0]: found dict with 1 key at tree['f'], expected a place in a list of length 1",
+        "tree['f'][0]: found dict with 1 key at tree['f'], expected a value in a list of length 1",
     ):
         assert line in str(caught.value)
 

@@ -53,7 +53,7 @@ def whole(folder: Path) -> set[str]:
         ("workers", 0, "", {*BOTH, "of the child"}),
         ("large", 0, "", {*BOTH, "large"}),
         ("fail", 1, "async save 0 to '{folder}/failed'", BOTH),
-        ("hang", 1, "not done in 1 seconds\n  async save 0 to '{folder}/hung'", BOTH),
+        ("hang", 1, "writes and commits took more than 1 seconds\n  async save 0 to '{folder}/hung'", BOTH),
     ],
 )
 def test_a_process_ends(what: str, status: int, said: str, saved: set[str], tmp_path: Path) -> None:

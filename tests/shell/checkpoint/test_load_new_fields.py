@@ -85,7 +85,7 @@ def test_modes_that_leave_nothing_out_name_the_field(strict: str) -> None:
 )
 def test_what_has_no_data_is_an_error_that_names_it(value: Any, place: str, strict: str) -> None:
     folder = saved(kind("w", "lr")(shard("w", 1), 0.5))
-    with pytest.raises(TreeError, match=f"can't be completed: the target doesn't fill all its places\n  {place}\n"):
+    with pytest.raises(TreeError, match=f"can't be completed: the target lacks values for some entries\n  {place}\n"):
         load(kind("w", "lr", "new")(shard("w", 0), 0.0, value), folder, strict)
 
 

@@ -210,7 +210,7 @@ def test_a_copy_of_another_shape_or_dtype_and_one_that_is_missing_are_told() -> 
     for other in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
         (found,) = st.check_replicas(rank_files([torch.ones(2), other, torch.ones(2)]))
         assert found.values is None and [*map(rank_of, found.holders)] == [1] and [*map(rank_of, found.than)] == [0, 2]
-        assert str(found).endswith(": none, or of another dtype or shape")
+        assert str(found).endswith(": no elements, or another dtype or shape")
     folder = zero3([torch.ones(2)] * 4)
     lacking = model_file(SAVE, 3)
     folder.replace("step_3/zero_pp_rank_3_mp_rank_00_model_states.pt", archive(lacking), durable=False)

@@ -109,7 +109,7 @@ CHECKS, PICKLES = [{"verify": "all"}, {"verify": None}], [{"allow_pickle": False
 READS: dict[str, tuple[Call, list[str]]] = {
     "load, keys": (
         of_rank(load, strict=("assume_ok_unexpected", "raise_all")),
-        ["strict=the usual", "strict='raise_all'"],
+        ["strict=the default", "strict='raise_all'"],
     ),
     "load, another dtype": (of_rank(load, cast=(False, True)), ["cast=True"]),
     "load, a strategy": (of_rank(load, (None, ("dcp", 1))), ["sharded_strategy=('dcp', 1)"]),
@@ -196,7 +196,7 @@ def test_in_processes_one_asynchronous_rank_is_refused_at_once(tmp_path: Path) -
     timeout = 120.0
     found = run_processes(3, partial(asynchronous_alone, f"{tmp_path}/c"), timeout=timeout)
     for text, seconds in found:
-        assert "rank 0: " in text and "async_sharded_save=the usual" in text and seconds < timeout / 2
+        assert "rank 0: " in text and "async_sharded_save=the default" in text and seconds < timeout / 2
         assert "rank 1: " in text and "async_sharded_save=True" in text
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
 

@@ -11,12 +11,12 @@ from shardtree.storage import MemoryStorage
 
 FOLDERS = {
     "latest_checkpointed_iteration.txt": "such as iter_0000042",
-    "common.pt": "a save of Megatron-Core's that wasn't finished",
+    "common.pt": "an unfinished save of Megatron-Core",
     "mp_rank_00/model_optim_rng.pt": "before torch_dist",
     "__0.metadata": "use_collectives=False",
     "__0_0.distcp": "wasn't finished",
-    "model-00001-of-00002.safetensors": "fetch the index too",
-    ".zarray": "Name the array's group",
+    "model-00001-of-00002.safetensors": "download the index, too",
+    ".zarray": "Pass the array's group",
     "pytorch_model.bin": "safe_serialization=True",
     "pytorch_model.bin.index.json": "pickled weights",
     "consolidated.00.pth": "pickled weights",

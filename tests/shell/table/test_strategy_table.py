@@ -97,7 +97,7 @@ def test_a_row_is_registered_once_unless_overridden(free_row):
 
     assert register_default_strategy(*free_row)(one) is one
     register_default_strategy(*free_row, one)
-    with pytest.raises(StrategyError, match=r"is taken[\s\S]*one[\s\S]*override=True"):
+    with pytest.raises(StrategyError, match=r"already has a function[\s\S]*one[\s\S]*override=True"):
         register_default_strategy(*free_row, other)
     assert get_default_strategy(*free_row) is one
     register_default_strategy(*free_row, other, override=True)

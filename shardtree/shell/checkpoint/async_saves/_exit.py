@@ -70,8 +70,8 @@ def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int
         no_dist: Whether to look only at this rank's writes, without a collective before the commit.
 
     Raises:
-        CheckpointingException: a call failed; the first failure is raised on every rank, as by
-            `AsyncRequest.execute_sync`.
+        CheckpointingException: a call failed; the first failure is raised on every rank, as
+            `AsyncRequest.execute_sync` does.
     """
     check_idle(calls)
     indices: list[int] = []
@@ -106,7 +106,7 @@ def check_idle(calls: Calls) -> None:
         WorldError: a call is being committed; the error names it.
     """
     if calls.is_committing:
-        fix = "Do it after maybe_finalize_async_calls; a finalizer may schedule saves, but not finalize or close."
+        fix = "Finalize or close after maybe_finalize_async_calls has returned; a finalizer may only schedule saves."
         raise WorldError(error_text(f"{calls[0]}: a finalizer of the save tries to commit it again", fix=fix))
 
 
@@ -152,7 +152,7 @@ def _finalize_first(calls: Calls, before: Sequence[int]) -> int:
 STATUS = 1
 """Exit status of a process that couldn't commit a save."""
 
-_AFTER_A_FAILURE = 60.0  # seconds for which a rank that an exception ended waits for other ranks
+_AFTER_A_FAILURE = 60.0  # seconds that a rank waits for other ranks after an uncaught exception
 
 
 @dataclass(slots=True, eq=False)
@@ -175,11 +175,11 @@ _changing = Lock()  # simulated ranks are threads
 
 
 def watch(calls: Calls, timeout: float) -> None:
-    """Register a queue's calls to be committed before the process ends; if that fails, it ends with an error.
+    """Register a queue's calls to be committed before the process ends; if that fails, its exit status is 1.
 
     Args:
-        calls: Calls of the queue, which are examined at the end.
-        timeout: Seconds that their commit may take then.
+        calls: The queue's calls; those still in it at the end are committed then.
+        timeout: Time limit in seconds for these commits.
     """
     with _changing:
         process = _own() or _begin()
@@ -215,13 +215,13 @@ def _begin() -> _Process:
 def _watchdog(own: _Process) -> None:
     """End the process when a time limit has passed."""
     # Nothing else limits a write or commit that hangs in its storage, since the world's timeout only limits
-    # collectives. A rank that an exception ended would block its peers, which wait in collectives of the training.
+    # collectives. After an exception, a rank that waited here without a limit would block peers that still train.
     limit = own.limits.get()
     while limit is not None:
         try:
             limit = own.limits.get(timeout=limit)
         except Empty:
-            _fail(own, [f"not done in {limit:g} seconds"])
+            _fail(own, [f"writes and commits took more than {limit:g} seconds"])
 
 
 def _at_exit() -> None:

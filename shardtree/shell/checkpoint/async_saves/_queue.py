@@ -34,8 +34,8 @@ class Background:
     """A thread that runs functions in the order of their submission; started by the first one.
 
     Megatron-Core forks a process instead. In a thread, the expensive work (copies, hashes, writes) runs without
-    Python's lock, the snapshot is shared, and a failure is an exception that every rank gets at the commit. The thread
-    is a daemon: at the interpreter's end, the exit handler waits for it, with a time limit.
+    Python's global lock, the snapshot is shared, and a failure is an exception that every rank gets at the commit. The
+    thread is a daemon: at the interpreter's end, the exit handler waits for it, with a time limit.
     """
 
     def __init__(self, name: str) -> None:
@@ -115,7 +115,7 @@ class AsyncCallsQueue:
         return f"AsyncCallsQueue({plural(self.get_num_unfinalized_calls(), 'save')} in progress)"
 
     def _begin(self) -> None:
-        """Reset the queue: when it is made, and in a fork of the process that has its calls."""
+        """Reset the queue; called when it is made, and in a forked process, which leaves its parent's saves alone."""
         self._calls = Calls()
         self._background = Background("shardtree: async save")
         self._user: Thread | None = None
@@ -144,7 +144,7 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: AsyncRequest[Any]) -> int:
         """Begin to write in the background, and return the call's index, from 0; every rank must call this.
 
-        A request can be scheduled once, and runs unchanged: `add_finalize_fn` makes another request.
+        A request can be scheduled once, and runs unchanged: `add_finalize_fn` returns a new request.
 
         Raises:
             CheckpointingException: the argument isn't a request, or is scheduled already; or `exit_timeout` is invalid.
@@ -242,7 +242,7 @@ class AsyncCallsQueue:
         if kind is None:
             self.close()
         elif self._calls:
-            # A single rank can't commit them, and the others may not have the exception.
+            # Committing them takes all ranks, and the others may not have the exception.
             logger.warning(
                 "an exception leaves %s in progress, to be committed at the end of the process", self._names()
             )
@@ -268,7 +268,7 @@ def _commit(queue_of: weakref.ref[AsyncCallsQueue]) -> None:
 
 def _check_request(request: object) -> None:
     if not isinstance(request, AsyncRequest):
-        what, fix = "async save: not a request", "Pass the result of `save(..., async_sharded_save=True)`."
+        what, fix = "async save: invalid request", "Pass the result of `save(..., async_sharded_save=True)`."
         raise CheckpointingException(error_text(what, found=type(request).__name__, fix=fix))
     for call in calls_in_progress():
         if call.request.async_fn is request.async_fn:
@@ -277,11 +277,11 @@ def _check_request(request: object) -> None:
 
 
 def _check_seconds(timeout: object) -> None:
-    """Raise unless the argument is a valid time limit, which couldn't be changed any more at the end of the process."""
+    """Raise unless a time limit is valid; at the end of the process, an error about it would come too late."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
         expected = f"seconds, more than 0 and at most {TIMEOUT_MAX:g}"
         raise CheckpointingException(error_text("async save: bad exit_timeout", found=repr(timeout), expected=expected))
 
 
 async_calls = AsyncCallsQueue()
-"""The queue of asynchronous saves for the whole process, for callers that make none."""
+"""The queue of asynchronous saves for the whole process, for callers that make no queue themselves."""

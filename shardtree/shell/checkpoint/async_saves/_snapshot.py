@@ -143,7 +143,7 @@ def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
 
 
 def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
-    """Return copies of sources in the host's memory, or on a device without staging, which torch copies whole."""
+    """Return copies of sources in the host's memory, or on a device from which torch copies whole tensors."""
     copies = _room(sources, memory.lend(_aligned_bytes(sources)))
     ranges = list[_Pair]()
     for name, source in sources.items():

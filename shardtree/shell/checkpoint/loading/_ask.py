@@ -150,7 +150,7 @@ def resolve(
         checkpoint: The checkpoint with rank 0's fields, whose cache gets the results.
         sharded: The caller's choice for the shards.
         strategies: The dispatch table; None for the process's.
-        keys: Function that returns the keys of this rank's tensors, and whether all stored ones are listed too.
+        keys: Function that returns the keys of this rank's tensors, and whether all stored keys are listed too.
     """
     world = checkpoint.world
     # Only rank 0's fields decide, so that all ranks take the same branch.

@@ -1,4 +1,4 @@
-"""Step 4 of a load: all checks before a tensor is read. `explain` calls the same pieces, and records errors."""
+"""Step 4 of a load: all checks before a tensor is read. `explain` calls the same functions, and records errors."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes
     """
     if exchange not in ("auto", "always", "never"):
         expected = "'auto', 'always' or 'never'"
-        raise StrategyError(error_text("load: invalid exchange", found=repr(exchange), expected=expected))
+        raise StrategyError(error_text("load: invalid options.exchange", found=repr(exchange), expected=expected))
     if len(places) == 1 or exchange != "auto":
         return ExchangeChoice(len(places) > 1 and exchange == "always")
     alone = "Each rank reads by itself, since"

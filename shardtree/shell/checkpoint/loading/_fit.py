@@ -110,7 +110,7 @@ def find_without_scales(
     """
     metadata = stored.tensors
     is_plain = plain_matcher("load", plain, lambda: stored_keys(metadata))
-    # Deferred names aren't read for this, since the names of weights are in the files.
+    # This reads no deferred names: weights have the same names in the files.
     listed = metadata.of(kinds) if isinstance(metadata, DeferredMetadata) else metadata
     return find_scaled(shards, kinds, partial(stored_kinds, listed), is_plain)
 

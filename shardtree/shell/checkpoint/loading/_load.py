@@ -81,7 +81,7 @@ def load(
             target's own value there, and the report's `kept` names it.
         world: The ranks that take part; torch.distributed's default group, or else this process alone.
         donate: Whether the target's tensors, including those that factories hold, are filled in place and returned.
-            Tied weights, one memory under several keys, are filled once. If the load fails from step 5 on, their
+            Tied weights, the same memory under several keys, are filled once. If the load fails from step 5 on, their
             content may be lost. A module's load hooks aren't called; `load_module` calls them.
         cast: Whether values that are stored in another dtype than the target's are converted, as `torch.Tensor.to`
             does; a fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is
@@ -111,8 +111,8 @@ def load(
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects matches no key.
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs; the checkpoint doesn't cover the target; a stored value
-            can't be converted, or not without its scales; donated tensors can't be written, or share memory (for tied
-            weights: and their stored values differ); or an array of objects has another shape and no rule.
+            can't be converted, or not without its scales; donated tensors can't be written, or share memory (tied
+            weights: only if their stored values differ); or an array of objects has another shape and no rule.
         IntegrityError: an element doesn't have exactly one main replica, or `layout` differs from the ranks' targets or
             between ranks.
         CorruptCheckpoint: stored bytes are damaged.

@@ -1,7 +1,7 @@
 """Omissions of a load: values that aren't stored leave the target, and stored values may not fit the result.
 
-Dicts of the result lack values that aren't stored. A list, tuple or instance of a class needs a value in each place:
-in modes that leave out values that aren't stored, it keeps the target's own. So do dicts within such a place, if
+Dicts of the result lack values that aren't stored. A list, tuple or instance of a class needs a value at each index or
+field: in modes that leave out values that aren't stored, it keeps the target's own value. So do dicts within it, if
 nothing is loaded there.
 """
 
@@ -200,7 +200,7 @@ def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandli
 
 
 def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling) -> Omissions:
-    """Return the omissions of a trial of the last step's join, with the target's own leaves."""
+    """Join the common tree with the target's own leaves on trial, and return the omissions of the final join."""
     # An optimizer's state in tuples, or a list with shards beside values, can't be returned without its shards: it is
     # left out, so that a partial load can succeed.
     own_place = (*_SHARDED, LocalNonpersistentObject)
@@ -236,7 +236,7 @@ STORED_VALUES = (
 TARGET_TENSORS = "load: tensors of the target, or values with tensors, aren't stored, so the result lacks them"
 RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
 KEPT_VALUES = (
-    "load: no value is stored for these places; the target's own is kept, since a list, tuple or class needs one"
+    "load: nothing is stored at these paths, and a list, tuple or class needs a value: the target's own is kept"
 )
 _FIXES = {
     STORED_VALUES: (

@@ -116,5 +116,5 @@ def _hint(path: TreePath, common: Any, keys: Collection[str]) -> str:
     if node is not HOLE or (depth < len(path) and any(name.startswith(inside) for name in keys)):
         return ""
     near = find_unexpected([key], keys)[0].near
-    under = f"perhaps {near!r}" if near else f"under one of {', '.join(shorten(sorted(map(repr, keys)), shown=3))}"
-    return f"but a shard or object was saved there, {under}"
+    where = f"perhaps as {near!r}" if near else f"under one of {', '.join(shorten(sorted(map(repr, keys)), shown=3))}"
+    return f"but a shard or object was saved there, {where}"

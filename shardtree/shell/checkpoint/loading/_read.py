@@ -36,7 +36,7 @@ from ._choice import ALONE, ExchangeChoice
 from ._objects import ObjectsFit, reshaped_values
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
-# The row is imported now: a load of our own format imports nothing, since it may run during another import.
+# The row is imported now, so that a load of our own format imports nothing: it may run during another import.
 find_strategy(StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND)
 
 Shards = Sequence[ShardedTensor]
@@ -232,7 +232,9 @@ def _read_items(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]
 
 
 def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) -> list[Any]:
-    """Return the loaded value of each leaf: a tensor, a boxed object, a local box unchanged, or a hole.
+    """Return the loaded value of each leaf: a tensor, an object in a `LocalNonpersistentObject`, or a hole.
+
+    The target's own instances of `LocalNonpersistentObject` are returned unchanged.
 
     Args:
         reading: The parameters of the read.

@@ -36,7 +36,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     """Return the device of tensors whose targets have no memory; the CPU by default.
 
     Raises:
-        MetadataError: This machine lacks the device, or it has no memory, as the meta device.
+        MetadataError: This machine lacks the device, or it is the meta device, which has no memory.
 
     Examples:
         >>> usable_device(None), usable_device("cpu")
@@ -53,14 +53,14 @@ def usable_device(device: str | torch.device | None) -> torch.device:
         reason = (str(error).splitlines() or [""])[0]
         raise MetadataError(error_text(f"load: device {device!r} is unusable", found=reason, fix=fix)) from error
     if place.type == "meta":
-        raise MetadataError(error_text("load: tensors on the meta device hold nothing", found=device, fix=fix))
+        raise MetadataError(error_text("load: the meta device has no memory", found=device, fix=fix))
     return place
 
 
 def with_memory(
     shard: ShardedTensor, tensor: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
-    """Return a checked shard with contiguous memory to fill, the CPU's or that of a device.
+    """Return a checked shard with contiguous memory to fill, on the CPU or another device.
 
     The memory is the target's own tensor only if that is donated and fits. If a shape mismatch is allowed, the memory
     is initialised with the target's elements, or zeros, since not all of it may be filled.
@@ -68,7 +68,7 @@ def with_memory(
     Args:
         shard: The target's shard.
         tensor: The shard's `given_tensor`.
-        donate: Whether that tensor is given away.
+        donate: Whether that tensor may be filled in place.
         on_device: The device of the memory, which is that of `tensor` if there is one; None for the CPU.
     """
     if donate and tensor is not None and (on_device is not None or is_plain_memory(tensor)):
@@ -92,13 +92,13 @@ def with_memories(
     device: torch.device = CPU,
     is_staged: Callable[[ShardedTensor], bool] = lambda _: False,
 ) -> list[ShardedTensor]:
-    """Return each shard with memory to fill, as by `with_memory`, on its tensor's device if that is staged.
+    """Return each shard with memory to fill, as by `with_memory`, on a device if the shard is read there in parts.
 
     Args:
         shards: The target's shards.
-        donate: Whether their tensors are given away.
+        donate: Whether their tensors may be filled in place.
         device: The device of tensors that have no memory in the target.
-        is_staged: Predicate of shards on devices: whether they are read there in parts.
+        is_staged: Function that returns whether a shard on a device is read there in parts.
 
     Raises:
         ShapeError: `check_tensors` refuses a tensor.
@@ -116,7 +116,7 @@ def with_memories(
             memories.append(shard)
             continue
         place = device if tensor is None else tensor.device
-        # Only memory that is filled completely can be filled in parts, through staged copies.
+        # Reads in parts fill all of the memory, so a shard that may keep the target's elements is read as a whole.
         staged = copies_of(place) is not None and not shard.allow_shape_mismatch
         if staged and donate and tensor is not None:
             staged = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -130,7 +130,7 @@ def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *,
 
     Args:
         pairs: The target's shards with their tensors; None for shards without one.
-        donate: Whether their tensors are given away.
+        donate: Whether their tensors may be filled in place.
 
     Raises:
         ShapeError: A tensor was changed since its shard was built, elements of donated tensors share memory, or a
@@ -188,7 +188,7 @@ def deliver_all(
     Args:
         shards: The target's shards.
         memories: The same shards with their filled memory.
-        donate: Whether the target's tensors were given away.
+        donate: Whether the target's tensors are filled in place and returned.
         device: The device of tensors that have no memory in the target.
 
     Raises:
@@ -232,9 +232,9 @@ class Target:
         merge: Function from the joined tree to one with the factories merged.
         types: The namedtuple classes in the tree.
         plain: The paths of plain tensors among the leaves, and of values that hold tensors, by number of the leaf.
-        donate: Whether its tensors are given away.
-        own: The target's values, by path, that stay if nothing is stored and their container needs an entry; None in
-            modes that leave nothing out.
+        donate: Whether its tensors may be filled in place.
+        own: The target's values, by path, that stay in the result where nothing is stored and the container needs a
+            value; None in modes that leave nothing out.
     """
 
     leaves: tuple[Any, ...]
@@ -268,7 +268,7 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
 
     Args:
         tree: The target.
-        donate: Whether its tensors are given away, those that factories hold too.
+        donate: Whether its tensors, also those that factories hold, may be filled in place.
 
     Raises:
         TreeError: The target isn't a tree, or is too deep.
@@ -292,7 +292,8 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
-    # Values that tree maps don't enter, such as objects with a tensor in an attribute, can't be filled: they count too.
+    # Values that tree maps don't enter, such as objects with a tensor in an attribute, can't be filled: they count as
+    # plain tensors.
     plain = dict[int, TreePath]()
     if any(trees.is_plain_tensor(leaf) for _, leaf in others):
         plain = {number: path for number, (path, leaf) in enumerate(pairs) if trees.is_plain_tensor(leaf)}

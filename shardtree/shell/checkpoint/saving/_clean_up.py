@@ -38,7 +38,7 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
     storage = pending.destination
     if can(storage).replace_if is not None and removes_saves:
         return  # object stores have no temporary files that are moved to their places
-    # Errors aren't errors of the save, whose checkpoint is published by now.
+    # Errors here don't fail the save, whose checkpoint is published by now.
     with _logging_failure(storage):
         if pending.replaced is None:
             disown(storage, pending.save_id)

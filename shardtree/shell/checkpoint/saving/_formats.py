@@ -87,7 +87,8 @@ def steps_of_formats(
         pending: The save, with the common state.
         writes: The tensors and objects that this rank writes.
         formats: The formats, with their backends.
-        unions: Keys by dict of the common state in which ranks have different keys.
+        unions: The keys that all ranks have, by the path of each dict of the common state in which ranks have different
+            keys.
 
     Raises:
         StrategyError: a format can't save.
@@ -163,5 +164,5 @@ def check_can_fingerprint(backend: str, *, whole: bool) -> None:
         fix = "Leave out SaveOptions(fingerprint=True), and keep the result of st.fingerprint(tree) elsewhere."
         raise StrategyError(error_text(what, fix=fix))
     if not whole:
-        what = "save: SaveOptions(fingerprint=True) needs validate_access_integrity=True"
+        what = "save: SaveOptions(fingerprint=True) excludes validate_access_integrity=False"
         raise IntegrityError(error_text(what, fix="Pass only one of them: a tensor with gaps has no fingerprint."))

@@ -210,7 +210,7 @@ def check_union(save: Save) -> None:
         raise MetadataError(error_text(what, found=repr(common), expected="'same' or 'union'"))
     if common == "union" and (save.common_view is not None or not save.validate):
         fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
-        raise MetadataError(error_text("save: a union needs a comparison of the whole common states", fix=fix))
+        raise MetadataError(error_text("save: common='union' needs a comparison of the whole common states", fix=fix))
 
 
 def common_part(save: Save, common: Any) -> Any:
@@ -234,7 +234,7 @@ def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> Tree
     Raises:
         IntegrityError: no union is requested, or ranks have different values, or shards and values, under one key.
     """
-    # Whole states are sent only in this case, and equal states only once.
+    # Whole states are sent only if their hashes differ, and equal states only once.
     first, common = [hashes.index(value) for value in hashes], save.parts.common
     as_union, allow_pickle = save.options.common == "union", save.options.allow_pickle
 

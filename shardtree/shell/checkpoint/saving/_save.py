@@ -52,8 +52,8 @@ def save(
     Step 6 makes the folder a checkpoint, by metadata.json or the format's own file. Until then, an existing checkpoint
     stays unchanged. The steps:
 
-    1. Take the tree apart: shards, objects, common state. Factories build; an asynchronous save copies the common
-       state. Ranks learn of a failure in the next step.
+    1. Take the tree apart: shards, objects, common state. Factories build their shards; an asynchronous save copies
+       the common state. Ranks learn of a failure in the next step.
     2. Meet: ranks describe their shards to each other, and rank 0 makes the save's own folder, in `checkpoint_dir` or
        beside it. One collective, two for many ranks.
     3. Compare: common states if their hashes differ, which `options` may unite; with `check_replicas`, fingerprints of
@@ -250,7 +250,7 @@ def check_replicas(save: Save) -> None:
 
     problems = leaf("differing_replicas")(save.world, join)
     if problems:  # the same on every rank
-        fix = "If each rank has a part of the tensor, correct its spec; else copy the main replica to the others."
+        fix = "If ranks hold different parts of the tensor, correct the spec; else copy the main replica to the others."
         raise IntegrityError(error_text("save: replicas differ", offenders=map(str, problems), fix=fix))
 
 

@@ -144,7 +144,7 @@ class Saver:
             with step("save: look for another checkpoint"):
                 look()
         elif pending.before is None:
-            # If looks are requests, publishing is conditional and detects changes after this look.
+            # If this look takes a request, publishing is conditional, and detects later changes.
             self.look = beside(pending.storage, look)
         (sharded, version), (common, common_version) = self.formats.backends
         fields = {"sharded_backend": sharded, "sharded_backend_version": version}
@@ -160,7 +160,7 @@ class Saver:
         """Make the folder a checkpoint; the last step, on rank 0."""
         pending = self.pending
         # The owner's note is usually removed after the commit: until then it excludes other saves with fixed names, and
-        # tells whether a killed save is dead. A folder that will be exchanged has another note in its sibling.
+        # tells whether a killed save is dead. A save that replaces a folder has another note, in the sibling folder.
         if pending.replaced is not None:
             pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
         # Every name must be on the medium before the rename that publishes: after a power failure, the file system may
@@ -272,7 +272,7 @@ def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
 
 
 class _UseCheck:
-    """A value that all copies of a request share, which warns if it is collected before the save is run or abandoned.
+    """Shared by all copies of a request: warns if it is garbage-collected before the save is run or abandoned.
 
     Nothing is removed then, since other ranks may be writing.
     """
@@ -291,7 +291,7 @@ class _UseCheck:
 
 
 def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
-    """Return a request that warns if it is collected before it or a copy of it was run or abandoned."""
+    """Return a request that warns if it is garbage-collected before it or a copy of it was run or abandoned."""
     folder = request.folder
     check = _UseCheck("a folder" if folder is None else folder.where())
 

@@ -101,7 +101,7 @@ def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
         StorageError: the folder can't be made, or belongs to another program.
     """
     save_id = new_save_id()
-    # If both take requests and an existing checkpoint is no obstacle, the folder is made during the inspection.
+    # Both steps may take requests: if an existing checkpoint is no obstacle, the folder is made during the inspection.
     at_once = save.overwrite and can(storage).replace_if is not None and save.formats.in_save_folder
     task = Task(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
     try:
@@ -138,7 +138,7 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
     by_requests = can(storage).entries is not None
     is_file: Callable[[], int | None] = partial(storage.length, "")
     is_there: Callable[[], bool] = partial(is_recognized, storage, formats.strategies)
-    if not overwrite:  # the folder is probably new, so that all these looks are needed
+    if not overwrite:  # the folder is probably new, and then both looks are needed
         is_file, is_there = beside(storage, is_file), beside(storage, is_there)
     before = metadata_bytes(storage) if by_requests else None
     if before is None and is_file() is not None:
@@ -164,7 +164,7 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
 
 
 def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
-    """Return a look at a storage that, if it takes a request, has already begun in another thread."""
+    """Return a function for the result of a look at a storage; a look that takes a request begins now, in a thread."""
     return look if can(storage).entries is None else Task(look).result
 
 
@@ -196,7 +196,7 @@ def pending_here(save: Save) -> PendingSave:
         StorageError: this rank doesn't see the folder.
     """
     if save.start is None:
-        raise TypeError("rank 0 sent no place for the save")
+        raise TypeError("rank 0 sent no destination for the save")
     storage = storage_at(save.where)
     pending = pending_save(save.start, storage, save.world, save.options)
     if not is_folder(pending.storage, pending.save_id):

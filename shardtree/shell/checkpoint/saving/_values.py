@@ -28,7 +28,8 @@ class TreeParts:
         tensors: The tensor shards, factories applied.
         objects: The sharded objects.
         common: Everything else, with holes in place of shards and nonpersistent objects.
-        unions: Keys by dict in which ranks have different keys, if the common state is the union of ranks'.
+        unions: The keys that all ranks have, by the path of each dict in which ranks have different keys; empty unless
+            the common state is the union of ranks' states.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -39,7 +40,7 @@ class TreeParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """A running save from the view of one rank: the arguments of `save`; from `parts` on, values that step 2 adds.
+    """A running save from the view of one rank: the arguments of `save`; from `parts` on, values that later steps add.
 
     Attributes:
         world: The ranks that save together.

@@ -170,7 +170,7 @@ def run_plan(run: FileRun) -> LoadPlan:
 
 
 def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data in place, and return a report; it is contiguous, on CPU or a device with staged copies.
+    """Fill each shard's data in place, a contiguous tensor on the CPU or a device with staged copies; return a report.
 
     This is the LOAD_SHARDED row of every format whose chunks are row-major bytes in files.
 
@@ -262,7 +262,7 @@ def _misfits(
 def read_planned(
     checkpoint: Checkpoint, file: Callable[[int], StoredFile], plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Execute a plan, after checking that its files have their lengths; return what was read.
+    """Execute a plan, after checking the lengths of its files, and return a report.
 
     Args:
         checkpoint: The open checkpoint, with the options of the load.
@@ -321,7 +321,7 @@ def explain_from_index(
 
 
 def planned_cost(checkpoint: Checkpoint, file: Callable[[int], StoredFile], plan: LoadPlan) -> plans.ReadCost:
-    """Return the cost of a plan, after checking that its files have their lengths.
+    """Return the cost of a plan, after checking the lengths of its files.
 
     Args:
         checkpoint: The open checkpoint, with the options of the load.

@@ -60,7 +60,8 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         on_files: Function that returns the index with the files of the folder, if `index` has virtual files; None if
             not.
         untaken: Reasons why stored values can't be loaded and aren't listed, by key or name.
-        refused: Function from a load's shards to such reasons, by key, if these depend on them; None if not.
+        refused: Function from a load's shards to the reasons why some can't be loaded, by key; None if the reasons
+            don't depend on the shards.
         uncompared: Function from a load's keys to the optimizer states among them that could be compared (masters with
             weights), but won't be.
         cost: Function from shards in their stored dtypes, and the plan of their bytes on the index, to the cost of a
@@ -129,7 +130,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
 
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
-        """Return the kinds of the stored ones among tensors, by key."""
+        """Return the kinds of those tensors that are stored, by key."""
         numbers = self.index.find_keys(keys)
         number_of = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
         return dict(zip(number_of, self.index.kinds(list(number_of.values())), strict=True))
@@ -150,7 +151,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """Stored tensors and objects whose final names need further reads; these are deferred until a name is unknown.
+    """Stored tensors and objects whose final names need further reads, deferred until an unknown name is looked up.
 
     Attributes:
         stored: Tensors and objects under their names in the files.

@@ -79,7 +79,7 @@ class RankFiles:
     totals: Hashes | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return function and arguments for pickle, with places as narrow integers, since ranks send it to rank 0."""
+        """Return function and arguments for pickle, with narrowed offsets, since ranks send this to rank 0."""
         places = narrowed(self.file), narrowed(self.byte)
         return _from_narrow, (self.files, self.lengths, self.hashes, self.columns, *places, self.objects, self.totals)
 
@@ -103,8 +103,8 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
 
     Args:
         pending: Checkpoint that is being written; all files go into the folder `pending.save_id`, named by `rank_file`.
-        write: Function that writes this rank's files, without any collective, and returns the places of its items, as
-            columns from `rank_files`.
+        write: Function that writes this rank's files, without any collective, and returns their description,
+            usually from `rank_files`.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
