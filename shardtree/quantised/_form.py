@@ -271,8 +271,9 @@ class Form:
         local = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
         axes = len(shard.local_shape) if self.is_turned else len(local)  # the last two are turned
         if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
-            found = f"{shard.key!r}: {shard.local_shape} of {shard.global_shape}"
-            fix = "Leave out allow_shape_mismatch, and vectors; `as_factory` splits flat ranges into boxes."
+            kind = "a flat range" if shard.flattened_range is not None else "a vector" if axes < 2 else "of any shape"
+            found = f"{shard.key!r}, {kind}: {shard.local_shape} of {shard.global_shape}"
+            fix = "Leave vectors unquantised and allow_shape_mismatch off; `as_factory` splits flat ranges into boxes."
             raise ShapeError(error_text(f"quantised: {self.name} needs boxes of matrices", found=found, fix=fix))
         whole, pack = self._turn(shard.global_shape), self.parts[0].pack
         if any(size % step for size, step in zip(whole[-2:], pack, strict=True)):
@@ -330,7 +331,7 @@ class Form:
         return of_source(Boxwise(f"{matrix.name} as {self.name}", outer.shape, part.dtypes[0], recipe, identify))
 
     def _turn(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape or an offset of the weight as one of the stored matrices, or the other way round."""
+        """Return a shape or offset of the weight for the stored matrices, which may be transposed; its own inverse."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else tuple(shape)
 
     def _turn_tensor(self, tensor: Any) -> Any:

@@ -44,7 +44,7 @@ def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor,
 
 
 def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: float) -> tuple[torch.Tensor, ...]:
-    """Return numbers divided by powers of two, the smallest that bring each block into range, and these powers.
+    """Return matrices, each block divided by the smallest power of two that brings it into range; and these powers.
 
     Args:
         matrix: Matrices of whole blocks.

@@ -125,7 +125,10 @@ def is_nested(move: Move) -> bool:
 
 
 def nested(move: Move) -> Iterator[Move]:
-    """Yield nested parts of a move: views of dense tensors are nested, but a reversed gather may not be."""
+    """Yield the parts of a move whose loops nest: each loop's stride is at least the extent of the loops inside it.
+
+    A view of a dense tensor is one such part; a reversed gather may need several.
+    """
     move = normal(move)
     if is_nested(move):
         yield move

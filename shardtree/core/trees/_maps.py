@@ -34,7 +34,7 @@ _Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any,
 
 
 def _access(kind: type[Boxed]) -> _Access:
-    """Return a function that reads all fields except the data, and the setters of all slots, the data's last."""
+    """Return a getter of all fields except the data, and the setters of all slots, with the data's setter last."""
     names = [name for name in kind.__dataclass_fields__ if name != "data"]
     return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
 

@@ -89,7 +89,7 @@ def storage_reference(persistent_id: Any) -> StorageReference:
 
 
 def tensor_layout(storage_dtype: torch.dtype | None, nbytes: int, arguments: tuple[Any, ...]) -> TensorLayout:
-    """Return the view of a storage that a tensor is, after checking that it lies inside the storage.
+    """Return a tensor's layout in its storage, after checking that it lies inside the storage.
 
     Args:
         storage_dtype: Dtype of the storage; None for an untyped storage.

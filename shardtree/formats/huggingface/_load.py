@@ -182,14 +182,14 @@ def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContent
 
 
 def check_numbers(entries: Sequence[HeaderEntry], where: str) -> None:
-    """Raise if columns of tensors' boxes would take more memory than those of any real model.
+    """Raise if the index of the tensors, their shapes and offsets, would be larger than that of any real model.
 
     Args:
         entries: Tensors of all files.
         where: Name of the model, for errors.
 
     Raises:
-        CorruptCheckpoint: The columns would have too many numbers.
+        CorruptCheckpoint: The headers declare more tensors or axes than any real model has.
     """
     if len(entries) * max((len(entry.shape) for entry in entries), default=0) > _MOST_NUMBERS:
         raise CorruptCheckpoint(error_text(f"open: {where!r}: more tensors with many axes than any model has"))

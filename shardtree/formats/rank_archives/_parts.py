@@ -18,7 +18,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def chunk(length: int, pieces: int, number: int) -> tuple[int, int]:
     """Return offset and length of a piece of an interval that is cut as torch.chunk cuts.
 
-    Pieces have the length divided by their number, rounded up; then come a shorter one and empty ones.
+    Each piece has ceil(length / pieces) elements while there are enough; the next has the rest, later ones none.
 
     Examples:
         >>> [chunk(10, 4, number) for number in range(4)], [chunk(3, 4, number)[1] for number in range(4)]

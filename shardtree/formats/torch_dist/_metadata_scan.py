@@ -41,18 +41,20 @@ _MOST_SHORT = 100_000
 
 @dataclass(slots=True)
 class ScanColumns:
-    """Columns that a scan took; a `Run` names the rows of one of the three tables: chunks, pairs and tensors.
+    """Columns read by a scan, of three tables: chunks, pairs (a key, and where its bytes are) and tensors.
+
+    A `Run` is a range of rows of one table. Columns "in parts" are lists of arrays, which are concatenated at the end.
 
     Attributes:
         shapes: Table of all shapes and offsets, whose rows the columns below name.
         chunk_offset: Row of each chunk's offset, (chunks,), in parts.
         chunk_shape: Row of each chunk's shape, (chunks,), in parts.
         chunks: Number of chunks.
-        pair_key: Key of each place, (pairs,).
-        pair_offset: Row of the offset of each place's chunk, -1 for a value, (pairs,), in parts.
-        pair_file: File of each place, (pairs,).
-        pair_byte: Offset of each place in its file, (pairs,), in parts.
-        pair_length: Length of each place, (pairs,), in parts.
+        pair_key: Key of each pair, (pairs,).
+        pair_offset: Row of the offset of each pair's chunk, -1 for a value, (pairs,), in parts.
+        pair_file: File of each pair's bytes, (pairs,).
+        pair_byte: Offset of each pair's bytes in the file, (pairs,), in parts.
+        pair_length: Number of each pair's bytes, (pairs,), in parts.
         tensor_key: Key of each tensor, (tensors,).
         tensor_dtype: Dtype of each tensor, as the file has it, (tensors,).
         tensor_shape: Row of each tensor's shape, (tensors,), in parts.

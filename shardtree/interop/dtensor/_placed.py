@@ -121,7 +121,7 @@ def widened(own: Mesh, outer: Mesh) -> Mesh:
 def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
     what, fix = (
         "a DTensor's mesh isn't a slice of the expected mesh",
-        "Pass the mesh that it is a slice of as within=...",
+        "Pass the parent mesh, from which its mesh was sliced, as within=...",
     )
     expected = f"ranks with even strides over {outer}"
     return MetadataError(error_text(what, found=own, expected=expected, fix=fix))

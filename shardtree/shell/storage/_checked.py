@@ -96,9 +96,9 @@ class ReadReport:
         blocks_checked: Number of blocks or byte ranges whose checksum was compared.
         blocks_unchecked: Number of blocks that were read only in part, were excluded from checks, or have no hash.
         files: Number of files opened.
-        left_out: Paths of stored plain values that aren't in the result: those beside shards that the target omits,
-            and those in a union of common states that no rank's target names. If all tensors are loaded without a
-            target: names of tensors that can't be read.
+        left_out: Paths of stored plain values that aren't in the result. They are stored next to shards and the target
+            omits them, or they are in united common states and no rank's target names them. If all tensors are loaded
+            without a target: names of tensors that can't be read.
         unfilled: Paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
         uncompared: Keys of optimizer states that were loaded without the comparison of masters with weights, because
             of ``verify=None``.
