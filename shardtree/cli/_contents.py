@@ -143,7 +143,7 @@ def contents_at(tree: OpenCheckpoint) -> StoredContents:
 
 
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> StoredContents:
-    """Return the rows by names in the files, without a read; by a load's names if a pattern matches none of these."""
+    """Return the rows by the files' names, without a read; if a pattern matches no such name, by a load's names."""
     contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
     is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _misses(patterns, _names_in([contents]))
     return contents if is_whole else contents_at(tree)
@@ -188,10 +188,10 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 
 def check_patterns(command: str, patterns: Sequence[str], *checkpoints: StoredContents) -> None:
-    """Raise if a pattern matches no key of any checkpoint, since a misspelt one would seem to find no fault.
+    """Raise if a pattern matches no key of any checkpoint: misspelt, it would make a check pass that checks nothing.
 
     Raises:
-        KeyMismatch: There is such a pattern; the error names each, with the most similar key.
+        KeyMismatch: A pattern matches no key; the error names each such pattern, with the most similar key.
 
     Examples:
         >>> row = TensorRow("fc.bias", "float32", (4,), 16, None)

@@ -48,8 +48,10 @@ class Conversion:
         plain: Patterns of keys of FP8 numbers that need no scales, and may be cast.
         prune: True to leave out tensors that the transforms drop.
         optimizer_in_model_space: True to write Megatron-Core's `dp_reshardable` optimizer as `fully_reshardable`.
-        expert_parallel: True if the run that continues with it has expert parallelism; None if that is as before.
-        trusts_shapes: True to trust shapes that the source's files make but don't prove.
+        expert_parallel: True if the run that loads the converted optimizer has expert parallelism; None if it has what
+            the saved run had.
+        trusts_shapes: True to trust shapes that are computed from the pieces in the source's files, without proof that
+            no piece is missing.
         most_bytes: Upper bound of the bytes of a batch.
         most_file_bytes: Upper bound of a file of a Hugging Face model, in bytes; None for the format's default.
         verify: True to read back and compare the written checkpoint.
@@ -79,7 +81,8 @@ class Conversion:
 def run_convert(conversion: Conversion, *, as_json: bool) -> int:
     """Convert on the ranks that torchrun has started, or in this process, print a report, and return the exit status.
 
-    The first rank prints and draws the bar. It also prints an error of all ranks, and all exit with one status.
+    The first rank prints the report and draws the bar. It also prints the error, if all ranks fail; if a rank is lost,
+    every other rank prints. All ranks return the same status.
 
     Args:
         conversion: Conversion, the same on every rank.
@@ -141,7 +144,7 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
 
 
 def _shapes(conversion: Conversion, world: World) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes that the source's files make, if the conversion trusts them."""
+    """Return the shapes, by key, that the source's stored pieces make; None if the conversion doesn't trust them."""
     if not conversion.trusts_shapes:
         return None
     tensors = load_tensors_metadata(conversion.source, world=world)

@@ -66,7 +66,7 @@ class CheckpointFindings:
         problem: Error of reading the common state; None if there is none.
         content_metadata: The save's `content_metadata`.
         files: Files of the folder.
-        in_files: True if tensors are listed with the names in the files, although a read would give them others.
+        in_files: True if tensors are listed with the names in the files, although a read would give them other names.
     """
 
     where: str

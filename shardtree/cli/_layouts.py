@@ -23,7 +23,7 @@ RankTree = dict[str, ShardedTensor]
 
 @dataclass(frozen=True, slots=True)
 class RankTrees(Sequence[RankTree]):
-    """Trees of ranks, made on access and not kept, since those of all ranks of a large model would fill the memory.
+    """Trees of ranks, made on access and not kept, since a large model's trees of all ranks would fill the memory.
 
     Attributes:
         make: Function that returns the tree of a rank.
@@ -53,8 +53,9 @@ class MeshLayout:
 
     Attributes:
         mesh: Mesh of the ranks.
-        specs: Patterns of keys, with the specs of their tensors. The first spec counts whose pattern matches a key and
-            that has no more entries than the tensor has axes; other tensors are whole on every rank.
+        specs: Patterns of keys, with the specs of their tensors. A tensor is cut by the first spec whose pattern
+            matches its key, leaving out specs with more entries than the tensor has axes. A tensor without a spec is
+            whole on every rank.
     """
 
     mesh: Mesh

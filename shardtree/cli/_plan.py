@@ -35,7 +35,7 @@ def run_explain(
     Args:
         checkpoint: Path or URL of the checkpoint.
         layout: Wanted layout of the tensors; None keeps the stored one.
-        like: Path or URL of another checkpoint whose tensors are wanted; None for those of the first.
+        like: Path or URL of another checkpoint whose tensors are wanted; None for the tensors of `checkpoint`.
         patterns: Patterns of the wanted keys; none means all.
         cast: True to convert dtypes.
         plain: Patterns of keys of FP8 numbers that need no scales.
@@ -116,7 +116,7 @@ def run_plan(
         as_json: True to print JSON.
 
     Raises:
-        CheckpointingException: A checkpoint can't be opened, or its tensors can't get that layout.
+        CheckpointingException: A checkpoint can't be opened, or its tensors can't get the wanted layout.
     """
     source_tree = open_checkpoint(source)
     target_tree = source_tree if target is None else open_checkpoint(target)
@@ -157,7 +157,7 @@ Loader = Callable[[Any], Any] | Trace
 
 
 def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json: bool) -> int:
-    """Print the trace of loading code on a checkpoint, and return the exit status: 1 if it has problems or differs.
+    """Print a loader's trace on a checkpoint, and return the exit status: 1 for problems or a difference, else 0.
 
     Args:
         loader: Loading code.

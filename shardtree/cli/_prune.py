@@ -56,7 +56,7 @@ def run_prune(where: str, names: str | None, kept: Kept, *, is_removing: bool, a
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for that of finished steps.
+        names: Format of the names of steps' folders; None for the format that finished steps have.
         kept: Options that say which steps stay.
         is_removing: True to remove the steps that go.
         as_json: True to print JSON.
@@ -163,7 +163,7 @@ def run_clean(where: str, names: str | None, *, stale_after: float, as_json: boo
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for that of finished steps.
+        names: Format of the names of steps' folders; None for the format that finished steps have.
         stale_after: Time in seconds without a change after which a save of another machine counts as killed.
         as_json: True to print JSON.
 

@@ -274,7 +274,7 @@ def _bars(heading: str, amounts: dict[str, int]) -> Bars:
 
 
 def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
-    """Return the bytes of each dtype by the rank that wrote them, or by file if names don't tell the rank."""
+    """Return the bytes of each dtype by the rank that wrote them, or by file if files' names don't tell the rank."""
     index = stored_index(tree)
     if index is None or not index.chunk_key.size:
         return {}

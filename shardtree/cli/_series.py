@@ -70,7 +70,7 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for that of finished steps.
+        names: Format of the names of steps' folders; None for the format that finished steps have.
 
     Raises:
         NotACheckpoint: Finished steps have names of several formats, two folders have one number, or no folder has the
@@ -94,7 +94,7 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
 
 
 def _finished_formats(storage: Storage) -> list[str]:
-    """Return the sorted formats of folders' names that have a finished step."""
+    """Return the formats of the names of folders with a finished step, sorted."""
     formats = sorted(set(_step_folders(storage).values()))
     return [form for form in formats if series_in(storage, form).latest() is not None]
 
@@ -133,7 +133,7 @@ def _start(names: str) -> str:
 
 
 def _files(folder: Storage, *, is_opened: bool) -> Files:
-    """Return the files of a step's folder; with the missing ones if the step is opened."""
+    """Return the files of a step's folder; if the step is opened, also the missing files."""
     if not is_opened:
         return files_in(folder)
     try:
@@ -213,7 +213,7 @@ def run_latest(where: str, names: str | None, *, is_verified: bool, as_json: boo
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for that of finished steps.
+        names: Format of the names of steps' folders; None for the format that finished steps have.
         is_verified: True to skip damaged steps, which takes reading every byte.
         as_json: True to print JSON.
 

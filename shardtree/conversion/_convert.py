@@ -247,7 +247,7 @@ def _finish(target: ConversionTarget, journal: Journal, *, is_old: bool) -> None
 
 
 def _write(target: ConversionTarget, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
-    """Write the missing batches; return the number of batches already written, and whether the destination is foreign.
+    """Write the missing batches; return the number of those written earlier, and whether the checkpoint is another's.
 
     Raises:
         AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.

@@ -313,7 +313,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
         return call
 
     def noting(call: Function, name: str) -> Function:
-        """Return the call, before which the file is announced."""
+        """Announce the file unless it was announced before, and return the call unchanged."""
         if name not in names:
             announce(name)
             names.add(name)

@@ -285,8 +285,8 @@ class Plan:
         objects: Objects to write.
         common: Common tree to write, with holes in place of shards; `HOLE` if it is left out.
         batches: Pieces of the tensors, and the objects, in the order of writing.
-        left_out: Keys and unique keys that the transform didn't get; unreadable values of the source; and paths of
-            tensors in a common state that is left out, if they couldn't be written by the keys of their paths.
+        left_out: Keys and unique keys that the transform didn't get; unreadable values of the source; and, if the
+            common state is left out, the paths of its tensors that couldn't be written under their paths' keys.
         unused: (key, number of unused elements) of tensors that are in the output only in part.
         unchanged_keys: Keys of tensors that the transform returned unchanged.
     """

@@ -117,7 +117,7 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
 
 
 def in_one_file(strategies: Strategies | None) -> Strategies:
-    """Return the table in which a Hugging Face model has one file, of whatever length.
+    """Return the dispatch table with which a Hugging Face model is saved as one file of any length.
 
     Raises:
         StrategyError: The given table has a function of its own that writes such models.

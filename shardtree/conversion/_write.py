@@ -95,7 +95,7 @@ class ConversionTarget:
 def rehearse_common(destination: ConversionTarget, common: Any) -> None:
     """Raise an error if the destination's format can't hold a common state, by writing it to memory.
 
-    A format that can't write a common state alone raises only at the commit, which can be retried without the state.
+    For a format that can't write a common state by itself, nothing is checked here: only the commit may raise.
 
     Raises:
         UnsupportedValue: The format can't hold it, or can't without pickling.

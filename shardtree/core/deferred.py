@@ -57,7 +57,8 @@ def _call(place: str, *arguments: typing.Any) -> typing.Any:
 def notebook_html(value: object) -> str:
     """Return the HTML of a value for a notebook: its picture, or else its text.
 
-    The package `pictures` imports the packages of the values that it draws. To avoid a cycle, those find it by name.
+    The package `pictures` imports the packages of the values that it draws. To avoid a cycle of imports, these packages
+    find `pictures` by name.
     """
     html: str = leaf("html_of")(value)
     return html
@@ -68,7 +69,7 @@ def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str
 
     Args:
         package: Full name of the package.
-        names: Space-separated names by the module that defines them; modules are relative to the package.
+        names: For each module, relative to the package, the names that it defines, separated by spaces.
     """
     modules = {name: module for module, those in names.items() for name in those.split()}
 

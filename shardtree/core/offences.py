@@ -50,7 +50,7 @@ def _name(offence: Offence) -> str:
 
 
 def by_key(offence: Offence) -> str:
-    """Return the key by which offences are sorted; those of one key keep their order."""
+    """Return the key by which offences are sorted; offences of one key keep their order."""
     return str(offence.key)
 
 
@@ -72,7 +72,7 @@ def offence_lines(offences: Iterable[Offence]) -> list[str]:
 
 
 def offences_text(heading: str, offences: Sequence[Offence], *fixes: str) -> str:
-    """Return the text of an error with its offences, each distinct advice of theirs once, and further advice.
+    """Return the text of an error: its offences, their advice without repetitions, and further advice.
 
     Args:
         heading: Text that tells what is wrong with what.

@@ -50,7 +50,7 @@ def _read(checkpoint: Checkpoint) -> Mapping[str, str] | None:
 
 
 def check_listed(checkpoint: Checkpoint, name: str) -> None:
-    """Raise if a file's SHA-256 differs from that in the manifest; a listed file is read whole, once.
+    """Raise if a file's SHA-256 differs from its entry in the manifest. A listed file is read whole, but only once.
 
     Raises:
         CorruptCheckpoint: The SHA-256 differs, or the manifest isn't sound.
@@ -73,7 +73,7 @@ def _checked_names(_: Checkpoint) -> set[str]:
 
 
 def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], frozenset[str]]:
-    """Return the findings of a checkpoint's manifest, including files that it doesn't list, and the files it confirms.
+    """Return a manifest's findings, unlisted files included, and the names of the files whose SHA-256 is right.
 
     The manifest itself needs no checksum: any change makes it unsound, or makes a file differ from its entry.
     """

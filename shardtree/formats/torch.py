@@ -44,7 +44,9 @@ _HOLES = ".shardtree_holes"
 
 
 def filled(common: Any) -> tuple[Any, list[TreePath]]:
-    """Return a common tree without holes, and the paths of holes that empty dicts replace.
+    """Return a tree with its holes (places of shards) taken out, and the paths of holes that became empty dicts.
+
+    Holes in dicts are omitted; holes in lists and tuples become empty dicts.
 
     Examples:
         >>> filled({"w": HOLE, "groups": [HOLE, {"lr": 0.1}]})
@@ -216,7 +218,7 @@ HEADERS = "headers, names and padding of zip archives: only fields that are stor
 
 
 def archive_findings(name: str, data: Buffer) -> tuple[Finding, ...]:
-    """Return findings for the bytes of a sound archive that have a CRC32, and for those that have none.
+    """Return findings that count the bytes of a sound archive with a CRC32, and name the bytes without one.
 
     Args:
         name: Name of the archive's file.

@@ -22,7 +22,7 @@ _MOST_BOXES = 2**20  # per tensor: a file may claim a tensor of 2**57 elements, 
 
 
 def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) -> Iterator[Box]:
-    """Return the boxes of `tiles`, after checking their number.
+    """Return the boxes of shape `cell`, or smaller at the ends, that tile a tensor, after checking their number.
 
     Args:
         shape: Shape of the tensor.

@@ -18,7 +18,7 @@ class Findings:
 
     Attributes:
         failures: Ranks on which checks fail, by class and text of the error.
-        problems: Reasons why their shards and objects can't be loaded.
+        problems: Reasons why the ranks' shards and objects can't be loaded.
         unexpected: Keys that aren't stored, if a strict mode looks for them beforehand.
         omissions: Stored values that aren't returned, and tensors that aren't filled.
         uncompared: Keys of states that aren't compared with weights.

@@ -240,8 +240,8 @@ def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Itera
     Args:
         checkpoint: The checkpoint.
         strategies: Dispatch table; None for the process's.
-        names: Names that the index must have. In some formats, only a read can find some names: it is made for these
-            names alone, and the index has the names in the files otherwise.
+        names: Names that the index must have. Some formats must read further files to find all names; they do so only
+            if the files' own names don't include these.
     """
     # The format itself is asked, since two joined formats return a plain dict, without the index.
     backend = sharded_backend(checkpoint.fields)

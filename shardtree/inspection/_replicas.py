@@ -39,7 +39,8 @@ class ReplicaDifference:
     Attributes:
         key: Key of the tensor.
         holders: Ranks or files that hold these copies.
-        than: Holders of the main replica, or in a checkpoint of the first copy, and of copies equal to it.
+        than: Holders of the main replica and of copies equal to it; in a checkpoint, the first copy counts as the main
+            one.
         box: Text of the part.
         values: Difference of the elements, with the main replica's on the left; `first` is an index in the tensor. None
             if dtypes or shapes differ, or one side has no elements.

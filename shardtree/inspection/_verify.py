@@ -195,7 +195,7 @@ def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) ->
 
 
 def _metadata(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return metadata.json if it has no hash; one that has a hash was checked when it was opened."""
+    """Return metadata.json as checked if it has a hash, else as unchecked; nothing if it is missing or not ours."""
     length = checkpoint.storage.length(METADATA_FILE)
     if length is None or is_of_others(checkpoint.storage.read(METADATA_FILE)):
         return ()

@@ -227,7 +227,7 @@ def _state_files(
 def _step(
     checkpoint: OpenCheckpoint, parts: _Parts, name: str, groups: Sequence[Mapping[str, Any]]
 ) -> torch.Tensor | None:
-    """Return a parameter's step, or that of all groups, where Megatron-Core stores it; None if groups differ."""
+    """Return a parameter's stored step, or else the groups' step, as Megatron-Core stores it; None if groups differ."""
     if _STEP in parts.states[name]:
         return _lazy(checkpoint, f"optimizer.state.{_STEP}.{name}").read()
     steps = {float(group["step"]) for group in groups if "step" in group}

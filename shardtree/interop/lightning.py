@@ -262,7 +262,7 @@ def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOpti
 
 
 def _weights_only(options: LoadOptions | None, weights_only: bool | None) -> bool:
-    """Return `weights_only` for Lightning's own files, since Lightning unpickles anything from URLs by default."""
+    """Return the `weights_only` for Lightning's own files: without one, Lightning unpickles anything from URLs."""
     return not _reading(options, weights_only).allow_pickle
 
 

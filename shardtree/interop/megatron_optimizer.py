@@ -134,7 +134,7 @@ def _without_number(key: str) -> str:
 def _arrange(
     parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None, names: Sequence[str]
 ) -> _Optimizers:
-    """Return the optimizers of the parts: the experts' apart, or all joined, by `expert_parallel`; else as saved."""
+    """Return the parts' optimizers: the experts' one apart if `expert_parallel`, all joined if False, else as saved."""
     optimizers: dict[int | None, dict[str, Any]] = {}
     for (number, name), value in sorted(parts.items(), key=str):
         optimizers.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value
@@ -157,7 +157,7 @@ def _with_groups(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return one optimizer with the groups of several, each once; Megatron-Core tells them apart by these fields."""
+    """Return one optimizer with the groups of all, equal groups once; raise if others have equal identifying fields."""
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
@@ -243,7 +243,7 @@ def _ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _flat_shards(leaf: Any, prefix: str, data: torch.Tensor, begin: int, optimizer: Any) -> Iterator[ShardedTensor]:
-    """Yield the shards of a range of a parameter: one for each box that the parameter holds."""
+    """Yield the shards of a range of a parameter: one for each box of the parameter that the range overlaps."""
     for box, first in _boxes_in(leaf):
         low, high = max(begin, first), min(begin + len(data), first + prod(box.local_shape))
         if low < high:

@@ -45,7 +45,7 @@ def attention_qkv(
         head_size: Number of rows of one head.
         query_groups: Number of key heads, equal to the number of value heads; `heads` by default.
         held: Form of the tensor in the model.
-        tensor_parallel: Number of ranks that share a concatenated layer; an interleaved one is the same for any number.
+        tensor_parallel: Number of ranks that share a concatenated layer; it doesn't matter for an interleaved one.
         stored: Form of the stored tensor if there are no names; [queries; keys; values] by default.
         axis: Axis of the rows.
         part: Part of the key that the names replace, such as ``"linear_qkv"``.
@@ -53,8 +53,8 @@ def attention_qkv(
             names, one fused tensor is stored.
 
     Raises:
-        MetadataError: A number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups:
-            then several ranks would hold the same keys and values, which aren't shards of one tensor.
+        MetadataError: A number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups.
+            In the last case, several ranks would hold the same keys and values, which aren't shards of one tensor.
         TreeError: The names are unusable, or the key has no such part.
         ShapeError: The axis has another length than all heads together.
 
@@ -96,7 +96,7 @@ def attention_qkv(
 
 
 def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stored_blocks: int | None) -> AxisRuns:
-    """Return the runs from `held_blocks` fused blocks to `stored_blocks`; None means three separate tensors."""
+    """Return the runs from `held_blocks` fused blocks to `stored_blocks` fused blocks, or if None, to three tensors."""
     if length != groups * sum(sizes):
         expected = f"{groups} query groups of {' + '.join(map(str, sizes))} rows"
         raise ShapeError(error_text("the axis isn't made of queries, keys and values", found=length, expected=expected))
@@ -110,7 +110,7 @@ def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stor
 
 
 def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Column:
-    """Return offsets of the groups' parts in blocks of `each` groups: all queries, then all keys, then all values."""
+    """Return the offset of each group's part in blocks of `each` groups: queries, then keys, then values."""
     before: Column = np.cumsum(rows) - rows
     block: Column = group // each * int(rows.sum()) + before[part]
     return each * block + group % each * rows[part]
@@ -122,8 +122,8 @@ def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Colum
 def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
     """Return the lens from rows rotated as neighbouring pairs, to rows rotated as pairs of a head's two halves.
 
-    Meta's Llama holds the first form, Hugging Face's the second. It is for queries and keys, not for values: after
-    `attention_qkv`, apply it with `by_pattern` to the queries' and keys' tensors only.
+    Meta's Llama holds neighbouring pairs, Hugging Face's Llama pairs of halves. The lens is for queries and keys, not
+    for values: after `attention_qkv`, apply it with `by_pattern` to the queries' and keys' tensors only.
 
     Args:
         head_size: Number of rows of one head; the number of heads follows from the axis.
@@ -132,7 +132,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
 
     Raises:
         MetadataError: A number isn't positive, or an odd number of rows would be rotated.
-        ShapeError: The axis isn't made of such heads.
+        ShapeError: The length of the axis isn't a multiple of `head_size`.
 
     Examples:
         >>> import torch
@@ -163,7 +163,7 @@ def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 
 
 
 def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int | None, axis: int) -> Lens:
-    """Return the lens that permutes each head's rows: they fill `table` column by column, and are stored row by row."""
+    """Return the lens that permutes each head's rows: held rows fill `table` by columns, stored rows by rows."""
     size = positive(doing, "head_size", head_size)
     count = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
     if count % 2 or count > size:

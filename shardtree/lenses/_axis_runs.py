@@ -26,7 +26,7 @@ class AxisRuns:
         length: Length of each run, int64 (runs,).
         part: Number of the stored tensor of each run, or `PADDING` if the run isn't stored, int64 (runs,).
         start: Offset of each run along the stored tensor's axis, int64 (runs,).
-        sizes: Length of the axis in each stored tensor, one number a part.
+        sizes: Length of the axis in each stored tensor.
 
     Raises:
         ShapeError: The columns aren't integers or differ in length, a run exceeds its part, or an index of a part
@@ -96,7 +96,7 @@ class AxisBlock:
     Attributes:
         part: Number of the stored tensor.
         start: Offset of the interval along the stored tensor's axis.
-        places: Index of each of its elements in the model's box, int64 (elements,).
+        places: Index of each of the interval's elements in the model's box, int64 (elements,).
     """
 
     part: int
@@ -105,7 +105,7 @@ class AxisBlock:
 
 
 def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
-    """Return the runs of an axis of several groups, each with one segment of every part in turn.
+    """Return the runs of an axis that consists of groups, each with one segment of every part in turn.
 
     Args:
         total: Length of the axis, which must be `groups` times the sum of the sizes.
@@ -186,6 +186,6 @@ def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[AxisBlock]:
 
 
 def _interval_places(start: Column, length: Column) -> Column:
-    """Return all indices of some intervals, interval by interval."""
+    """Return all indices of several intervals, one interval after the other."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(length.sum())

@@ -23,7 +23,7 @@ from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked
 def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
     """Return the boxes that make up a flat shard, as views in row-major order; at most ``2 * axes - 1``.
 
-    Code that doesn't support flat ranges can use them: they hold the same elements of the same global tensor.
+    Code that doesn't support flat ranges can use the boxes: they hold the same elements of the same global tensor.
 
     Args:
         shard: Flat shard, with or without data; a shard without a flat range is returned unchanged.
@@ -141,15 +141,15 @@ _STATES = "**.optimizer.state.*."
 def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
     """Return the factory that stores a shard through a lens.
 
-    `dataclasses.replace` adapts it: with another key and data it is the factory of an optimizer's state, with
-    `flattened_range` that of a flat range. A flat range is stored as its few boxes, which any layout can load.
+    `dataclasses.replace` adapts the factory: with another key and data, it stores an optimizer's state; with
+    `flattened_range`, a flat range. A flat range is stored as a few boxes, which any layout can load.
 
     Args:
         shard: Box of the model's tensor, or a flat range of one, with or without data.
         lens: Lens from the model's tensor to the stored ones.
 
     Returns:
-        A factory whose built tree holds the stored shards by number and the function that merges them.
+        A factory. The tree that it builds holds the stored shards by number, and the function that merges them.
 
     Raises:
         MetadataError: The arguments aren't a shard and a lens; at build time: the flat range exceeds the box.
@@ -202,7 +202,7 @@ class _Build:
         return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _check_and_merge(tree, key, form))}
 
     def for_target(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        """Return the tree for a load's target; its elements aren't read, even if the lens computes with them."""
+        """Return the tree for a load's target; elements of the data aren't read, even if the lens needs them."""
         if self.box.allow_shape_mismatch:  # elements that aren't stored keep the target's values
             return self(key, data, replica_id, flattened_range)
         with only_filled():
@@ -253,7 +253,7 @@ def _flat_form(shard: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Stor
 
 
 def _place_like(example: Any, box: Any) -> Any:
-    """Return a merged box on the device of an example, or lazy as that is, since padding alone has no device."""
+    """Return a merged box on the device of `example`, or lazy if that is lazy: padding alone has no device."""
     if not isinstance(box, torch.Tensor):
         return box
     if isinstance(example, torch.Tensor):
@@ -279,7 +279,7 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent
     Args:
         tree: Tree of shards.
         lenses: Lens of each pattern of keys, or None for tensors that stay unchanged. ``*`` matches one part between
-            dots of a key, ``**`` any number of them. The first matching pattern counts. A state of an optimizer is
+            dots of a key, ``**`` any number of parts. The first matching pattern counts. A state of an optimizer is
             matched by its parameter's key, which follows ``optimizer.state.<name>.``. States of another shape than
             their parameter, such as ``step``, need an earlier pattern of their own.
         absent: Patterns that may match nothing on this rank, such as those of another pipeline stage's layers.

@@ -22,8 +22,8 @@ class StoredForm:
     """Result of a lens for one box of the model: the stored boxes, and the function that leads back.
 
     Attributes:
-        shards: Stored boxes. Their data are views of the box's data where possible, and None if it has none.
-        merge: Function from tensors of these boxes, in order, to the tensor of the model's box.
+        shards: Stored boxes. Their data are views of the box's data where possible, and None if the box has no data.
+        merge: Function from tensors of the stored boxes, in order, to the tensor of the model's box.
     """
 
     shards: tuple[ShardedTensor, ...]
@@ -75,7 +75,7 @@ def check_function(doing: str, field: str, lens: object) -> None:
 
 
 def built_by(lens: Lens, shard: ShardedTensor) -> StoredForm:
-    """Return a lens's stored form of a box, after checking its type: users write lenses too.
+    """Return a lens's stored form of a box, after checking its type, since users write lenses, too.
 
     Raises:
         MetadataError: The lens returned something else.
@@ -123,7 +123,7 @@ def check_box(doing: str, shard: ShardedTensor) -> None:
 
 
 def check_exact(doing: str, shard: ShardedTensor) -> None:
-    """Raise unless a shard is a box of a tensor with an exact global shape, from which stored places follow.
+    """Raise unless a shard is a box of a tensor whose global shape is exact, as stored offsets depend on it.
 
     Raises:
         ShapeError: The shard is a flat range, or its `allow_shape_mismatch` is set.
@@ -199,7 +199,7 @@ def no_elements(shard: ShardedTensor, shape: Shape) -> torch.Tensor:
 
 
 def device_of(data: Any) -> torch.device:
-    """Return the device of a shard's tensor; the CPU if it has none, or one without memory, as in a load's target."""
+    """Return the device of a shard's tensor; the CPU if there is no tensor, or only a meta tensor."""
     device = getattr(data, "device", None)
     return device if isinstance(device, torch.device) and device.type != "meta" else torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Lenses that permute, split or pad one axis: each of its indices has an index along that axis of a stored tensor."""
+"""Lenses that permute, split or pad one axis: each index is stored at an index of some tensor, or is padding."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ def mapped_axis(
 ) -> Lens:
     """Return the lens that stores each index of one axis as its run says; other axes stay unchanged.
 
-    A rank's box becomes as few boxes as possible: views where its rows keep their order, else copies.
+    A rank's box becomes as few stored boxes as possible. They are views where rows keep their order, else copies.
 
     Args:
         axis: Number of the axis in the model's tensor; prepended axes don't count.
-        runs: Function from the length of the whole axis to its runs; they may depend on nothing else.
+        runs: Function from the length of the whole axis to its runs, which may depend on nothing else.
         part: Part of the key that the names replace.
         names: Names of the stored parts; without names there is one part, which keeps the key.
-        fill: Value of elements that aren't stored, in a merged tensor.
+        fill: Value that a merged tensor gets for elements that aren't stored.
         doing: Name of the lens in errors.
 
     Raises:
         MetadataError: `runs` isn't a function.
         TreeError: The names are unusable, or the key has no such part.
-        ShapeError: The tensor has no such axis, or its length doesn't fit; at merge time: the dtype has no such fill.
+        ShapeError: The tensor has no such axis, or its length doesn't fit. When tensors are merged: the dtype doesn't
+            have the fill value.
 
     Examples:
         >>> from shardtree.lenses import grouped_runs
@@ -210,8 +211,8 @@ def gate_and_up(
     If such a tensor were saved as plain rows, a load on another number of ranks would mix gate and up rows.
 
     Args:
-        tensor_parallel: Number of ranks that share the layer: gate and up alternate that many times in the tensor of
-            all ranks together. 1 for a layer that isn't tensor parallel, even if FSDP or ZeRO shards its rows.
+        tensor_parallel: Number of ranks that share the layer: gate and up alternate that many times in the global
+            tensor. 1 for a layer that isn't tensor parallel, even if FSDP or ZeRO shards its rows.
         axis: Axis of the gate and up rows.
         part: Part of the key that the names replace, such as ``"linear_fc1"``.
         names: Names of the separate gate and up tensors, such as ``("gate_proj", "up_proj")``. Without names both are

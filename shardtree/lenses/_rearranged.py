@@ -78,11 +78,11 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
     """Return the lens that rearranges axes by a pattern: the model's axes on the left, the stored ones on the right.
 
     A name is an axis; names in parentheses are axes merged into one, row-major. Both sides have the same names. If the
-    pattern names the prepended axes too, they become axes of the tensor; else they stay in front.
+    pattern names prepended axes, too, they become ordinary axes of the tensor; else they stay in front.
 
-    A box that cuts through merged axes may become several boxes: few if the axes are merged on the left; if on the
-    right, at most one for each index of the merged axes before the last one that the box holds in part. Data are views
-    where torch can make them.
+    A box that cuts through merged axes may become several boxes. If the axes are merged on the left, there are few. If
+    they are merged on the right, there is at most one for each index of the merged axes before the last axis that the
+    box holds in part. Data are views where torch can make them.
 
     Args:
         pattern: Pattern such as ``"(e f) h -> e h f"``.
@@ -159,7 +159,7 @@ def _checked_sizes(pattern: str, left: Groups, sizes: Mapping[str, int]) -> dict
 def _all_sizes(
     pattern: str, shard: ShardedTensor, left: Groups, shape: Sequence[int], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the size of each name, or raise for all axes that don't fit."""
+    """Return the size of each name; raise an error that lists all axes that don't fit."""
     full, wrong = dict(sizes), []
     for axis, (group, length) in enumerate(zip(left, shape, strict=True)):
         product = prod(sizes.get(name, 1) for name in group)

@@ -81,14 +81,14 @@ def renamed(part: str, name: str) -> Lens:
 
 
 def tied(part: str, name: str) -> Lens:
-    """Return the lens of a tensor that is tied to another one: it is stored as a replica under the other one's key.
+    """Return the lens of a tensor tied to another tensor: it is stored as a replica under the other tensor's key.
 
-    Their values are stored once, and both tensors are loaded, also on different pipeline stages. Nothing compares the
+    Their values are stored once and loaded into both tensors, also on different pipeline stages. Nothing compares the
     two: as with all replicas, either may be written, and the model keeps them equal.
 
     Args:
         part: Part of the key that is replaced.
-        name: The same part of the other tensor's key: ``tied("output_layer", "embedding.word_embeddings")``, say.
+        name: Text that the other tensor's key has instead, as in ``tied("output_layer", "embedding.word_embeddings")``.
 
     Raises:
         TreeError: A name isn't a text, or the key has no such part.
@@ -120,12 +120,12 @@ def _the_part(parts: Sequence[Any]) -> Any:
 
 
 def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
-    """Return the lens that chooses one of several lenses by the key, say for the parts of `attention_qkv`.
+    """Return the lens that applies one of several lenses, chosen by the key, say for the parts of `attention_qkv`.
 
     Args:
         lenses: Lens of each pattern of keys, or None for tensors that stay unchanged. ``*`` matches one part between
-            dots of a key, ``**`` any number of them. The first pattern that matches the key, or its rest after some
-            dot, counts; so an optimizer's state gets the lens of its parameter.
+            dots of a key, ``**`` any number of parts. A pattern may match the key or the rest of the key after some
+            dot, so an optimizer's state gets the lens of its parameter. The first matching pattern counts.
 
     Raises:
         MetadataError: There are no patterns, or a value isn't a lens.

@@ -84,9 +84,10 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
 
 
 def unstacked_layers(part: str) -> Lens:
-    """Return the lens that splits a tensor of stacked layers into one stored tensor with a key for each.
+    """Return the lens that splits a tensor of stacked layers into one stored tensor for each layer, each with a key.
 
-    Stored boxes are always views. A rank's box may hold several layers; if the axis is a prepended one, it holds one.
+    Stored boxes are always views. A rank's box may hold several layers along an ordinary first axis, but only one along
+    a prepended axis.
 
     Args:
         part: Part of the key that the layer's number follows: ``"layers"`` in ``layers.norm.weight``.
@@ -105,7 +106,7 @@ def unstacked_layers(part: str) -> Lens:
 
 
 def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> StoredForm:
-    """Return the stored form of a box with a key for each index of an axis: a prepended axis, or its own first one."""
+    """Return the stored form of a box in which each layer gets a key; layers lie along the axis at `place`."""
     check_box(doing, shard)
     if not shard.global_shape:
         refuse(doing, f"shape of {shard.key!r}", (), "a first axis", "Leave scalars out.", error=ShapeError)
@@ -128,7 +129,7 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
 
 
 def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> ShardedTensor:
-    """Return one layer of a box, by its number in the box, as a view without the axis of the layers."""
+    """Return the layer with a given number in a box, as a view without the axis of the layers."""
     is_prepended, fragments = place < shard.prepend_axis_num, shard.axis_fragmentations
     whole = shard.data is None or is_prepended
     return replace(
@@ -147,7 +148,7 @@ def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> Sharded
 
 
 def expert_stack(*, experts: int, axis: int = 0) -> Lens:
-    """Return the lens that gives experts, concatenated along an axis, an axis of their own in front; always views.
+    """Return the lens that moves concatenated experts to a new first axis, one index for each; always views.
 
     Experts with a key each are stacked by `stacked_layers`.
 
@@ -170,7 +171,7 @@ def expert_stack(*, experts: int, axis: int = 0) -> Lens:
 
 
 def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
-    """Return the lens that splits experts, concatenated along an axis, into one stored tensor with a key for each.
+    """Return the lens that splits concatenated experts into a stored tensor for each expert, with a key of its own.
 
     Stored boxes are always views. Experts with a first axis of their own get keys by `unstacked_layers`.
 
@@ -209,7 +210,7 @@ def _split_experts(doing: str, shard: ShardedTensor, experts: int, axis: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """Experts along an axis, as a function of the whole tensor."""
+    """A function of a whole tensor, which gives concatenated experts an axis of their own; it compares by value."""
 
     count: int
     axis: int

@@ -36,18 +36,18 @@ _TENSOR = "held"
 def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None = None, drop: bool = False) -> Lens:
     """Return the lens of a torch function from the model's whole tensor to the stored ones.
 
-    The function is traced for each shape, and its trace is inverted: so it may only move elements, each exactly once,
-    and cast them without rounding. Ranks' boxes, moments and flat ranges follow from the trace.
+    The function is traced once for each shape, and the trace is inverted. So it may only move elements, each exactly
+    once, and cast them without rounding. Ranks' boxes, moments and flat ranges follow from the trace.
 
     Args:
         function: Function from the whole tensor to a tensor, stored under the same key, or to a dict of tensors.
-        part: Part of the key that the names of that dict replace.
+        part: Part of the key that the names in the dict replace.
         drop: Whether the function may leave out elements, such as rows of padding. They aren't stored, and are zeros
             once loaded.
 
     Raises:
         TraceError: When the lens is applied: the function asks for values, or isn't one to one.
-        ShapeError: The function returned a dict although `part` is None, or a tensor although it isn't.
+        ShapeError: The function returned a dict although `part` is None, or a tensor although `part` is given.
         TreeError: The key has no such part.
 
     Examples:
@@ -91,7 +91,7 @@ def stored_by(
         front: Number of leading axes that the function doesn't get.
         part: Part of the key that the names replace, if any.
         drop: Whether the function may leave out elements.
-        keep_views: Whether boxes that are views stay separate if joining them would take a copy.
+        keep_views: Whether boxes that are views of the data stay separate if their join would have to be copied.
     """
     axes = len(shard.global_shape) - front
     shape = (*(1,) * (axes - len(shard.local_shape)), *shard.local_shape)
@@ -146,7 +146,10 @@ def _plan(
     offset: Shape,
     shape: Shape,
 ) -> tuple[Mapping[str, Kind], Local, list[Local], View | None]:
-    """Return the plan of a box: stored tensors, stored boxes, how each is copied, and the box as a view of one."""
+    """Return the plan of a box: the stored tensors, the trace from their boxes, one trace to each box, and a view.
+
+    The view is that of the whole box in its only stored box, if there is just one and strides suffice; else None.
+    """
     back = _back(function, doing, drop, Kind(whole, dtype))
     # Stored boxes hold elements of this box alone, so that all ranks together store each element once.
     local = localized(back, _TENSOR, offset, shape, most=2**62, keep_views=keep_views)
@@ -169,7 +172,7 @@ def _box_data(data: Any, box: Box, view: View | None, copy: Local) -> Any:
 
 
 def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return a view of a tensor in memory, or None if there is none."""
+    """Return a tensor in memory seen through a `View`, with the given shape; None if that isn't possible."""
     if view is None or not isinstance(tensor, torch.Tensor):
         return None
     if tensor.is_contiguous():
@@ -188,7 +191,7 @@ def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
 
 
 def _along_axes(flat: int, shape: Shape) -> list[int]:
-    """Return a distance between elements of a dense tensor as a distance along each axis."""
+    """Return a distance between two elements of a dense tensor, given flat, as a distance along each axis."""
     return [flat // step % size for step, size in zip(dense(shape).stride, shape, strict=True)]
 
 
@@ -201,14 +204,14 @@ def _merge(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float
 
 
 def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-    """Return a load's target with factories that compute its tensors from stored ones by a trace.
+    """Return a load's target in which factories compute the tensors from stored ones, by a trace.
 
-    Each rank then reads only those boxes of stored tensors from which its own are made; `explain` of the result shows
-    them. Tensors that the trace doesn't make stay unchanged.
+    Each rank then reads only the boxes of stored tensors from which its own boxes are made; `explain` of the result
+    shows them. Tensors that the trace doesn't make stay unchanged.
 
     Args:
         tree: Target of a load, made of shards, or of whole plain tensors whose keys are their paths.
-        found: Trace from stored tensors to those of the target, by key.
+        found: Trace from the stored tensors to the target's tensors, by key.
         cast: Whether the target may have other dtypes than the trace's outputs.
         plain: Patterns of keys of values that need no scales, as for `load`.
 
@@ -241,7 +244,7 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
 
 
 def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTensor) -> StoredForm:
-    """Return the stored boxes of a target's box; boxes that are read unchanged have the target's memory."""
+    """Return the stored form of a target's box; stored boxes that are read unchanged use the target's memory."""
     doing = "transform"
     check_box(doing, shard)
     check_written(whole, shard.key, doing)
@@ -277,7 +280,7 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
 
 
 def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[str]) -> None:
-    """Raise if a trace passes on quantised values unchanged: the cast would lose their scales."""
+    """Raise if a trace passes on quantised values without their scales, which the cast would lose."""
     roots, is_plain = [move.root for move in trace.moves[key]], key_matcher(checked_patterns(f"{doing}: plain", plain))
     if not all(isinstance(root, str) for root in roots) or any(is_plain(str(each)) for each in (key, *roots)):
         return  # computed values were multiplied by their scales
@@ -288,7 +291,7 @@ def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[s
 
 
 def _row_major(tensor: torch.Tensor, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return a contiguous view of a tensor, into which rows of a file can be read, or None."""
+    """Return a contiguous view of a tensor, into which a file can be read directly; None if there is none."""
     # Other views gain nothing, and aliases among finely interleaved ones take long to rule out.
     alias = _alias(tensor, shape, view)
     return alias if alias is not None and alias.is_contiguous() else None

@@ -25,7 +25,7 @@ from .resharding._in_memory import agreed_common
 
 
 def value_digest(value: Any) -> str:
-    """Return the hash of a value of dataclasses, tuples, NumPy columns and values with a complete repr, as hex.
+    """Return the hash, in hexadecimal, of a value of dataclasses, tuples, NumPy arrays, and leaves whose repr says all.
 
     Examples:
         >>> value_digest((1, np.arange(3))) == value_digest((1, np.arange(3)))

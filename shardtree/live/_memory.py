@@ -34,7 +34,7 @@ class Ends:
     """A rank's source and target trees, flattened.
 
     Attributes:
-        source: The source tree; an empty one, whose common state is a hole, if the rank has no source.
+        source: The source tree. If the rank has no source, it is an empty tree, whose common state is `HOLE`.
         target: The target tree; None if the rank has no target.
     """
 
@@ -130,7 +130,7 @@ Empty = Callable[..., torch.Tensor]
 def target_memories(
     shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], *, donate: bool, empty: Empty = torch.empty
 ) -> list[torch.Tensor]:
-    """Return the tensors to be filled: donated ones, or new ones on the same devices; tied tensors get new ones too.
+    """Return the tensors to be filled: donated ones that aren't tied; for other shards, new ones on the same devices.
 
     Args:
         shards: Shards of the target.
@@ -162,7 +162,7 @@ def target_memories(
 
 
 def donated_once(shards: Sequence[ShardedTensor], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of donated targets, with tied ones filled once.
+    """Return the filled tensors of donated targets; for tied targets, their one tensor, which is filled here.
 
     Args:
         shards: Shards of the target.

@@ -1,6 +1,6 @@
 """The executor of plans: each rank packs, exchanges and unpacks, step by step, by one schedule for all ranks.
 
-All bytes that one rank sends to another in one step form one message: large items first, then in the
+All bytes that one rank sends to another in one step form one message: pieces with large elements first, then in the
 schedule's order, so that every piece is aligned. The sender converts tensors that are cast while it packs them.
 """
 
@@ -220,7 +220,7 @@ def _make_room(
     messages: dict[int, torch.Tensor],
     arrivals: list[tuple[Column, Regions, Regions]],
 ) -> None:
-    """Replace messages by shards' memory that can be filled directly; add the other messages' copies to `arrivals`."""
+    """Replace messages by shards' memory that can be filled directly; add copies out of the others to `arrivals`."""
     plan, transfers = route.plan, route.plan.transfers
     piece, boxes, position = _boxes(plan, pieces, transfers.target, transfers.target_element, transfers.target_stride)
     into = target_regions(plan.target, boxes, route.targets)
@@ -246,7 +246,7 @@ def _boxes(
 def _own_memory(
     route: Route, pieces: MessagePieces, peer: Column, transfer: Column, shape: Column, regions: Regions
 ) -> dict[int, torch.Tensor]:
-    """Return, by row, the boxes that are a whole message, contiguous in a shard's memory and not cast, as bytes.
+    """Return the boxes that need no buffer, as bytes, by row: whole messages, contiguous in a shard, and not cast.
 
     Args:
         route: Route of the rank that sends or receives the messages.

@@ -1,4 +1,4 @@
-"""The proof that received data equals sent data: a hash for each link, and for each piece of links that differ.
+"""The proof that received data equals sent data: a hash for each pair of ranks; where two differ, for each piece.
 
 The hashes travel through the world's own messages, never through the transport that they check.
 """
@@ -125,7 +125,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _own_sums(route: Route, links: Sequence[tuple[int, int]]) -> tuple[Sums, Sums]:
-    """Return the sums of the pieces that this rank sent and received over some links, by the schedule's row."""
+    """Return the sums of the pieces that this rank sent and received over some links, by row of the schedule."""
     rows = [row for link in links if route.rank in link for row in _rows(route, link)]
     out = [row for row in rows if route.schedule.from_rank[row] == route.rank]
     into = [row for row in rows if route.schedule.to_rank[row] == route.rank]
@@ -139,7 +139,7 @@ def _rows(route: Route, link: tuple[int, int]) -> list[int]:
 
 
 def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the rows of pieces with their sums, computed from the shards' current content, packed as for sending."""
+    """Yield each row with its piece's sum, computed from the shards' current content, packed as for sending."""
     plan, schedule, start = route.plan, route.schedule, np.zeros(1, dtype=np.int64)
     for row in rows:
         transfer, first, last = (column[row : row + 1] for column in (schedule.transfer, schedule.start, schedule.stop))

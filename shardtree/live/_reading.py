@@ -142,8 +142,8 @@ def parts_to_read(
         shared: Plan of the reads of all ranks.
         rank: Number of the rank.
         shards: Wanted shards of the rank, with contiguous data or none.
-        element: Offset of each read in the elements of its shard; -1 for a read that isn't contiguous there, such as
-            some columns of a matrix, and gets new memory. None for parts without data.
+        element: Offset of each read in the elements of its shard; -1 for a read that isn't contiguous in its shard,
+            such as some columns of a matrix; such a read gets new memory. None for parts without data.
     """
     mine = np.flatnonzero(shared.reads.rank == rank)
     reads = select_rows(shared.reads, mine)
@@ -204,10 +204,11 @@ def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], li
 
 
 def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumns, ShardColumns]:
-    """Return the columns of a rank's shards that other ranks need for planning shared reads, in the stored dtypes.
+    """Return columns of a rank's unconverted and of its converted shards, from which all ranks plan shared reads.
 
-    The first columns contain the shards in their stored dtype, without those that each rank reads itself. The second
-    contain all shards that are converted; there `main`, which no plan of reads uses, marks the shared shards.
+    The first columns have the shards whose dtype is the stored one, except shards that each rank reads itself. The
+    second have all shards that are converted, in the stored dtype; their `main`, which plans of reads don't use, marks
+    the shards that ranks read for each other.
     """
     alike, others = by_dtype(shards, kinds)
     other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)
@@ -216,7 +217,7 @@ def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumn
 
 
 def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, list[ShardColumns]]:
-    """Return the round of each converted shard, and the shared columns of each group: `alike`, then each round.
+    """Return each converted shard's round of reads, and the groups' shared shards: `alike`, then a group per round.
 
     Args:
         alike: The first `shared_columns` of all ranks.

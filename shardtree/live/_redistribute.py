@@ -89,7 +89,7 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
 
 
 def _places(columns: ShardColumns, key: Column, axes: int) -> Column:
-    """Return a row that identifies each shard on its rank, int64 (shards, 1 + axes + axes + 2)."""
+    """Return the key, box and flat range of each shard, as one row of numbers, int64 (shards, 1 + axes + axes + 2)."""
     offset, shape = widen(columns.offset, axes, 0), widen(columns.shape, axes, 1)
     return np.column_stack([key, offset, shape, columns.start, columns.stop])
 

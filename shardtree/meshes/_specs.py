@@ -60,9 +60,9 @@ class PartitionSpec:
     """The mesh axes along which each axis of a tensor is cut, as in JAX; along other mesh axes it is replicated.
 
     Args:
-        entries: Entry of each axis of the tensor: a mesh axis, a tuple of them, an `AxisSplit`, a tuple of those, or
-            None. Axes beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
-            by `torch.chunk`: the last parts are shorter or empty.
+        entries: Entry of each axis of the tensor: a mesh axis, a tuple of mesh axes, an `AxisSplit`, a tuple of splits,
+            or None. Axes beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut
+            as by `torch.chunk`: the last parts are shorter or empty.
         at: Mesh coordinates of the ranks that hold the tensor; other ranks have no part of it. ``at={"pp": 1}`` is for
             the layers of a pipeline's second stage, for example.
 

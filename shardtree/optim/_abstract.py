@@ -28,7 +28,7 @@ def abstract_optim_state(
     *,
     rules: OptimizerRules | None = None,
 ) -> ShardedStateDict:
-    """Return the tree with which an optimizer without states loads a checkpoint, from a template of its states.
+    """Return the target with which an optimizer without states loads a checkpoint, made from a template of its states.
 
     Args:
         optim_state_dict: State dict of the fresh optimizer, for its groups; its states are ignored.
@@ -73,22 +73,23 @@ def abstract_optim_state_from_metadata(
     rules: OptimizerRules | None = None,
     missing: Literal["refuse", "leave_out"] = "refuse",
 ) -> ShardedStateDict:
-    """Return the tree with which an optimizer without states loads a checkpoint, from the checkpoint's metadata.
+    """Return the target with which an optimizer without states loads a checkpoint, made from the checkpoint's metadata.
 
     Args:
         optim_state_dict: State dict of the fresh optimizer, for its groups; its states are ignored.
         id_to_sharded_param_map: Sharded parameters by id or name, as for `optim_state_to_sharding_state`.
         metadata: Metadata of the stored states: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)`` if no
-            state is a Python value. A parameter without axes has moments that are stored like its numbers, such as step
+            state is a Python value. For a parameter without axes, stored moments look like its numbers, such as step
             counts: if this rank holds it as a flat range or in a stack, use `abstract_optim_state`.
         exclude_keys: State keys that aren't loaded; a single text is one key.
-        rules: Rules for states of other shapes, as for `optim_state_to_sharding_state`. They get states without data.
-        missing: Treatment of a parameter without a stored state, which had no gradient yet, is new or was renamed:
-            "refuse" for an error, "leave_out" for no target.
+        rules: Rules for states of other shapes, as for `optim_state_to_sharding_state`. The rules get states without
+            data.
+        missing: Treatment of a parameter without a stored state, because it had no gradient yet, is new or was renamed:
+            "refuse" raises an error, "leave_out" makes no target for its states.
 
     Raises:
-        TreeError: A stored state has no rule, a parameter has no stored state, or a state may be a moment or a number;
-            the error names each.
+        TreeError: A stored state has no rule, a parameter has no stored state, or a state could be a moment as well as
+            a number; the error names each.
 
     Examples:
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))
@@ -137,7 +138,7 @@ def _template_state(param: ShardedParam, value: Any) -> Any:
 
 
 def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
-    """Return the stored states by parameter key. A state key has no dots, so the first dot ends it."""
+    """Return the stored states by parameter key and state key. A state key has no dots, so the first dot ends it."""
     by_param: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
     for leaf in metadata.values():
         state_key, _, key = leaf.key.removeprefix(f"{PREFIX}.").partition(".")
@@ -147,7 +148,7 @@ def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
 
 
 def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's states, with the items of each list in one list, in order."""
+    """Return a parameter's states by state key; list items, such as `Q[0]` and `Q[1]`, become one list, in order."""
     states: dict[str, Any] = {}
     for key, leaf in sorted(leaves.items(), key=lambda pair: list_item(pair[0])[1] or 0):
         state_key, number = list_item(key)
@@ -167,7 +168,7 @@ _Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # a paramete
 
 
 def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
-    """Return the stored states of a parameter, each with the stored shard of the parameter itself."""
+    """Return a parameter's stored states by state key, each paired with the shard that is stored for the parameter."""
     kinds: dict[str, _Kinds] = {}
     shards = built_shards(param)
     for shard in shards:
@@ -181,7 +182,7 @@ def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
 def _with_stored_group(
     doing: str, params: Mapping[Any, ShardedParam], kinds_of: Mapping[Any, Any], metadata: Metadata
 ) -> dict[Any, ShardedParam]:
-    """Return the named parameters whose group is stored: all but new ones."""
+    """Return the parameters, by name, whose group's number is stored: all parameters except new ones."""
     stored_keys = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
     keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(param)} for name, param in params.items()}
     group_params = {name: param for name, param in params.items() if keys[name] <= stored_keys}
@@ -193,7 +194,7 @@ def _with_stored_group(
 
 
 def _shard_for(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
-    """Return a shard like that of the state's parameter, with the state's shape unless the state is a number."""
+    """Return a stand-in for a parameter's shard: the stored state if it has axes, else an empty shard."""
     if isinstance(leaf, ShardedTensor) and leaf.global_shape:
         return leaf
     return ShardedTensor(leaf.key, None, torch.uint8, (0,), (1,), (0,), None)

@@ -39,10 +39,10 @@ def placed(
     axes: Sequence[AxisCut | None],
     replica_id: ReplicaId,
 ) -> ShardedTensor:
-    """Return a state's shard for a save or a load; sizes of axes that aren't cut come from the state.
+    """Return a state's shard for a save or a load; the state gives the lengths of axes that aren't cut.
 
     Raises:
-        ShapeError: The state has another shape than the parameter's implies.
+        ShapeError: The state's shape isn't the shape that follows from the parameter's.
     """
     front, sizes = shard.prepend_axis_num, state.own_sizes(shard.prepend_axis_num)
     expected = tuple(
@@ -85,7 +85,7 @@ def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: s
 
 
 def cuts_of(shard: ShardedTensor) -> list[AxisCut]:
-    """Return the cuts of a parameter's own axes."""
+    """Return this rank's part of each of a parameter's own axes, without prepended ones."""
     front = shard.prepend_axis_num
     return list(map(AxisCut, shard.local_shape, shard.global_offset[front:], shard.global_shape[front:]))
 
@@ -100,13 +100,13 @@ def check_where_cut(rule: str, where_cut: object, choices: Sequence[str] = ("ref
 
 
 def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -> OptimizerRule:
-    """Return the rule for states whose axes are cut like axes of the parameter, or not cut.
+    """Return the rule for states whose axes are each cut like an axis of the parameter, or not cut.
 
     Args:
-        axes: For each axis of the state, the parameter's axis that has the same length and is cut alike; None for an
-            axis that only the state has, which every shard has whole. Negative axes count from the parameter's end.
-        where_cut: Treatment of parameters that are cut along an axis without a counterpart in the state. "equal": their
-            shards have equal states, and one is stored. "refuse": an error.
+        axes: For each axis of the state, the parameter's axis that has the same length and the same cuts; None for an
+            axis that only the state has, which is whole on every shard. Negative axes count from the parameter's end.
+        where_cut: Treatment of parameters that are cut along an axis without a counterpart in the state. "equal": all
+            shards along that axis have equal states, and one is stored. "refuse": an error.
 
     Examples:
         >>> import torch
@@ -138,7 +138,7 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
 
 
 def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
-    """Return the replica id of a state that shards share although they differ along axes of the parameter."""
+    """Return the replica id of a state that shards share, although they are different parts along the axes `apart`."""
     replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else shard.replica_id
     # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
     return (*(cut.offset if cut.size else cut.whole for cut in apart), *replica) if apart else shard.replica_id
@@ -148,10 +148,10 @@ def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
 
 
 def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
-    """Return a leaf for a state that each shard has for itself. It can't be loaded in another layout.
+    """Return a leaf for a state that each shard has for itself, which can't be loaded in another layout.
 
-    The states are stored as an array with one cell per piece of the grid. Another layout needs an array of another
-    shape, so a load into it is an error.
+    The states are stored as an array with one cell per piece of the grid. Since another layout needs an array of
+    another shape, its load raises an error.
 
     Args:
         param: Shard of the parameter: one box of a regular grid.
@@ -187,14 +187,15 @@ def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTen
 def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
     """Return the rule for states that are a parameter reduced along an axis, such as factored second moments.
 
-    The axis may have size 1, as in torch's Adafactor, or be missing, as in that of transformers.
+    In the state, the reduced axis may have size 1, as in torch's Adafactor, or be missing, as in transformers'
+    Adafactor.
 
     Args:
-        axis: Axis of the parameter's own shape; negative ones count from its end.
-        where_cut: Assumption about several shards that share the axis. "equal": they are reduced together, so that all
-            have the same state, which is stored once. "own": each shard reduces its own piece; another number of pieces
-            is an error on load. An axis of size 1 then gets an element for each piece; if the axis is missing, the
-            state is stored as by `one_per_shard`. "refuse": an error.
+        axis: Reduced axis, of the parameter's own shape; negative numbers count from its end.
+        where_cut: Assumption about shards that are parts of the reduced axis. "equal": they are reduced together, so
+            all have the same state, which is stored once. "own": each shard reduces its own piece; a load with another
+            number of pieces is an error. An axis of size 1 then gets an element for each piece; if the axis is missing,
+            the state is stored as by `one_per_shard`. "refuse": an error.
 
     Examples:
         >>> import torch
@@ -232,7 +233,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
 def _one_per_piece(
     shard: ShardedTensor, state_key: str, own: OptimizerState, cuts: Sequence[AxisCut], pieces: int
 ) -> ShardedTensor | ShardedObject:
-    """Return the shard of a state without the axis that each piece of a parameter has reduced by itself."""
+    """Return the shard of a state that each piece reduced by itself, and that lacks the reduced axis."""
     # The stored state has the grid's axes in front; for a parameter of one axis, the grid's axis would be ambiguous.
     expected = len(cuts) + len(shard.local_shape) if own.is_stored else len(cuts)
     if not cuts or own.axes(shard.prepend_axis_num) != expected:

@@ -48,9 +48,10 @@ def optim_state_to_sharding_state(
 
     - A tensor of its parameter's shape becomes the parameter's shard, or its factory, with that tensor as data, under
       the key ``optimizer.state.<state key>.<parameter's key>``.
-    - A number (a tensor without axes, an int, None) is stored once for each parameter; its main replica is on the one
-      rank that has the parameter's first element. A load returns it in its own type.
-    - A list that contains tensors, such as SOAP's ``Q``, is a list of such states, ``Q[0]`` and so on.
+    - A number (a tensor without axes, an int, None) is stored once for each parameter. Its main replica is on the rank
+      that has the parameter's first element. It is loaded in its own type: an int as an int.
+    - A list that contains tensors, such as SOAP's ``Q``, becomes a list of leaves with the state keys ``Q[0]``,
+      ``Q[1]`` and so on.
     - Any other state needs a rule.
     - Hyperparameters of groups stay plain values. With numbered parameters, a group's members aren't stored, and group
       i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each parameter's
@@ -59,7 +60,7 @@ def optim_state_to_sharding_state(
 
     Args:
         optim_state_dict: Result of ``optimizer.state_dict()``, or its form by names (`optim_state_by_name`, or torch's
-            ``get_optimizer_state_dict``). Its other entries stay.
+            ``get_optimizer_state_dict``). Other entries than states and groups stay.
         id_to_sharded_param_map: Sharded parameters by id (`get_param_id_to_sharded_param_map`) or by name
             (`sharded_params_by_name`). It may have more parameters than the optimizer.
         exclude_keys: State keys that are left out; a single text is one key.
@@ -68,7 +69,7 @@ def optim_state_to_sharding_state(
             need no rule.
 
     Returns:
-        A new tree; tensors and hyperparameters are shared.
+        A new tree, which shares tensors and hyperparameters with the argument.
 
     Raises:
         TreeError: An id or name has no parameter, a state has no rule, a state key has a dot, or the argument isn't an
@@ -111,7 +112,7 @@ def optim_state_to_sharding_state(
 
 
 def _state_leaves(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
-    """Return the leaf of a state, or a list of them."""
+    """Return the leaf of a state; for a list with tensors, a list of leaves."""
     leaves = [state_leaf(param, key, item, rules) for key, item in items_of(state_key, value).items()]
     return leaves[0] if state_key in items_of(state_key, value) else leaves
 
@@ -120,7 +121,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
     """Raise an error unless there is a sharded parameter for each id or name.
 
     Raises:
-        TreeError: Some have none; the error names them.
+        TreeError: Some ids or names have no parameter; the error names them.
 
     Examples:
         >>> check_known("save", [], {})
@@ -139,7 +140,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
 
 
 def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
-    """Raise an error if a stored key would be ambiguous: a dot in a state key could begin another parameter's key."""
+    """Raise an error if a state key would be ambiguous when stored: no text, with a dot, or ending like ``[0]``."""
     wrong = [
         state_place(name, params[name], key)
         for name, states_by_key in states.items()
@@ -176,8 +177,8 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
 
     Args:
         loaded: Result of `load` for a tree of `optim_state_to_sharding_state` or `abstract_optim_state`.
-        hyperparameters: "stored" for the saved ones. "own", only with names, for those that the optimizer's state dict
-            had when the target was made.
+        hyperparameters: "stored" for the saved hyperparameters; "own", only with names, for the hyperparameters that
+            the optimizer's state dict had when the target was made.
 
     Returns:
         A state dict by ids or by names, as the target was; `optim_state_by_id` turns names into ids.
@@ -223,13 +224,14 @@ def regroup_optim_state(
 ) -> StateDict:
     """Return a state dict by names, rearranged into other groups of the same parameters.
 
-    torch binds states to parameters by their positions in groups, so an optimizer whose groups have other members or
-    another order needs this first.
+    torch binds states to parameters by their positions in groups. So if an optimizer's groups have other members or
+    another order, it can load a state dict only after this function.
 
     Args:
         optim_state_dict: State dict by names.
         param_groups: Groups of names, such as those of ``optim_state_by_name(optimizer.state_dict(), names)``.
-        hyperparameters: "stored" for the hyperparameters that the parameters had, "own" for those of `param_groups`.
+        hyperparameters: "stored" for the hyperparameters that the parameters had, "own" for the hyperparameters in
+            `param_groups`.
 
     Raises:
         TreeError: Parameters of one new group had different hyperparameters, or an argument lacks a parameter.
@@ -284,8 +286,8 @@ def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, st
 def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
     """Return a state dict whose parameters are numbered, from one whose parameters are named; values are shared.
 
-    torch binds states to parameters by positions, so groups must have them in the order of their ids; otherwise call
-    `regroup_optim_state` first.
+    torch binds states to parameters by positions, so each group must list its parameters in the order of their ids;
+    otherwise, call `regroup_optim_state` first.
 
     Args:
         optim_state_dict: State dict by names.

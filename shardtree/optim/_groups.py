@@ -18,7 +18,7 @@ GROUP_PREFIX = "optimizer.param_group"
 
 
 def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *, named: bool) -> dict[str, Any]:
-    """Return the stored form of groups."""
+    """Return the entries of a sharded tree for groups: hyperparameters and, if named, each parameter's group."""
     # A rank without parameters can't know whether those of other ranks are named, so its form fits both.
     if not members(groups):
         return _without_members(groups)
@@ -64,8 +64,9 @@ def arranged_groups(
         stored: Stored groups; their members are ignored.
         group_of: Number of each parameter's stored group.
         own: Groups of the optimizer, by names.
-        which: "own" keeps the optimizer's hyperparameters, "stored" replaces them. A group without members on this
-            rank, as under ZeRO, keeps them too, unless all groups are the stored ones in their order.
+        which: "own" keeps the optimizer's hyperparameters, "stored" replaces them. Even with "stored", a group without
+            members on this rank, as under ZeRO, keeps its own, unless all groups are the stored groups in the stored
+            order.
 
     Raises:
         TreeError: Parameters of one group had different hyperparameters, or aren't stored; the error names each.
@@ -118,7 +119,7 @@ def _with_hyperparameters(
 
 
 def _conflicts(number: int, group: Group, stored: Sequence[Group], group_of: Mapping[Any, int]) -> list[str]:
-    """Return a line with two differing parameters for each hyperparameter that isn't the same in all of a group."""
+    """Return, for each hyperparameter that differs within a group, a line with two parameters that differ in it."""
     names = {group_of[name]: name for name in reversed(group["params"])}
     lines: list[str] = []
     first: int | None = None

@@ -65,7 +65,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
 
 
 def moment(param: ShardedParam, data: torch.Tensor, prefix: str) -> ShardedParam:
-    """Return a parameter's shard or factory with other data, which the caller has checked."""
+    """Return a parameter's shard or factory, with data that the caller has checked in place of its own."""
     if isinstance(param, ShardedTensorFactory):
         return replace(param, key=f"{prefix}.{param.key}", data=data)
     return replace(param, key=f"{prefix}.{param.key}", data=data, dtype=data.dtype)
@@ -86,8 +86,8 @@ def moment_shape(param: ShardedParam) -> tuple[int, ...] | None:
 class OptimizerState:
     """A state as rules get it, both for a save and for the target of a load.
 
-    It has no shape, since a save knows only this rank's shape, and a load only the whole one. Sizes of cut axes follow
-    from the parameter; for other axes, `along` takes the known ones.
+    It has no shape: a save knows only the shape on this rank, a load only the whole shape. Lengths of cut axes follow
+    from the parameter; for other axes, `along` takes the known lengths.
 
     Attributes:
         data: The tensor or value; None if only stored metadata is known.
@@ -109,7 +109,7 @@ class OptimizerState:
 
     @staticmethod
     def of(value: Any) -> OptimizerState:
-        """Return a state of a tensor or value, or of stored metadata given as a whole shard or object without data."""
+        """Return a state made from a tensor or value, or from stored metadata: a whole shard or object without data."""
         if isinstance(value, OptimizerState):
             return value
         if isinstance(value, ShardedTensor):
@@ -160,7 +160,7 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
 
 
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
-    """Return the first rule whose pattern matches a state key, or the state key, a dot and the parameter's key."""
+    """Return the first rule whose pattern matches a state key, or ``<state key>.<parameter's key>``."""
     # The second form lets a rule apply to some parameters only.
     whole = list_item(state_key)[0]
     names = (state_key, whole, f"{state_key}.{param.key}", f"{whole}.{param.key}")
@@ -187,7 +187,7 @@ _ITEM = re.compile(r"(.+)\[(0|[1-9][0-9]*)\]", re.DOTALL)
 
 
 def list_item(state_key: str) -> tuple[str, int | None]:
-    """Return the state key of an item's list and the item's number; for another state, its key and None.
+    """Return the list's state key and the item's number for the state key of a list's item; else the key and None.
 
     Examples:
         >>> list_item("Q[1]"), list_item("step")
@@ -198,7 +198,7 @@ def list_item(state_key: str) -> tuple[str, int | None]:
 
 
 def items_of(state_key: str, value: Any) -> dict[str, Any]:
-    """Return a value's stored states by state key: one for each item of a list with tensors, else the value.
+    """Return the states to store for a value, by state key: each item of a list with tensors, else the value itself.
 
     Examples:
         >>> list(items_of("Q", [torch.zeros(2, 2), None])), list(items_of("betas", [0.9, 0.99]))
@@ -229,7 +229,7 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
 
 
 def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
-    """Return the leaf of a state without a `problem_of`, or its rule's result."""
+    """Return the leaf of a state in which `problem_of` found no problem, or the result of the state's rule."""
     rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
     if rule is not None:
         return call_at(("state", param.key, state_key), rule, param, state_key, OptimizerState.of(value))

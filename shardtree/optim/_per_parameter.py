@@ -18,11 +18,11 @@ from ._state_dict import ShardedParam, check_param
 
 
 def first_element(shard: ShardedTensor) -> int:
-    """Return the row-major index of a shard's first element: 0 for exactly one shard of each tensor, and its replicas.
+    """Return the row-major index of a shard's first element: 0 only for one shard of each tensor, and its replicas.
 
-    Prepended axes don't count: each of their indices is a tensor of its own. A shard without elements gets an index
-    beyond the last element. In a tensor without elements, 0 goes to the shard that begins at index 0 and has elements
-    along all axes of nonzero length.
+    Prepended axes don't count, since each index along them stands for a tensor of its own. A shard without elements
+    gets an index beyond the last element. In a tensor without elements, 0 goes to the shard that begins at index 0 and
+    has a length above 0 along all axes of nonzero length.
 
     Args:
         shard: A box, or a flat range of one, on any grid.
@@ -47,7 +47,7 @@ def first_element(shard: ShardedTensor) -> int:
 
 
 def _index(number: int, shape: tuple[int, ...]) -> list[int]:
-    """Return the index of an element in a box from its number."""
+    """Return the index along each axis of a box's element, from its row-major number."""
     index = []
     for size in reversed(shape):
         number, place = divmod(number, size)
@@ -65,9 +65,10 @@ def _number(index: list[int], shape: tuple[int, ...]) -> int:
 def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor | ShardedObject | ShardedTensorFactory:
     """Return a leaf for a value that all shards of a parameter share; exactly one rank has its main replica.
 
-    The rank whose main replica of the parameter holds the first element has the main replica of the value. Along
+    The main replica of the value is on the rank that has the main replica of the parameter's first element. Along
     prepended axes, each index is a parameter of its own, with its own value. A factory's value is stored under each key
-    that it builds, so that a model in which these are separate parameters can load it; it must be the same for all.
+    that the factory builds, so that a model in which these keys are separate parameters can load it; it must be the
+    same for all.
 
     Args:
         param: Shard of the parameter on this rank, or its factory.
@@ -90,7 +91,7 @@ def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FactoryValue:
-    """The build and merge functions of a factory's value: the parameter's factory, and the value as a meta tensor."""
+    """The build and merge functions of a factory's value, from its parameter's factory and a meta tensor like it."""
 
     param: ShardedTensorFactory
     kind: torch.Tensor | None
@@ -125,7 +126,7 @@ def built_shards(param: ShardedParam) -> list[ShardedTensor]:
 
 
 def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Return the shard whose elements come first, for each key and index along prepended axes."""
+    """Return, for each key and index along prepended axes, the shard whose elements come first."""
     found: dict[Any, ShardedTensor] = {}
     for shard in sorted(shards, key=first_element):
         found.setdefault((shard.key, shard.global_offset[: shard.prepend_axis_num]), shard)
@@ -133,7 +134,7 @@ def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
 
 
 def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
-    """Return the leaf of a shard's value. Its replica id begins with 0 only at the tensor's first element."""
+    """Return the leaf of a shard's value. Only at the tensor's first element does its replica id begin with 0."""
     front = shard.prepend_axis_num
     count, place = shard.global_shape[:front], shard.global_offset[:front]
     replica = (first_element(shard), *([own] if isinstance(own := shard.replica_id, int) else own))
@@ -148,5 +149,5 @@ def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObje
 
 
 def _kind(value: Any) -> torch.Tensor | None:
-    """Return a meta tensor of a tensor's shape and dtype; None for another value."""
+    """Return a meta tensor with a tensor's shape and dtype; None for any other value."""
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else None

@@ -37,7 +37,7 @@ def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
     Args:
         param: Shard or factory of the parameter.
         state_key: Name of the state.
-        state: The state, or the tensor or value itself.
+        state: The state as an `OptimizerState`, or its tensor or value.
 
     Examples:
         >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
@@ -106,8 +106,8 @@ def on_mesh(
         mesh: Mesh of the ranks.
         spec: Partition of a state on the mesh.
         rank: This rank, which must be on the mesh.
-        shape: Function from the parameter to the whole state's shape; a save needs it if the state isn't cut into equal
-            parts.
+        shape: Function from the parameter to the whole state's shape, which a save needs if the parts of the state
+            differ in size.
 
     Examples:
         >>> import torch
@@ -139,8 +139,9 @@ def on_mesh(
 def block_scales(block_size: int) -> OptimizerRule:
     """Return the rule for states with a value for each block of a parameter's row-major elements, as 8-bit states have.
 
-    Optimizers count blocks from each rank's first element. They are blocks of the whole parameter too, and can be
-    loaded in another layout, if each rank's elements are consecutive in it and begin and end at block boundaries.
+    Optimizers count blocks from each rank's first element. If each rank's elements are consecutive in the parameter,
+    and begin and end at block boundaries, these blocks are also blocks of the whole parameter, and can be loaded in
+    another layout.
 
     Args:
         block_size: Number of elements in a block.

@@ -117,7 +117,7 @@ def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any =
     """Raise an error unless an argument is a dict, with values of some types.
 
     Raises:
-        TreeError: It isn't a dict, or has values of other types; the error names each of them.
+        TreeError: The argument isn't a dict, or has values of other types; the error names each of these.
 
     Examples:
         >>> check_dict("save", "id_to_name", {0: "w"}, "{id: name}", str)
@@ -133,7 +133,7 @@ def check_params(doing: str, params: object) -> None:
     """Raise an error unless the argument maps ids or names to sharded parameters.
 
     Raises:
-        TreeError: It isn't such a dict; the error names each wrong value.
+        TreeError: The argument isn't such a dict; the error names each wrong value.
 
     Examples:
         >>> check_params("save", {})
@@ -146,7 +146,7 @@ def check_param(doing: str, param: object) -> None:
     """Raise an error unless the argument is a parameter's shard or factory.
 
     Raises:
-        TreeError: It is something else.
+        TreeError: The argument is something else.
 
     Examples:
         >>> import torch
@@ -162,7 +162,7 @@ def check_param(doing: str, param: object) -> None:
 
 
 def excluded(doing: str, exclude_keys: object) -> set[Any]:
-    """Return the state keys that are left out; one text is one key.
+    """Return the state keys to leave out; a single text is one key.
 
     Raises:
         TreeError: The argument isn't iterable.
@@ -189,8 +189,8 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, ShardedParam]:
     """Return the sharded parameter of each id of an optimizer.
 
-    A shard belongs to a parameter if its data is that very object; shapes, names and memory don't count. For tied
-    parameters, one tensor under several keys, the first key in alphabetical order counts, the same on every rank.
+    A shard belongs to a parameter if its data is the very same object; shapes, names and memory don't count. If a
+    parameter is tied, so that one tensor has several keys, the alphabetically first key counts, the same on every rank.
 
     Args:
         model_sharded_state_dict: Shards and factories of the model, in any structure.
@@ -200,7 +200,7 @@ def get_param_id_to_sharded_param_map(
         Shards and factories by id. A parameter that the tree lacks is absent.
 
     Raises:
-        TreeError: None of the optimizer's parameters is in the tree, or some aren't tensors, or are DTensors.
+        TreeError: None of the optimizer's parameters is in the tree, some aren't tensors, or some are DTensors.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -308,7 +308,7 @@ def _is_param(leaf: Any) -> bool:
 
 
 def _numbers(params: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the first position of each parameter, by identity."""
+    """Return the first position of each parameter, by the parameter's Python id."""
     numbers: dict[int, int] = {}
     for number, param in enumerate(params):
         numbers.setdefault(id(param), number)

@@ -321,7 +321,7 @@ _Row = tuple[tuple[_Span, ...], _Run]
 
 
 def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
-    """Return the cut axis of an output that has the longest runs of rows, and these runs."""
+    """Return the axis along which an output is cut into the longest runs of rows, and the runs."""
     moves, shape = trace.moves[name], trace.outputs[name].shape or (1,)
     missing = coverage(moves, prod(shape))[0] if moves.numel < prod(shape) else []
     parts = [(move, shape, "is never written") for move in missing]

@@ -107,7 +107,8 @@ def nearest_fp4(numbers: torch.Tensor) -> torch.Tensor:
 def power_above(numbers: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two at or above each positive number, exactly, and at least 2**-127.
 
-    Numbers that were rounded with such a scale get the same scale or a smaller one again, so recoding is idempotent.
+    Numbers that were rounded with such a scale get the same scale or a smaller one when quantised again, and so are
+    unchanged by it.
     """
     mantissa, exponent = torch.frexp(numbers)
     return torch.ldexp(torch.ones_like(numbers), (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-127, 127))

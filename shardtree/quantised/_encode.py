@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 def blocks_of(part: Part, block: tuple[int, int], whole: Shape, box: Box) -> Box:
-    """Return the box of whole blocks of a weight's matrices that a box of a part is computed from.
+    """Return the box of whole blocks, in a weight's matrices, from which a box of a stored part is computed.
 
     Args:
         part: Part of the form.
@@ -46,11 +46,11 @@ def encoded(
         block: Block size of the form.
         encode: Encoder of the form.
         data: Elements of the weight.
-        at: Box of the weight's matrices that has these elements, of whole blocks.
+        at: Box of `data` in the weight's matrices, made of whole blocks.
         box: Box of the part.
 
     Raises:
-        UnsupportedValue: an element isn't finite, so that all others of its block would be lost, too.
+        UnsupportedValue: an element isn't finite, which would make all other elements of its block useless, too.
     """
     outer = part.box(*at)
     new = torch.empty(outer.shape, dtype=part.dtypes[0], device=data.device)

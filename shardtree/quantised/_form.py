@@ -33,8 +33,8 @@ class Form:
             whole axis.
         encode: Function from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None
             for a form that is only read.
-        join: Function from the parts' decoded elements to the weight's, as float32.
-        without: Suffixes of tensors that mark another form: a weight with such a tensor doesn't have this one.
+        join: Function from the decoded elements of the parts to the elements of the weight, as float32.
+        without: Suffixes of tensors that mark another form: a weight that has such a tensor isn't of this form.
     """
 
     name: str
@@ -65,18 +65,18 @@ class Form:
         return tuple([key.removesuffix(self.base) + part.name for part in self.parts])
 
     def found(self, tensors: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-        """Return the stored tensors' keys by weight, for weights with all tensors of the form, of any dtypes."""
+        """Return the stored tensors' keys by weight, for weights that have all tensors of the form, of any dtypes."""
         first = self.parts[0].name
         stems = [key.removesuffix(first) for key in tensors if key.endswith(first)]
         weights = [stem + self.base for stem in stems if not any(stem + name in tensors for name in self.without)]
         return {key: parts for key in weights if set(parts := self.keys(key)) <= tensors.keys()}
 
     def shape_of(self, key: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return a weight's shape, from its stored tensors, or from shards of them.
+        """Return a weight's shape, derived from its stored tensors or from shards of these.
 
         Raises:
-            ShapeError: a dtype isn't one of the form's, or a shape doesn't fit that of the values; the error names all
-                of them.
+            ShapeError: a tensor's dtype isn't one of the form's, or its shape doesn't fit the shape of the values; the
+                error names all such tensors.
         """
         names = self.keys(key)
         values = [tensors[name] for name in names]
@@ -99,7 +99,9 @@ class Form:
         return self._turn(whole)
 
     def means(self, shape: Sequence[int]) -> tuple[object, ...]:
-        """Return a key that is equal for forms with the same meaning for weights of a shape, which clips larger blocks.
+        """Return a key that is equal for forms that mean the same for weights of this shape.
+
+        Block sizes are clipped to the shape.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -151,8 +153,9 @@ class Form:
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the stored tensors of weights, by key; each number is rounded to the nearest, ties to even.
 
-        Numbers that could be rounded to infinity become the largest float32 number with as many significant bits as the
-        form's values have. For weights on torch's meta device, the tensors are on the meta device, too.
+        Numbers so large that they could be rounded to infinity are clipped to the largest float32 number that has as
+        many significant bits as the form's values. For weights on torch's meta device, the tensors are on the meta
+        device, too.
 
         Raises:
             ShapeError: the form can only be read, or a weight isn't made of matrices.
@@ -223,7 +226,7 @@ class Form:
         return StoredForm(tuple(shards), merge)
 
     def shards(self, shard: ShardedTensor, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the leaves of a weight that the model holds quantised, by key, all cut as the weight is.
+        """Return the leaves of a weight that the model holds quantised, by key; each is cut where the weight is cut.
 
         Args:
             shard: Box of the weight; its data and dtype are ignored.
@@ -267,7 +270,7 @@ class Form:
         return leaves
 
     def _box_of(self, shard: ShardedTensor) -> tuple[Box, tuple[int, ...]]:
-        """Return the box of a shard in the stored matrices, and the shape of these."""
+        """Return the box of a shard in the stored matrices, and the shape of the whole matrices."""
         local = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
         axes = len(shard.local_shape) if self.is_turned else len(local)  # the last two are turned
         if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
@@ -285,7 +288,7 @@ class Form:
         return [part.of(whole) for part in self.parts]
 
     def _decode(self, shard: ShardedTensor, parts: Sequence[Part], tensors: Sequence[Any], box: Box) -> Any:
-        """Return a box of matrices, decoded from the boxes of its parts; lazy if these are."""
+        """Return a box of the stored matrices, decoded from the boxes of its parts; lazy if one of these is lazy."""
         key, dtype = shard.key, shard.dtype
         if not any(isinstance(tensor, LazyTensor) for tensor in tensors):
             return decoded(key, parts, self.join, tensors, box, dtype)
@@ -304,7 +307,7 @@ class Form:
         return of_source(Boxwise(f"{self.name} of {tensors[0].name}", box.shape, dtype, recipe, identify))
 
     def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
-        """Return the parts of a box's data, lazy if these are; all are None without elements of whole blocks."""
+        """Return the parts of a box's data, lazy if the data are lazy; all are None without data of whole blocks."""
         is_memory = isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data)
         if shard.data is None or self.encode is None or is_memory or not is_of_blocks(box, whole, self.block):
             return [None] * len(self.parts)
@@ -331,16 +334,16 @@ class Form:
         return of_source(Boxwise(f"{matrix.name} as {self.name}", outer.shape, part.dtypes[0], recipe, identify))
 
     def _turn(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape or offset of the weight for the stored matrices, which may be transposed; its own inverse."""
+        """Return a shape or offset, with its last two axes swapped if the form is turned; its own inverse."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else tuple(shape)
 
     def _turn_tensor(self, tensor: Any) -> Any:
         return tensor.transpose(-1, -2) if self.is_turned else tensor
 
     def _made_of(self, doing: str, *lazies: LazyTensor) -> tuple[Any, ...] | None:
-        """Return the identity of a tensor that is made of lazy ones; None if a caller's functions take part.
+        """Return the identity of a tensor made of lazy tensors; None if functions from outside this library take part.
 
-        It distinguishes this form from others, and is equal in all processes.
+        The identity differs between forms, and is equal in all processes.
         """
         functions = [self.join, self.encode, *(part.read for part in self.parts)]
         modules = [str(getattr(function, "__module__", None)) for function in functions if function is not None]
@@ -354,7 +357,7 @@ class Form:
 
 
 def _data_for(shard: ShardedTensor, part: Part, box: Box, data: Any) -> Any:
-    """Return the data of a part's box: quantised elements, or memory to read into if the shard's has no elements."""
+    """Return the data of a part's box: quantised elements, or memory to load into if the shard has no elements."""
     shape = box.shape if part.per is None else box.shape[shard.prepend_axis_num :]
     if isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data):
         return memory_beside(shard.data, shape, part.dtypes[0])

@@ -18,10 +18,10 @@ _POWERS = [torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []  # 
 
 
 def _blocks(matrix: torch.Tensor, block: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return matrices as (..., blocks, rows, blocks, columns), and the largest magnitude in each block.
+    """Return matrices as (..., blocks, rows, blocks, columns), and the largest magnitude of each block.
 
-    A block size of 0 means the whole axis. Numbers that could be rounded to infinity become the largest float32 number
-    with `bits` significant bits.
+    A block size of 0 means the whole axis. Numbers so large that they could be rounded to infinity are clipped to the
+    largest float32 number with `bits` significant bits.
     """
     rows, columns = (side or size for side, size in zip(block, matrix.shape[-2:], strict=True))
     limit = 2.0**128 - 2.0 ** (128 - bits)
@@ -44,13 +44,13 @@ def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor,
 
 
 def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: float) -> tuple[torch.Tensor, ...]:
-    """Return matrices, each block divided by the smallest power of two that brings it into range; and these powers.
+    """Return matrices whose blocks are divided by powers of two, and these powers, the smallest that suffice.
 
     Args:
         matrix: Matrices of whole blocks.
         block: Block size.
         bits: Number of significant bits of the format.
-        most: Largest number that is still rounded to the format's largest.
+        most: Largest number that is rounded to the format's largest number; each block is brought to it or below.
     """
     cut, largest = _blocks(matrix, block, bits)
     scale = power_above(torch.where(largest > 0, largest, most) / most)
@@ -60,7 +60,8 @@ def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: fl
 def _to_fp8_by_powers(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 values, and scales that are powers of two, chosen as in transformers.
 
-    Quantised again, a block whose largest number was rounded down to 224 has other codes for the same numbers.
+    A block whose largest number was rounded down to 224 gets other codes when it is quantised again, but has the same
+    numbers.
     """
     numbers, scale = _by_powers(matrix, block, 4, MOST[FP8])
     return nearest_fp8(numbers), scale
@@ -96,12 +97,12 @@ def _above_zeros(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor)
 
 
 def _of_groups(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return weights whose rows may belong to any group, from the scales and zeros of all groups."""
+    """Return weights from the scales and zero points of all groups, and the group of each row."""
     return _above_zeros(values, _picked(scales, groups), _picked(zeros, groups))
 
 
 def _picked(table: torch.Tensor, groups: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return the row of a table for each row's group; the table begins with the group `first`."""
+    """Return, for each group in `groups`, its row of a table; the table's first row is that of the group `first`."""
     half = table.shape[-2] // 2
     if type(groups) is torch.Tensor or not half:
         return table if not half else torch.take_along_dim(table, groups, -2)
@@ -112,7 +113,7 @@ def _picked(table: torch.Tensor, groups: torch.Tensor, first: int = 0) -> torch.
 
 
 def _in_groups(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights of rows that belong to the expected groups; NaN for others, which a trace can't refuse."""
+    """Return weights, with NaN in rows whose group isn't the expected one (`away` isn't 0): a trace can't raise."""
     return torch.where(away == 0, _above_zeros(values, scale, zeros), float("nan"))
 
 
@@ -125,7 +126,7 @@ def _packed_zeros(values: torch.Tensor, scale: torch.Tensor, away: torch.Tensor,
 
 
 def _of_shape(weight: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights with the stored shape; NaN for others, which a trace can't refuse."""
+    """Return weights, or only NaN if their shape isn't the stored one (`away` isn't 0): a trace can't raise."""
     return torch.where((away[:1] == 0) & (away[1:] == 0), weight, float("nan"))
 
 
@@ -168,12 +169,12 @@ def _fp8_tensor(name: str, tail: tuple[int, ...]) -> Form:
 
 
 def _int4(name: str, columns: int, *, zeros: bool) -> Form:
-    """Return a form of compressed-tensors' 4-bit integers; they and their zero points are stored with 8 added.
+    """Return a form of compressed-tensors' 4-bit integers, which are stored with 8 added, as their zero points are.
 
     Args:
         name: Name of the form.
         columns: Number of columns with one scale; 0 means the whole row.
-        zeros: Whether there are zero points; each of their stored elements packs those of eight rows.
+        zeros: Whether there are zero points, eight of which, for eight rows, are packed into one stored element.
     """
     per = (1, columns)
     parts = (

@@ -13,16 +13,17 @@ from ._part import Part
 def half_weights(
     tensors: Mapping[str, ShardedTensor], forms: Sequence[Form], used: Collection[str], *, are_named: bool
 ) -> dict[str, str]:
-    """Return the missing parts of incomplete weights, as text by the key of a part that is present.
+    """Return the missing parts of incomplete weights, as text, by the key of a part that is present.
 
-    A common name, such as `scale`, or a dtype of ordinary numbers doesn't show that a tensor belongs to a quantised
-    weight. Two parts together do, or one part with a name or a dtype that no other tensors have.
+    A common name, such as `scale`, or an ordinary floating-point dtype doesn't show that a tensor belongs to a
+    quantised weight. Two parts together do, and so does one part whose name or dtype no other tensors have.
 
     Args:
         tensors: Shards by key.
         forms: Forms that weights may have.
         used: Keys of the parts of complete weights.
-        are_named: Whether the caller chose the forms: then a matrix of their values called `weight` is a part.
+        are_named: Whether the caller chose the forms. If so, a matrix called `weight` with the dtype of a form's values
+            is a part.
 
     Examples:
         >>> import torch
@@ -71,10 +72,11 @@ def _is_certain(
 
     Args:
         values: First part of the form.
-        held: Present keys, with the parts that they fit.
+        held: Keys that are present, each with the part of the form that its tensor fits.
         has_values: Whether a tensor has the first part's key, whatever its dtype.
-        has_weight: Whether a tensor has the weight's key: then a tensor with the name of its scale may be no part.
-        are_named: Argument of `half_weights`.
+        has_weight: Whether a tensor has the weight's own key. If so, the tensor with the name of its scale may be no
+            part.
+        are_named: As for `half_weights`.
     """
     if held and held[0][1] is values:
         is_weight = are_named and held[0][0].split(".")[-1] == "weight"
@@ -83,6 +85,6 @@ def _is_certain(
 
 
 def _tells(key: str, part: Part, has_weight: bool) -> bool:
-    """Return whether only a scale, a zero point or a group's index has such a name or dtype."""
+    """Return whether a tensor with this name or dtype can only be a scale, a zero point or a group index."""
     is_number = any(dtype.is_floating_point and dtype.itemsize > 1 for dtype in part.dtypes)
     return not is_number or (not has_weight and "weight" in key.split(".")[-1]) or key.endswith("_scale_inv")

@@ -45,17 +45,18 @@ class Part:
         name: Suffix of the part's key, after the weight's.
         dtypes: Dtypes that the part may have; the first one is written.
         read: Function from stored elements to those that the weight is made of, mostly float32.
-        per: Block size along the weight's last two axes: how many of its elements share one of the part's. 0 means the
-            whole axis; -n means groups of n elements that may lie anywhere along the axis (GPTQ). One number for a part
-            without the last axis, None for a part without any axis of the weight.
+        per: Block size along the weight's last two axes: how many elements of the weight share one element of the part.
+            0 means the whole axis; -n means groups of n elements that may lie anywhere along the axis (GPTQ). One
+            number for a part without the last axis, None for a part without any axis of the weight.
         pack: Number of the part's elements in one stored element, along the same axes.
         tail: Sizes of further axes of the stored tensor.
-        group: Group size of a part whose elements are group indices (`g_idx`), for groups of that many consecutive
-            rows; an index is read as its difference to the expected one, which must be 0. -n for groups of n rows that
-            may lie anywhere; 0 for a part without indices.
-        count: Number of stored elements along an axis of groups, or upper bound of the indices; `of` fills it in.
-        shape: Shape of the weight's matrices, for a part that stores it; the stored shape is read as its difference to
-            this one, which must be 0. Any two sizes will do, since `of` fills in the weight's; empty for other parts.
+        group: Group size of a part whose elements are group indices (`g_idx`), 0 for other parts. If positive, each
+            group has that many consecutive rows: an index is read as its difference from the expected index, which must
+            be 0. -n means groups of n rows that may lie anywhere.
+        count: Number of stored elements along an axis of groups, or an upper bound of group indices; `of` fills it in.
+        shape: For a part that stores the weight's shape, the shape of the weight's matrices, empty for other parts. The
+            stored shape is read as its difference from this shape, which must be 0. In a form, any two sizes will do,
+            since `of` fills in the weight's.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Part:
     shape: tuple[int, ...] = ()
 
     def of(self, whole: Sequence[int]) -> Part:
-        """Return the part for a weight whose matrices have this shape."""
+        """Return the part for a weight whose stored matrices have the shape `whole`."""
         if self.shape:
             return replace(self, shape=tuple(whole[-2:]))
         by = min(self.group, *(self.per or (0,)))
@@ -91,7 +92,7 @@ class Part:
         return Box((*starts, *(0,) * len(self.tail)), (*sizes, *self.tail))
 
     def pieces(self, offset: Sequence[int], shape: Sequence[int]) -> list[tuple[Box, bool]]:
-        """Return `box` in pieces, each with whether this box of the weight owns it.
+        """Return the result of `box`, cut into pieces, each with whether this box of the weight owns the piece.
 
         Elements that several boxes need, because an edge cuts a block, are owned by the first of these boxes.
         """
@@ -114,7 +115,7 @@ class Part:
         ]
 
     def spread(self, elements: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return decoded elements for a box of the weight, from the stored ones of `box`; axes of size 1 broadcast."""
+        """Return a weight's box of decoded elements, from the stored elements of `box`; axes of size 1 broadcast."""
         values = self.read(elements)
         if self.group > 0:
             places = torch.arange(offset[-2], offset[-2] + shape[-2], device=values.device)
@@ -135,7 +136,7 @@ class Part:
 
 
 def inside(box: Box, base: Sequence[int]) -> Box:
-    """Return a box relative to a base offset."""
+    """Return a box with its offset counted from a base offset."""
     return Box(tuple(low - first for low, first in zip(box.offset, base, strict=True)), box.shape)
 
 
@@ -159,10 +160,11 @@ def decoded(
     box: Box,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a box of a weight's stored matrices, decoded from the boxes of its parts that it needs.
+    """Return a box of a weight's stored matrices, decoded from the needed boxes of its parts.
 
     Raises:
-        UnsupportedValue: rows belong to other groups than the form says, or the stored shape isn't that of the values.
+        UnsupportedValue: rows belong to other groups than the form says, or the stored shape isn't the shape of the
+            values.
     """
     if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
         return join(*(part.spread(tensor, *box) for part, tensor in zip(parts, tensors, strict=True))).to(dtype)
@@ -194,11 +196,11 @@ def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> Unsupp
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield windows of a box, each in one matrix, as (offset, shape) relative to the box.
+    """Yield the windows into which a box is cut, each within one matrix, as (offset, shape) relative to the box.
 
     Args:
         box: Box of matrices.
-        high: Upper bound of a window's rows; windows are cut at its multiples in the whole matrix.
+        high: Upper bound of a window's rows; cuts are at multiples of it in the whole matrix.
         wide: Upper bound of a window's columns.
     """
     *front, rows, columns = box.shape
@@ -247,7 +249,7 @@ def shard_of(weight: ShardedTensor, key: str, part: Part, box: Box, whole: Seque
 
 
 def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
-    """Return a shard, as a further replica if another rank owns it."""
+    """Return a shard: unchanged if this rank owns it, else with the replica id of a further copy."""
     if is_own:
         return shard
     replica = shard.replica_id
@@ -255,7 +257,7 @@ def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
 
 
 def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
-    """Return the stored form of a part that a rank holds as one box, although other ranks hold pieces of it, too."""
+    """Return the stored form, in pieces, of a part that a rank holds as one box; other ranks hold some pieces, too."""
     front, shards = shard.prepend_axis_num, []
     for box, is_own in pieces:
         inside = [low - base for low, base in zip(box.offset, shard.global_offset, strict=True)][front:]
@@ -266,7 +268,7 @@ def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
 
 
 def joined(pieces: Pieces, tensors: Sequence[Any]) -> Any:
-    """Return the tensors of a box's pieces joined into one; lazy if they are.
+    """Return the tensors of a box's pieces, joined into one tensor; lazy if they are lazy.
 
     Examples:
         >>> joined([(Box((0, 0), (1, 1)), False), (Box((0, 1), (1, 2)), True)], [torch.zeros(1, 1), torch.ones(1, 2)])

@@ -19,7 +19,7 @@ Loop = Callable[..., None]
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:
-    """Return stored values unchanged, for `fp8_products`, which decodes them."""
+    """Return stored values unchanged: `fp8_products` decodes them itself."""
     return values
 
 
@@ -39,7 +39,7 @@ def fp8_products(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _loop_for(elements: int) -> Loop | None:
-    """Return the compiled loop; None without numba, or while this process has read too little for it to pay."""
+    """Return the compiled loop; None without numba, or while too few elements were read to repay compiling."""
     _seen[0] += elements  # concurrent threads may lose a count, which doesn't matter
     return _loop() if _seen[0] >= _WORTH else None
 

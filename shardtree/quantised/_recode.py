@@ -38,9 +38,9 @@ def recode(
 
     Args:
         to: Dtype for plain weights, or form for quantised ones.
-        also: Patterns of keys of plain weights that get the form, too, for an export.
+        also: Patterns of keys of plain weights that are quantised, too, as an export needs.
         forms: Forms to look for, by the names, dtypes and shapes of their tensors; None for all of `FORMS`.
-        lossless: Whether it is an error to round an element; otherwise, elements are rounded to the nearest.
+        lossless: Whether rounding an element is an error; otherwise, elements are rounded to the nearest.
         plain: Patterns of keys of tensors that belong to no quantised weight, although they look like parts of one.
 
     Raises:
@@ -51,8 +51,8 @@ def recode(
         KeyMismatch: a pattern fits no key, or none that gets the form; or a part would have the key of another tensor;
             the error names all of them.
         MetadataError: `also` has patterns, but `to` is a dtype.
-        UnsupportedValue: a float64 weight would be rounded although that is an error. When a weight is written: an
-            element isn't finite, or is rounded.
+        UnsupportedValue: a float64 weight would be rounded, with `lossless`. When a weight is written: an element isn't
+            finite, or, with `lossless`, is rounded.
 
     Examples:
         >>> import shardtree as st
@@ -130,7 +130,7 @@ def _forms_of(
         are_named: Whether the caller chose the forms.
 
     Raises:
-        ShapeError: tensors fit none of the forms that have their names, or several, FP8 or FP4 values have no scales,
+        ShapeError: tensors have the names of forms but fit none or several of them, FP8 or FP4 values have no scales,
             some parts of a weight are missing, or scales lie beside values that no form explains.
     """
     tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
@@ -170,11 +170,11 @@ def _forms_of(
 
 
 def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -> dict[str, str]:
-    """Return descriptions of integers and bytes whose meaning depends on tensors beside them, by key.
+    """Return a description of each tensor of integers or bytes that lies beside its scales but fits no form, by key.
 
     Args:
         tensors: Shards by key.
-        known: Keys of tensors that a form explains, or another error.
+        known: Keys of tensors that a form explains, or about which another error is raised.
     """
     dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
     values = {key: dtype for key, dtype in dtypes.items() if key not in known}
@@ -185,7 +185,7 @@ def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -
 
 
 def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> Sequence[ShardedTensor]:
-    """Return the shards of a whole weight in another form."""
+    """Return the stored shards of a whole weight, recoded to a form or a dtype."""
     if isinstance(to, Form):
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
         shards = form.lens(weight).shards

@@ -100,7 +100,8 @@ class StepRecord:
         time: Time of the save, in seconds since 1970; None if it isn't known.
         metrics: Metrics by name.
         pinned: Whether every policy keeps the step.
-        removing: Files that are being removed, those that make it a checkpoint first; empty without a removal.
+        removing: Files that are being removed, beginning with those that make the folder a checkpoint; empty without a
+            removal.
     """
 
     time: float | None = None
@@ -297,8 +298,8 @@ def sound_record(root: Storage, folder: str) -> StepRecord:
 def is_being_removed(root: Storage, folder: str, record: StepRecord) -> bool:
     """Return whether a removal of the checkpoint in a folder was begun and isn't finished.
 
-    If the file that makes it a checkpoint is another one by now, a save that didn't know of the removal has put a new
-    checkpoint there.
+    If the file that makes the folder a checkpoint is another one by now, a save that didn't know of the removal has put
+    a new checkpoint there.
     """
     if not record.removing:
         return False

@@ -36,7 +36,7 @@ class StepFiles:
     Attributes:
         number: Number of the step.
         folder: Name of its folder under the root.
-        files: The checkpoint's own files, those that make it a checkpoint first.
+        files: The checkpoint's own files, beginning with those that make the folder a checkpoint.
         others: Other files in the folder, which stay.
     """
 
@@ -124,7 +124,7 @@ STALE_AFTER = 3600.0
 
 
 def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
-    """Return the files to remove with a step and those that stay, or the reason why it can't be removed.
+    """Return a step's files, those to remove and those that stay, or the reason why the step can't be removed.
 
     Args:
         root: Folder of all steps.

@@ -83,7 +83,7 @@ def check_save(step: object, metrics: Mapping[str, Any] | None, options: object)
 
 
 def each_metric(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return each metric under a name of its own; an empty dict for wrong metrics, which the check reports."""
+    """Return metrics by ``metrics['<name>']``, for comparing ranks; {} for invalid ones, which a check reports."""
     # Metrics are compared as numbers: a tensor's text names its device, which differs between ranks.
     with suppress(MetadataError):
         return {f"metrics[{name!r}]": value for name, value in checked_metrics(metrics).items()}

@@ -150,7 +150,7 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
-    """Return a policy's argument as an int, after checking that it is one of at least `least`.
+    """Return a policy's argument as an int, after checking that it is an integer and at least `least`.
 
     Raises:
         MetadataError: The argument has another type or is too small.

@@ -278,7 +278,7 @@ class MemorySibling:
     _exchanged: bool = False
 
     def __post_init__(self) -> None:
-        """Make the replacing folder, with the clock of the one that it replaces."""
+        """Make the replacing folder, with the clock of the folder to replace."""
         self.storage = self.target.empty()
 
     def make(self, note: bytes, *, durable: bool) -> None:

@@ -97,7 +97,7 @@ _first_process: list[int] = []  # the first process that made a request, among t
 
 
 def check_process(url: str) -> None:
-    """Raise in a process that was forked from one that has used an object store."""
+    """Raise if this process was forked from a process that had used an object store."""
     # A forked child lacks the threads that obstore waits for, so its requests would hang.
     if not _first_process:
         _first_process.append(os.getpid())

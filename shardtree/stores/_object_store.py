@@ -211,7 +211,7 @@ class ObjectStorage:
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length; it is durable and visible afterwards.
 
-        A large file is uploaded in parts, which are aborted after a failure.
+        A large file is uploaded in parts; after a failure, the upload is aborted.
         """
         import obstore
 

@@ -30,8 +30,8 @@ def object_storage(
     """Return the storage behind a URL of an object store or web server.
 
     Settings that aren't passed come from the environment, by the stores' usual names: ``AWS_ENDPOINT_URL``,
-    ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. If
-    these have no S3 credentials and boto3 is installed, its profiles are used.
+    ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. For
+    S3 without `config`, if the environment has no credentials and boto3 is installed, boto3's profiles are used.
 
     Args:
         url: URL of a folder: ``s3://bucket/path``, ``gs://…``, ``az://…``, ``abfss://…``, ``https://…``.

@@ -199,7 +199,7 @@ def resume_problems(
 
 
 def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Trained, list[tuple[JobState, JobState]]]:
-    """Train and save; return the run, and states before and after a step from weights with changed last bits."""
+    """Train and save; return the run, and pairs of states before and after a step from slightly changed weights."""
     results = run(_ranks(layout), partial(_train, job, layout, place))
     ranks, nudges = zip(*results, strict=True)
     states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}
@@ -237,7 +237,7 @@ _Nudged: TypeAlias = list[tuple[Reading, Reading, Reading]]
 
 
 def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Trained, _Nudged]:
-    """Train, save, and train on to record later steps too; then train again with changed last bits."""
+    """Train, save, and train on to record later steps too; then train again, and change the weights' last bits."""
     instance = job.build(layout, world)
     states, samples = {}, {}
     for number in range(job.steps + _AFTER):
@@ -249,7 +249,7 @@ def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Traine
 
 
 def _nudge(job: _Job, layout: Layout, seed: int, world: World) -> tuple[Reading, Reading, Reading]:
-    """Return the state at the save, the same state with changed last bits, and the state one step after that."""
+    """Return the saved state, this state with the last bits changed, and the changed state one step later."""
     instance = job.build(layout, world)
     for number in range(job.steps):
         job.step(instance, number)

@@ -133,7 +133,7 @@ def _optimizer_rows(
 
 
 def _other_rows(member: str, value: Any) -> Iterator[tuple[Place, Any]]:
-    """Yield the values of a member that is neither a module nor an optimizer."""
+    """Yield the values of a member that isn't a module or an optimizer, each behind its (key, name of the state)."""
     if isinstance(value, torch.Generator):
         yield (member, "generator"), value.get_state()
         return

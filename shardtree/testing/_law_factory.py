@@ -121,7 +121,7 @@ KINDS: tuple[Callable[[str, torch.Tensor], ShardedTensorFactory], ...] = (glu, t
 
 
 def factories(*, dtype: SearchStrategy[torch.dtype] | None = None) -> SearchStrategy[ShardedTensorFactory]:
-    """Return a strategy for factories: those of this module, and every predefined lens on any box of a tensor.
+    """Return a strategy for factories: those of this module, and those of predefined lenses, for any box of a tensor.
 
     Elements that a lens doesn't store, such as padding, are zero.
 
@@ -273,7 +273,7 @@ def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
 
 
 def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
-    """Raise unless random tensors in place of the built ones, once merged, are built again unchanged."""
+    """Replace the built tensors by random ones, merge and build again; raise unless that gives the random tensors."""
     # Shards of the same box, such as those of tied weights, get the same tensor, since a checkpoint stores it once.
     tree = _build(factory)
     put: dict[Any, torch.Tensor] = {}
@@ -310,7 +310,7 @@ def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
 
 
 def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return the index in the factory's tensor of each stored element, by (key, global index)."""
+    """Return the value of each stored element, by (key, global index); callers set values to elements' indices."""
     elements: dict[tuple[str, tuple[int, ...]], int] = {}
     for shard in shards_of(_build(factory)).values():
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)

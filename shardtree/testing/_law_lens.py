@@ -139,7 +139,8 @@ def check_lens(
     """Check the laws of lenses for shards of a tensor, and return the stored tensors, by key.
 
     - *Boxes agree*: all ranks' stored boxes together equal the stored form of the whole tensor, bit for bit.
-    - *Merge undoes build*, for each shard. Elements that the lens doesn't store (padding) must merge to equal values.
+    - *Merge undoes build*, for each shard. Elements that the lens doesn't store (padding) must merge to the same values
+      in a shard as in the whole tensor.
     - *Build undoes merge*: any loaded tensors are stored again unchanged.
     - *States are cut alike*: an optimizer state of another dtype has the same boxes, under its own key.
     - *Data don't matter*: without data the boxes are the same.
@@ -208,7 +209,7 @@ def _check_errors(
 
 
 def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless other tensors of the stored shapes, once merged, are built again unchanged."""
+    """Merge other tensors of the stored shapes, and build again; raise unless that gives the same tensors."""
     # The bits are new, since a lens that remembers what it built would pass with the same bits.
     sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     other = {key: random_bits(*size, seed=number) for number, (key, size) in enumerate(sizes.items(), start=7)}
@@ -216,7 +217,7 @@ def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], tensors:
 
 
 def _check_built_again(factories: Sequence[ShardedTensorFactory], wholes: Mapping[str, torch.Tensor], law: str) -> None:
-    """Raise, naming the broken law, unless stored tensors, once merged, are built again unchanged."""
+    """Merge stored tensors, and build again; raise, naming the broken law, unless that gives the same tensors."""
     for factory in factories:
         tree = map_shards(
             lambda leaf: replace(leaf, data=_part(wholes[leaf.key], leaf)) if isinstance(leaf, ShardedTensor) else leaf,
@@ -269,7 +270,7 @@ def _merge(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
 
 
 def _data(leaf: Any) -> Any:
-    """Return a copy, as a load would: a merge that relies on getting the built tensor itself fails."""
+    """Return a copy of a shard's data, as a load would: a merge that needs the built tensor itself then fails."""
     return carried(leaf.data).clone().view(leaf.dtype) if isinstance(leaf, ShardedTensor) else leaf
 
 

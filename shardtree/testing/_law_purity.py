@@ -68,7 +68,7 @@ def _without_functions(shape: Any) -> Any:
 
 
 def _identities(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """Return the object's id and, for a tensor, its version counter, by path."""
+    """Return (id, version counter) of each object in a value, by path; None for a counter that doesn't exist."""
     # Inference tensors have no version counter, and raise when asked for it.
     version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
     identities = {path: (id(value), version)}
@@ -113,9 +113,10 @@ def check_commutes(
             and by both. If the transform refuses some of them, pass those that it supports.
         rtol: Relative tolerance for floating-point and complex elements; by default the dtype's tolerance in
             `torch.testing.assert_close`, such as 1.3e-6 for float32. Integers and bools must be equal.
-        atol: Absolute tolerance; by default the dtype's too, such as 1e-5 for float32, but at most its relative
+        atol: Absolute tolerance; by default also the dtype's, such as 1e-5 for float32, but at most the relative
             tolerance times the tensor's largest element, so that tensors of small elements are checked too. Pass
-            ``rtol=0, atol=0`` for transforms that only move or convert elements: these must be equal bit for bit.
+            ``rtol=0, atol=0`` for transforms that only move or convert elements: the results must then be equal bit for
+            bit.
 
     Raises:
         AssertionError: The results differ, or an argument changes; the error names both layouts, the rank, the key and
@@ -150,7 +151,7 @@ def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
 
 
 def _cut(state: Any, *names: str | None) -> Any:
-    """Return a spec for each tensor, with these mesh axes on its first axes."""
+    """Return a spec for each tensor, which cuts the tensor's first axes by the named mesh axes."""
     return map_shards(lambda leaf: PartitionSpec(*names[: getattr(leaf, "ndim", 0)]), state)
 
 
@@ -184,7 +185,7 @@ def _check_pair(
 
 
 def _check_nodes(where: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Raise unless ranks' containers of equal path and entries have equal types, and equal data beside children."""
+    """Raise unless containers with the same path and entries have the same type and metadata on all ranks."""
     # Resharding takes the containers of its target, so they are compared before.
     seen: dict[Any, Any] = {}
     for tree in [*results, *expected]:
@@ -210,7 +211,7 @@ def _nodes(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any, tupl
 def _deviations(
     where: str, found: Any, expected: Any, tolerances: Tolerances, largest: Mapping[str, float]
 ) -> Iterator[Deviation]:
-    """Yield the deviation of each shard beyond the tolerances; raise for any other difference."""
+    """Yield the deviation of each shard that isn't within the tolerances; raise for any other difference."""
     leaves, targets = (dict(leaves_with_paths(apply_factories(tree))) for tree in (found, expected))
     assert leaves.keys() == targets.keys(), f"{where}: found {list(leaves)}, expected {list(targets)}"
     for path, leaf in targets.items():

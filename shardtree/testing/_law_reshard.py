@@ -30,8 +30,8 @@ _Filled = dict[tuple[int, int], int]
 def check_reshard_plan(plan: ReshardPlan) -> None:
     """Raise unless a plan fills its target, moves no more than it must, and reports its own totals correctly.
 
-    Each element of each target shard must be written once, from a shard that has this element at that time, on the rank
-    that the plan names. The bytes that move between ranks must be those of elements that a rank holds afterwards but
+    Each element of each target shard must be written once, from a shard on the rank that the plan names; when it is
+    written, this shard must already have the element. A rank may receive only elements that it holds afterwards and
     didn't hold before. The reference visits every element, so keep shapes small.
 
     Args:
@@ -214,7 +214,7 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
 
 
 def _contents(tree: Any) -> tuple[dict[TreePath, Any], dict[TreePath, Any]]:
-    """Return the outlines of a tree's leaves, factories without data, and of the shards and values that these build."""
+    """Return outlines by path: of a tree's leaves (factories without data), and of its leaves with factories built."""
     leaves = [
         (path, leaf.without_data() if isinstance(leaf, ShardedTensorFactory) else leaf)
         for path, leaf in leaves_with_paths(tree)

@@ -44,7 +44,7 @@ FIXES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ResumeProblem:
-    """A difference of a resumed job from the one that was saved.
+    """A difference between a resumed job and the saved job.
 
     Attributes:
         keys: Parameters, buffers or members of the job that have this difference.
@@ -109,9 +109,9 @@ class JobState:
     """A job's state, gathered from all ranks.
 
     Attributes:
-        values: Whole values by place.
-        others: Values that differ from `values`, first by key and name of the state, then by rank. A tensor is
-            the whole one with the rank's own elements in place of the common ones.
+        values: Whole values by place: a key and the name of a state.
+        others: Values of ranks that differ from `values`, by place and then by rank. For a tensor it is the whole
+            tensor, with the rank's own elements in it.
         ties: Groups of names of the same tensor, on any rank.
         ranks: Number of ranks.
     """
@@ -169,7 +169,7 @@ def _common(by_rank: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
 
 
 def _whole_tensor(place: Place, by_rank: Mapping[int, Sequence[ShardedTensor]]) -> tuple[torch.Tensor, dict[int, Any]]:
-    """Return the whole tensor, and a copy with the elements of each rank that differs from a lower rank."""
+    """Return the whole tensor and, for each rank that differs from a lower rank, a copy with the rank's elements."""
     first = next(iter(by_rank.values()))[0]
     shape, dtype = first.global_shape, first.dtype
     number = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)

@@ -35,8 +35,8 @@ class Known:
 def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
     """Return the differences of a restored state from the saved one, bit for bit, with likely causes.
 
-    Saved values that differ between ranks, such as generators, are compared rank by rank, if the number of ranks is the
-    same, and else not at all.
+    Saved values that differ between ranks, such as generators, are compared rank by rank if both jobs have the same
+    number of ranks, and otherwise not at all.
 
     Args:
         found: The restored state.
@@ -57,7 +57,7 @@ def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
 
 
 def _problems_at(place: Place, found: JobState, known: Known) -> Iterator[ResumeProblem]:
-    """Yield the problems of one place: that of the common value, then those of ranks with another value."""
+    """Yield the problems of one place: first that of the common value, then that of each rank with another value."""
     saved = known.saved
     if place in saved.others:
         if saved.ranks == found.ranks:
@@ -168,7 +168,7 @@ def _cause_of_another_kind(found: Any, expected: Any) -> str:
 
 
 def _explains(candidate: Any, found: Any, expected: Any) -> bool:
-    """Return whether all elements that differ from the expected value are the candidate's."""
+    """Return whether the found value equals the candidate in all elements where it isn't as expected."""
     if not _alike(candidate, found):
         return False
     if not isinstance(found, torch.Tensor):

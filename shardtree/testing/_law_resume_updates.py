@@ -17,11 +17,11 @@ _SAFETY = 16
 def update_problems(
     before: JobState, after: JobState, found: JobState, nudged: Sequence[tuple[JobState, JobState]]
 ) -> list[ResumeProblem]:
-    """Return a problem for each parameter whose next update in the resumed job differs from that in the saved one.
+    """Return a problem for each parameter that the next step changes differently in the resumed and the saved job.
 
-    Another order of sums changes a gradient about as much as changed last bits of the weights do. A step from such
-    weights shows the effect on updates. It is large where an optimizer divides a gradient by its own size, and the
-    gradient is 0 except for rounding. Updates may differ by a multiple of this effect, in norm.
+    Adding in another order changes a gradient about as much as a change of the weights' last bits does. So a step from
+    weights with changed last bits shows how far updates may differ: by a multiple of that step's effect, in norm. The
+    effect is large if a gradient is 0 except for rounding, and the optimizer divides it by its own size.
 
     Args:
         before: The saved state, which equals that of the resumed job.
@@ -92,7 +92,7 @@ def nudge(tensor: torch.Tensor, seed: int) -> None:
 def sample_problems(
     found: Sequence[Collection[Hashable] | None], samples: Mapping[int, Sequence[Collection[Hashable] | None]]
 ) -> list[ResumeProblem]:
-    r"""Return a problem if the first step after the resumption uses other samples than that of the saved job.
+    r"""Return a problem if the resumed job's first step uses other samples than the same step of the saved job.
 
     Args:
         found: Samples that the step used, by rank; None if steps don't return any.

@@ -177,7 +177,7 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
     Args:
         columns: The shards.
         row: Row of the shard.
-        keys: Order in which tensors are numbered; other tensors get the next number.
+        keys: Keys of tensors in the order of their numbers; tensors with any other key share the next number.
 
     Examples:
         >>> import torch, shardtree as st

@@ -1,4 +1,4 @@
-"""The laws of traces, for your own loading code, and of quantised weights, whose forms are such code.
+"""The laws of traces (records of what loading code does), and of quantised weights, which loading code decodes.
 
 A trace gives the same tensors as the code, also for a part of an output, and its inverse gives back the sources. Values
 and their scales are cut together, and come back unchanged.
@@ -31,7 +31,7 @@ def check_trace(
     - *Traced is eager*: the evaluated trace gives the same tensors as the code, bit for bit.
     - *The same each time*: a second trace of the code equals the first.
     - *Parts are cuts*: the trace of a box of an output, given the boxes of sources that it reads, gives that box.
-    - *The way back*: if the trace has an inverse, that gives back the sources.
+    - *The way back*: if the trace has an inverse, the inverse gives back the sources.
 
     Args:
         function: Function from tensors by name to tensors by name; it may be called several times.

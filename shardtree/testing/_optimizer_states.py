@@ -143,7 +143,7 @@ def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -
 
 
 def _is_unambiguous(layout: Layout) -> bool:
-    """Return whether there are few pieces, and shards determine how states are stored."""
+    """Return whether a layout has few pieces, and its shards tell how states of each kind are stored."""
     # Two cases are excluded: a tensor without elements in several main pieces, which look alike, and flat ranges of
     # tensors without axes, whose moments are stored like numbers.
     mains = sum(piece.replica in (0, (0, 0)) for piece in layout.pieces)

@@ -244,9 +244,9 @@ def check_roundtrip(
         strategies: Dispatch table with the format's rows; None for the process's.
         directory: Place of the checkpoint; memory by default.
         save: Function under test, called as ``save(tree, directory, world=world)`` on each rank, with the format as
-            third argument and with ``strategies`` if these are passed.
+            third argument if `backend` is given, and with ``strategies`` if they are given.
         load: Function under test, called as ``load(target, directory, world=world)`` on each rank, with ``strategies``
-            if these are passed.
+            if they are given.
         prepare_target: Function that is applied to each rank's target, whose shards have no data.
 
     Raises:

@@ -35,9 +35,9 @@ class Tolerances:
 
     Attributes:
         rtol: Relative tolerance; None for the default of each dtype.
-        atol: Absolute tolerance; None for the default of each dtype, but at most its relative tolerance times the
-            tensor's largest element. A higher bound would accept any values in a tensor of small elements, such as an
-            optimizer's second moments.
+        atol: Absolute tolerance; None for the default of each dtype, but at most the relative tolerance times the
+            tensor's largest element. A higher tolerance would accept any values in a tensor of small elements, such as
+            an optimizer's second moments.
 
     Raises:
         MetadataError: A tolerance isn't a finite number of at least 0.
@@ -118,8 +118,8 @@ def deviation(
         found: The tensor under test.
         expected: The reference, of the same dtype and shape.
         tolerances: Allowed deviation of each element.
-        largest: The `largest_element` of the whole tensor if the expected one is a shard; None for that of the expected
-            tensor.
+        largest: The `largest_element` of the whole tensor, if `expected` is a shard of it; by default that of
+            `expected`.
 
     Examples:
         >>> one = torch.tensor([1.0, 2.0])

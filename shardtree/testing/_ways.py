@@ -1,4 +1,4 @@
-"""The law of one engine: every way into another layout gives the same bits, and moves the bytes of its plan."""
+"""The law that every way into another layout gives the same bits, and moves as many bytes as its plan says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_ways(
     transport: Send | None = None,
     ways: Mapping[str, Way] | None = None,
 ) -> None:
-    """Raise unless each way into another layout gives the same bits, and moves the bytes of its plan.
+    """Raise unless each way into another layout gives the same bits, and moves as many bytes as its plan says.
 
     - *Memory to memory*: `reshard`, which `check_reshard` compares element by element.
     - *Ranks to ranks*: `redistribute`, also in small steps, and with relays. The bytes between each pair of ranks are
@@ -62,7 +62,7 @@ def check_ways(
         transport: Function that exchanges buffers of bytes by peer, called as ``transport(world, outgoing, incoming)``
             on each rank once a step; ``world.exchange`` by default.
         ways: Other ways by name, to try instead: functions of the trees and targets that return all ranks' results, the
-            moved bytes, and the bytes of a plan, in any form that `==` can compare.
+            bytes that moved, and the bytes that a plan predicted. The last two may have any form that `==` can compare.
 
     Raises:
         AssertionError: A way gives other bits or moves other bytes; the error names the way, and the rank and the paths

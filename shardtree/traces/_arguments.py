@@ -1,4 +1,4 @@
-"""Arguments of torch's operations: the tensors among them, those that change, and those with memory of their own."""
+"""Arguments of torch's operations: which are tensors, which of these change, and which have memory of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> list[torch.Tensor]:
-    """Return the tensors among arguments and in nested lists; without pytrees, which took half of the time."""
+    """Return the tensors among arguments, also in nested lists; torch's pytrees would do the same, but slowly."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
@@ -35,7 +35,7 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among an operation's arguments that it changes."""
+    """Return the tensor arguments that an operation changes."""
     places = _places_written(func)
     return tensors_in([args[place] if place < len(args) else kwargs.get(word) for place, word in places])
 
@@ -52,7 +52,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own: a parameter of any class does, a DTensor doesn't."""
+    """Return whether a tensor has memory of its own: parameters of all classes have, DTensors haven't."""
     return tensor.layout is torch.strided and is_plain(type(tensor))
 
 

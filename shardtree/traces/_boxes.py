@@ -18,7 +18,7 @@ MOST = 4096
 
 
 def covering_box(move: Move, shape: tuple[int, ...]) -> tuple[Box, Strided]:
-    """Return the smallest box of a move's root that contains its elements, and the view of them in the box."""
+    """Return the smallest box with all elements that a move reads of its root, and the view of these in the box."""
     return covering(Strided(move.at, move.size, tuple([step for _, _, step in move.loops])), shape)
 
 
@@ -39,7 +39,7 @@ def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tupl
 
 
 def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Move, int]]:
-    """Yield parts of a move, cut at ends of rows or along a loop, each with the upper bound of its own parts."""
+    """Yield parts of a move, cut at ends of rows or along a loop, each with the number of boxes that it may have."""
     for which, (count, to, at) in enumerate(move.loops):
         others = move.loops[:which], move.loops[which + 1 :]
         row = min([step for step in dense(shape).stride if step > at > 0], default=0)
@@ -102,7 +102,10 @@ def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
 
 
 def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
-    """Return a move from a source as one from a box of the source that contains all of the move's elements."""
+    """Return a move from a source as a move from the box `outer` of that source, which holds all elements it reads.
+
+    The new move has the root `root`.
+    """
     box, inner = covering_box(move, shape)
     weights, strides = dense(box.shape).stride, dense(outer.shape).stride
 
@@ -125,8 +128,8 @@ class Reads:
 
     Attributes:
         boxes: Boxes of each source; adjacent ones are joined.
-        numbers: Index of the joined box by a part's own box, for each source.
-        views: The destination's view of each box, for each source; None for a box that is copied.
+        numbers: For each source, the index in `boxes` of the joined box that contains a part's own box.
+        views: For each source, the destination's view of each box; None for a box that must be copied.
     """
 
     boxes: Mapping[str, tuple[Box, ...]]
@@ -143,8 +146,8 @@ def reads_of(
         sources: Kinds of the sources, by name.
         moves: Moves from the sources.
         most: Approximate upper bound of the boxes of a move.
-        keep_views: Whether boxes that the destination has as views stay apart if their union is no view; None if no
-            views are needed.
+        keep_views: Whether two boxes, each a strided view of the destination, stay apart if the joined box would be no
+            such view; None if no views are needed.
     """
     views_of: dict[str, dict[Box, View | None]] = defaultdict(dict)
     for move in leaves(moves):
@@ -166,7 +169,8 @@ def merged(
 ) -> tuple[tuple[Box, ...], list[int], tuple[View | None, ...]]:
     """Return joined boxes, the index of each item's joined box, and the destination's views of the joined boxes.
 
-    Boxes are joined if they touch or overlap along one axis; with `keep_views`, two views only if their union is one.
+    Boxes are joined if they touch or overlap along one axis. With `keep_views`, two boxes with views are joined only if
+    the joined box has a view, too.
 
     Examples:
         >>> merged([(Box((2, 0), (2, 4)), None), (Box((0, 0), (2, 4)), None), (Box((6, 0), (1, 4)), None)])[:2]
@@ -201,7 +205,7 @@ def _merged_along(items: list[Item], axis: int, keep_views: bool) -> tuple[list[
 
 
 def _both(one: Item, other: Item, axis: int, keep_views: bool) -> Item | None:
-    """Return the union of two boxes along an axis, where the second begins later; None if they stay apart."""
+    """Return two boxes joined along an axis on which the second begins later; None if they stay apart."""
     (box, view), ((offset, shape), more) = one, other
     long, gap = box.shape[axis], offset[axis] - box.offset[axis]
     if gap > long:

@@ -100,7 +100,7 @@ class Tracer(torch.Tensor):
 class Number(Tracer):
     """Result of `item` of a traced tensor of one element: it can fill tensors, and refuses other uses of a number.
 
-    In other uses it would decide dtypes as a tensor without axes does, and not as Python's numbers do.
+    In other uses, it would promote dtypes as a tensor without axes does, and Python's numbers promote them differently.
     """
 
 
@@ -111,7 +111,7 @@ def number_of(tracer: Tracer) -> Number:
 
 
 def become(tensor: torch.Tensor, tracer: Tracer) -> None:
-    """Turn a tensor into a tracer, since its data are set to one; a parameter keeps its attributes."""
+    """Turn a tensor into a tracer that the code has set as its data; a parameter keeps its attributes."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
     new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
@@ -122,8 +122,8 @@ def become(tensor: torch.Tensor, tracer: Tracer) -> None:
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Swap the classes, attributes and contents of two tensor objects, as torch's `swap_tensors` does.
 
-    That function refuses tensors with views or weak references. Here, views keep their memory, as after setting the
-    data, and references lead to the same object as before.
+    Torch's function refuses tensors with views or weak references. Here, views keep their memory, as after setting the
+    data, and weak references lead to the same object as before.
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
@@ -160,7 +160,7 @@ class Cells(TorchDispatchMode):
 
     Attributes:
         cells: Cells of ordinary storages, by their addresses.
-        lent: Storages whose memory was passed on, by address, each with the function and the line that did it.
+        lent: Storages whose memory was passed on, by address, each with the function and the line that passed it on.
         refusals: Refusals of the run.
     """
 
@@ -234,7 +234,7 @@ class Cells(TorchDispatchMode):
         return Tracer(self, cell, torch._neg_view(meta) if value.is_neg() else meta)
 
     def seen(self, cell: MemoryCell, view: torch.Tensor) -> tuple[Any, ...]:
-        """Return the steps that a storage's elements go through in a view of it."""
+        """Return the steps (views of bits, conjugation) that lead from a storage's elements to a view's elements."""
         return (*reread(cell.dtype, view.dtype), *seen_through(view))
 
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
@@ -246,7 +246,7 @@ class Cells(TorchDispatchMode):
         return list(through(moves, self.seen(cell, view)))
 
     def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's elements on the CPU; None if some are sources', unwritten or on meta, or if too many."""
+        """Return a tensor's elements on the CPU; None if there are too many, or if some are sources' or unknown."""
         cell = self.find_cell(tensor)
         if cell is None or not (cell.is_ahead or isinstance(tensor, Tracer)):
             with torch._C._DisableTorchDispatch():
@@ -269,8 +269,8 @@ class Cells(TorchDispatchMode):
 
         Args:
             into: View of the storage.
-            holes: Nested reads of the places.
-            moves: Moves into the places, of elements as the view has them.
+            holes: The replaced places, as nested reads.
+            moves: Moves into these places; their elements have the view's dtype.
             keeps: Whether the new elements are computed from the old ones, which then aren't lost.
         """
         view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
@@ -316,7 +316,7 @@ class Cells(TorchDispatchMode):
             return storage in self.own_storages or storage in self.lent
 
     def lend(self, tensor: torch.Tensor, name: str) -> None:
-        """Note that a tensor's memory is passed on from now on, and the function that does it."""
+        """Note that a tensor's memory is passed on from now on, and the name of the function that passes it on."""
         if is_ordinary(tensor) and tensor.device.type != "meta":
             if self.held(tensor) is not None:
                 self.refuse(name, [tensor])
@@ -328,17 +328,17 @@ class Cells(TorchDispatchMode):
     # Refusals.
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return the names of the sources whose elements tensors hold, for a message."""
+        """Return the names of sources that have elements in some tensors, for a message."""
         return self.names_in([cell for tensor in tensors if (cell := self.find_cell(tensor)) is not None])
 
     def names_in(self, cells: Sequence[MemoryCell]) -> str:
-        """Return the names of the sources whose elements cells hold, for a message."""
+        """Return the names of sources that have elements in some cells, for a message."""
         moves = (move for cell in cells for move in cell.writes if not isinstance(move.root, Constant))
         roots = dict.fromkeys(repr(str(move.root)) for move in moves)
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on meta, and no source's elements are in its memory."""
+        """Return whether a tensor is on meta and holds no elements of sources."""
         return not isinstance(tensor, Tracer) and tensor.is_meta and not self.has_sources(tensor)
 
     def has_sources(self, tensor: torch.Tensor) -> bool:
@@ -354,7 +354,7 @@ class Cells(TorchDispatchMode):
         Args:
             name: Name of the operation.
             tensors: Tensors among its arguments.
-            why: Reason, unless it is that the operation needs elements.
+            why: Reason of the refusal; None if the operation needs the values of elements.
             instead: Advice for this operation.
 
         Raises:

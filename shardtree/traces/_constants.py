@@ -33,7 +33,7 @@ _OF_ELEMENTS = EXACT | {"clone", "_to_copy"}
 
 
 def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Note the elements of new tensors on meta, unless they are random or depend on unknown elements."""
+    """Note the elements of an operation's new tensors on meta, unless they are random or depend on unknown elements."""
     name = operator_name(func)
     tensors = tensors_in([result])
     if name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags or not any(new.is_meta for new in tensors):
@@ -51,7 +51,7 @@ def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mappin
 
 
 def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> None:
-    """Record that a view holds a tensor's elements, as constants."""
+    """Record that a view now holds the elements of a tensor, as constants."""
     view = into.meta if isinstance(into, Tracer) else into
     if not view.numel():
         return
@@ -64,7 +64,7 @@ def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> No
 
 
 def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operation on constants, on their device; None if not all elements are known."""
+    """Return an operation's result on constants, on the device of its arguments; None if not all elements are known."""
     value = _computed(record, func, args, kwargs)
     is_away = not any(isinstance(tensor, Tracer) or not tensor.is_meta for tensor in tensors_in(args, kwargs))
     if value is None or not is_away or "device" in kwargs:
@@ -82,7 +82,7 @@ def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _given(record: Cells, value: Any) -> Any:
-    """Return a computed tensor in memory of its own, which the code may change."""
+    """Return a computed value, and note a tensor as the code's own; an expanded tensor gets memory for all elements."""
     if isinstance(value, torch.Tensor):
         with torch._C._DisableTorchDispatch():
             value = value.contiguous() if value.numel() > 1 and not any(value.stride()) else value
@@ -91,10 +91,10 @@ def _given(record: Cells, value: Any) -> Any:
 
 
 def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Record an in-place operation on constants; if elements are unknown, its destinations count as never written.
+    """Record an in-place operation on constants; if elements are unknown, its destinations become unwritten.
 
     Returns:
-        The tensors that it changes.
+        The tensors that the operation changes.
     """
     targets = written(func, args, kwargs)
     for tensor in targets:
@@ -119,7 +119,10 @@ def _cloned(value: Any) -> Any:
 
 
 def _known(record: Cells, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return arguments with tensors' elements, and new tensors, on the CPU; None if some elements aren't known."""
+    """Return arguments with known elements on the CPU in place of tensors; None if some elements are unknown.
+
+    A `device` argument that asks for meta asks for the CPU instead.
+    """
     is_known = True
 
     def known(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Differences between two traces: each move of one is read through the other, to find its elements' origins there."""
+"""Differences between two traces: each move of one is read through the other, to show its elements' origins there."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _differing(one: Fields, other: Fields, name: str) -> Iterator[Difference]:
 
 
 def _not_in(theirs: Moves, mine: Moves) -> Iterator[tuple[Move, int]]:
-    """Yield the moves of `mine` with other elements than `theirs` at the same places, and the number of these."""
+    """Yield each move of `mine` that disagrees with `theirs`, and the number of its elements that differ."""
     for move in mine if mine != theirs else ():  # most are equal, which is quick to compare
         pieces, left = theirs.find([turned(move)])
         count = sum([piece.numel for piece in pieces if not _same(piece, move)]) + sum([part.numel for part in left])
@@ -87,12 +87,15 @@ def _not_in(theirs: Moves, mine: Moves) -> Iterator[tuple[Move, int]]:
 
 
 def same(one: Moves, other: Moves) -> bool:
-    """Return whether two lists of moves make the same elements of one tensor: exact, whatever their form."""
+    """Return whether two lists of moves make exactly the same elements of one tensor, whatever form the moves have."""
     return one.numel == other.numel and next(_not_in(other, one), None) is None
 
 
 def _same(piece: Move, move: Move) -> bool:
-    """Return whether a piece, which leads from another trace's root to a move's root, connects equal elements."""
+    """Return whether a move and the part of another trace's move for the same places make equal elements.
+
+    The piece leads from the other move's root to the root of this move.
+    """
     mine, theirs = move.root, piece.root
     if isinstance(mine, str) or isinstance(theirs, str):
         # Read through the other trace, an element of a source must come out at its own place.

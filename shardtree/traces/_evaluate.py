@@ -13,7 +13,7 @@ from ._steps import Computed, Constant, Operand
 
 
 def strided(tensor: torch.Tensor, size: Sequence[int], steps: Sequence[int], place: int) -> torch.Tensor:
-    """Return a view of a dense tensor's elements by their flat places."""
+    """Return the view of a dense tensor that begins at a flat index and has the given sizes and strides."""
     return tensor.as_strided(size, steps, tensor.storage_offset() + place)
 
 
@@ -23,14 +23,14 @@ def filled(
     sources: Mapping[str, torch.Tensor],
     unwritten: Callable[[int], float],
 ) -> torch.Tensor:
-    """Copy the moves' elements into a new dense tensor, and return it.
+    """Copy the elements of moves into a new dense tensor, and return this tensor.
 
     Args:
         into: Destination.
-        moves: Moves into its flat places.
+        moves: Moves into the flat destination.
         sources: Dense sources by name.
-        unwritten: Function that takes the number of places that no move writes, if there are any, and returns the
-            number that fills them, or raises.
+        unwritten: Function that is called if no move writes some elements: it takes their number, and returns the
+            number to fill them with, or raises.
     """
     if missing := into.numel() - sum([move.numel for move in moves]):
         fill = unwritten(missing)
@@ -63,7 +63,7 @@ def _value(
 
 
 def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
-    """Return elements after their steps, each computed once even if an expanded view repeats it."""
+    """Return elements after the steps in `via`; an element that an expanded view repeats is computed once."""
     small = value
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         small = small.narrow(dim, 0, 1) if via and size > 1 and not stride else small
@@ -73,7 +73,7 @@ def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], tor
 
 
 def operand_moves(operand: Operand, move: Move) -> list[Move]:
-    """Return the moves of an operand that a move of computed elements needs, into a dense tensor of the move's size."""
+    """Return an operand's moves for a part of a computed tensor: into a dense tensor with the size of `move`."""
     if operand.alone:
         return list(operand.moves)
     size, steps = move.size, [step for _, _, step in move.loops]
@@ -82,7 +82,7 @@ def operand_moves(operand: Operand, move: Move) -> list[Move]:
 
 
 def leaves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield the moves from sources, including those into operands of computed roots."""
+    """Yield the moves from sources, also moves into the operands of computed tensors."""
     for move in moves:
         if isinstance(move.root, str):
             yield move
@@ -92,5 +92,5 @@ def leaves(moves: Iterable[Move]) -> Iterator[Move]:
 
 
 def dense_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor as a dense row-major one on a device; it is copied only if it isn't one."""
+    """Return a tensor as a dense row-major tensor on a device; it is copied only if necessary."""
     return as_integers(tensor).to(device).contiguous().view(tensor.dtype)

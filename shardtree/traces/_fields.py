@@ -11,7 +11,7 @@ from ._steps import Kind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fields:
-    """Sources and outputs of code, and the moves between them: the fields of a `Trace`, which documents them."""
+    """Sources and outputs of code, and the moves between them; `Trace` documents these fields."""
 
     sources: Mapping[str, Kind]
     outputs: Mapping[str, Kind]

@@ -67,13 +67,13 @@ def _known(record: Cells, func: Any, index: Any) -> Any:
 
 
 def runs(index: Array) -> list[tuple[int, int, int]]:
-    """Return (place, first index, count) of each run of consecutive indices."""
+    """Return (position, first index, count) of each run of consecutive indices."""
     edges = np.flatnonzero(np.diff(index, prepend=-9, append=-9) != 1)
     return list(zip(edges[:-1].tolist(), index[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))
 
 
 def _regular(index: Array) -> list[tuple[int, int]] | None:
-    """Return a regular index as loops (count, step), outermost first, which make one move; None for other indices."""
+    """Return a regular index as loops (count, step), outermost first; None for an index that isn't nested loops."""
     loops: list[tuple[int, int]] = []
     while len(index) > 1:
         step = int(index[1] - index[0])
@@ -94,7 +94,7 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 
 def _positions(index: torch.Tensor, length: int) -> Array:
-    """Return an index as positions along an axis."""
+    """Return an index tensor or a mask as positions along an axis, all counted from the front."""
     with torch._C._DisableTorchDispatch():
         positions = index.nonzero() if _is_mask(index) else index
         places: Array = positions.reshape(-1).numpy().astype(np.int64)
@@ -104,7 +104,7 @@ def _positions(index: torch.Tensor, length: int) -> Array:
 
 
 def only_axis(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int | None:
-    """Return the only indexed axis; None if there are several, or if only torch can check the index."""
+    """Return the only indexed axis; None if there are several, or if the index has an unusual shape or dtype."""
     [(dim, index), *others] = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if _is_mask(index):
         is_plain = index.shape == tensor.shape[dim : dim + 1]
@@ -147,7 +147,7 @@ def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Trace
 def positions_along(
     tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], dim: int
 ) -> tuple[Array, tuple[int, ...]]:
-    """Return the positions along an indexed axis, and the sizes of the axes that replace it in the result."""
+    """Return the positions along an indexed axis, and the sizes of the axes that take its place in the result."""
     index: Any = indices[dim]
     positions = _positions(index, tensor.shape[dim])
     return positions, (len(positions),) if _is_mask(index) else tuple(index.shape)
@@ -180,7 +180,7 @@ def check_numbers(record: Cells, func: Any, tensor: torch.Tensor) -> None:
 
 
 def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Record an operation that moves elements, by applying it to the elements' numbers."""
+    """Record an operation that moves elements: torch applies it to numbers of the elements, which show their way."""
     if others := [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, Tracer)]:
         record.refuse(operator_name(func), others)
     check_numbers(record, func, tensor)

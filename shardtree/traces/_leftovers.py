@@ -65,7 +65,7 @@ def note_module(record: Cells, module: torch.nn.Module) -> None:
 
 
 def note_data(record: Cells, tensor: torch.Tensor) -> None:
-    """Note a tensor's data, before the code replaces them, or makes the tensor another view in place."""
+    """Note a tensor's data, before the code replaces them or turns the tensor into another view in place."""
     with torch._C.DisableTorchFunction():  # an uninitialised parameter would refuse `detach`
         record.undo.append(partial(_set_data, tensor, tensor.detach()))
 
@@ -89,7 +89,7 @@ Held = dict[str, tuple[Any, Any]]
 
 
 def _held(attributes: Mapping[str, Any]) -> Held:
-    """Return the attributes by name, each with a copy if it is a container, or else None."""
+    """Return attributes by name, each as a pair: the value, and a copy of it if it is a container, else None."""
     return {name: (value, _copied(value)) for name, value in attributes.items()}
 
 
@@ -116,7 +116,7 @@ def _restore(module: torch.nn.Module, before: Held) -> None:
 
 
 def _refill(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
-    """Restore a dict's items. If their order stays, so do unchanged items, which other threads may read meanwhile."""
+    """Restore a dict's items. If the order of keys is intact, unchanged items stay: other threads may read them."""
     for key in [key for key in table if key not in before]:
         del table[key]
     changed = {key: value for key, value in before.items() if key not in table or table[key] is not value}
@@ -128,7 +128,7 @@ def _refill(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
 
 
 def _reset(tensor: torch.Tensor, kind: type, data: torch.Tensor, before: Held, *, requires_grad: bool) -> None:
-    """Restore the class, attributes and flag of a parameter or buffer, and its data if the code replaced them."""
+    """Restore a parameter's or buffer's class, attributes and `requires_grad`, and its data if it became a tracer."""
     if isinstance(tensor, Tracer):
         swap(tensor, data)
     if type(tensor) is not kind:

@@ -23,8 +23,8 @@ class Local:
     """A trace of one output from boxes of sources.
 
     Attributes:
-        boxes: Source's name and box of each part.
-        trace: Trace from the boxes, whose names are their indices as text.
+        boxes: Boxes that the output needs, each with its source's name.
+        trace: Trace from the boxes to the output; its sources are named by the boxes' indices.
         views: The output's view of each box, or None if the box must be copied.
     """
 
@@ -33,7 +33,7 @@ class Local:
     views: tuple[View | None, ...]
 
     def output(self, parts: Sequence[Any], fill: float | None = None) -> Any:
-        """Return the output for given elements of the boxes; lazy if any of these are lazy.
+        """Return the output for given elements of the boxes; lazy if any of the elements are lazy.
 
         Args:
             parts: Tensors or lazy tensors, in the order of the boxes.
@@ -62,8 +62,8 @@ def localized(
         name: Name of the output.
         offset: Offset of the box.
         shape: Shape of the box.
-        most: Approximate upper bound of the boxes of a move; beyond it, boxes hold other elements, too.
-        keep_views: Argument of `reads_of`, for traces that are one to one.
+        most: Approximate upper bound of the number of boxes for each move; beyond it, boxes hold other elements, too.
+        keep_views: As for `reads_of`.
     """
     part = trace.narrow({name: (offset, shape)})
     reads = reads_of(part.sources, part.moves[name], most, keep_views=keep_views)
@@ -78,7 +78,7 @@ def localized(
 def _from_boxes(
     moves: Sequence[Move], part: Trace, reads: Reads, numbers: Mapping[tuple[str, Box], int], most: int
 ) -> Iterator[Move]:
-    """Yield moves from sources as moves from the boxes that are read."""
+    """Yield moves from sources, rewritten as moves from the boxes that are read."""
     for move in moves:
         if isinstance(move.root, str):
             for box, piece in tight(move, part.sources[move.root].shape, most):
@@ -122,7 +122,7 @@ def _lazy_output(trace: Trace, name: str, lazies: Mapping[str, LazyTensor], fill
 
 
 def _description(value: Any) -> Any:
-    """Return moves and their steps as lists of numbers and text that identify them."""
+    """Return moves and their steps as nested lists of numbers and text, which identify them."""
     if isinstance(value, Moves | tuple | list):
         return [_description(each) for each in value]
     if isinstance(value, Constant):

@@ -26,7 +26,7 @@ Rule = Callable[[Cells, Callable[..., Any], Args, Options], Any]
 
 
 class Watch(TorchFunctionMode):
-    """A mode that sees calls of torch's functions in a thread before they reach the dispatcher, where the record is."""
+    """A mode of one thread that sees calls of torch's functions before the dispatcher and its recording mode do."""
 
     def __init__(self, record: Cells) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Optio
 
 
 def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a tensor's number if it is a constant; `item` of a traced element returns a `Number`."""
+    """Return the number that a constant tensor holds, or a `Number` for `item` of a traced element."""
     tensor = args[0]
     if record.held(tensor) is None and not (tensor.is_meta and is_ordinary(tensor)):
         return func(*args, **kwargs)
@@ -132,7 +132,7 @@ def _read_sizes(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opt
 
 
 def _change(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Let a Python function compute elements in memory, after which the record of them no longer holds."""
+    """Let a function change elements in memory, after which their record no longer holds."""
     _check(record, func, args)
     if is_ordinary(args[0]) and not record.is_own(args[0]):
         record.refuse(_name(func), [args[0]], why="it would change a tensor that existed before")

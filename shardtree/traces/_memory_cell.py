@@ -1,4 +1,4 @@
-"""The elements of one storage while code runs: moves from sources and constants, and those that were overwritten."""
+"""The elements of one storage while code runs: moves from sources and constants, and moves that were overwritten."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class MemoryCell:
 
     Attributes:
         numel: Number of elements of the storage.
-        dtype: Unit of the storage: the dtype of the first tensor that was seen to use it.
+        dtype: Dtype in which elements are counted: that of the first tensor that was seen to use the storage.
         writes: Moves of the present elements.
-        overwritten: Moves of sources' elements that were replaced by elements not made of them.
+        overwritten: Moves of sources' elements that were lost: replaced by elements that aren't computed from them.
         used: Reads of the present elements.
         keep: Storage of an ordinary tensor; None for other cells.
         before: Elements of an ordinary tensor when the run first met it.
         is_ahead: Whether the writes are newer than an ordinary tensor's memory, which then mustn't be read.
-        versions: Ordinary tensors that were met or written, each with torch's version counter then, and the number of
-            changes that the record made after it.
+        versions: Ordinary tensors that were met or written, each with its version counter in torch at that time, and
+            the number of later changes that the record made itself.
     """
 
     __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "used", "versions", "writes")
@@ -45,14 +45,14 @@ class MemoryCell:
         self.versions: list[tuple[torch.Tensor, int, int]] = []
 
     def note_overwritten(self, old: Iterable[Move], holes: Sequence[Move], moves: Iterable[Move]) -> None:
-        """Note the old moves that are lost when new ones are written to holes."""
+        """Note which old moves are lost when new moves are written to their places, the holes."""
         lost = [move for move in old if not isinstance(move.root, Constant)]
         self.overwritten += _without_kept(lost, self.used, moves) if lost and self.used else lost
         if self.used:
             self.used = Moves(holes).find(self.used)[1]
 
     def note(self, tensor: torch.Tensor, changes: int = 0) -> None:
-        """Note a tensor's version counter, and the number of changes that the record makes after it."""
+        """Note a tensor's version counter, and the number of changes that the record is about to make."""
         if self.keep is not None and not tensor.is_inference():  # those have no counter
             self.versions.append((tensor, tensor._version, changes))
 
@@ -68,7 +68,7 @@ class MemoryCell:
 
 
 def constant_move(elements: torch.Tensor) -> Move:
-    """Return the move of a flat constant; equal elements are stored as one."""
+    """Return the move of a flat constant; if all elements are equal, only one is stored."""
     count = elements.numel()
     values = as_integers(elements)  # by bits: 0.0 isn't -0.0
     rows = values if elements.itemsize < 16 else bits(elements).reshape(count, -1)
@@ -78,7 +78,7 @@ def constant_move(elements: torch.Tensor) -> Move:
 
 
 def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
-    """Return the constants that moves write to a dense tensor; None if some are none, or if there are too many."""
+    """Return a dense tensor filled by moves from constants; None if it has other elements, too, or too many."""
     if moves.numel < kind.numel or not all(isinstance(move.root, Constant) for move in moves):
         return None
     is_one = len(moves) == 1 and not any(step for _, _, step in moves[0].loops)
@@ -91,7 +91,7 @@ def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
 
 
 def _without_kept(old: Sequence[Move], used: Iterable[Move], moves: Iterable[Move]) -> list[Move]:
-    """Return the parts of old moves that are lost: those never read, and those that no new move is made of."""
+    """Return the lost parts of old moves: parts that were never read, and parts whose elements are in no new move."""
     places, lost = Moves(map(_sources_of, used)), list[Move]()
     roots: dict[Any, list[Move]] = defaultdict(list)
     for move in _all_moves(moves):
@@ -110,7 +110,7 @@ def _identity(move: Move) -> Any:
 
 
 def _sources_of(move: Move) -> Move:
-    """Return the places that a move reads as the `to` side of a move, each place once."""
+    """Return a move into the places of the root that a move reads, each place once."""
     loops = tuple([loop for loop in move.loops if loop[2]])
     return turned(move._replace(loops=loops))
 

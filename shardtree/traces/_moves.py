@@ -37,7 +37,7 @@ class Move(NamedTuple):
     """Elements ``at + sum(i * from_step)`` of a root go to ``to + sum(i * to_step)``, for each index i of the loops.
 
     Attributes:
-        root: Name of a source, a constant, or a computed tensor; None for a read of a destination.
+        root: Name of a source, a `Constant`, or a `Computed` tensor; None for a read of a destination.
         to: Place of the first element in the flat destination.
         at: Place of the first element in the flat root.
         loops: Triples (count, to_step, from_step); steps in the destination are positive, those in the root may be 0.
@@ -72,12 +72,12 @@ class Move(NamedTuple):
 
 
 def read_of(place: int, shape: Sequence[int], into: Sequence[int], strides: Sequence[int], to: int = 0) -> Move:
-    """Return the read of a strided view into a destination with other strides."""
+    """Return the move that reads a strided view and writes its elements to a destination with the strides `into`."""
     return normal(Move(None, to, place, tuple(zip(shape, into, strides, strict=True))))
 
 
 def whole(root: Any, numel: int) -> tuple[Move, ...]:
-    """Return the moves of a whole flat root to the same places."""
+    """Return the moves that copy a whole flat root, each element to the same index."""
     return (Move(root, 0, 0, ((numel, 1, 1),) if numel > 1 else ()),) if numel else ()
 
 
@@ -100,12 +100,12 @@ def normal(move: Move) -> Move:
 
 
 def turned(move: Move, root: Any = None, via: tuple[Any, ...] = ()) -> Move:
-    """Return the reversed move: from the destination, as the root of that name, to the move's root."""
+    """Return the reversed move: it reads the destination, as a root named `root`, and writes to the move's root."""
     return Move(root, move.at, move.to, tuple([(count, at, to) for count, to, at in move.loops]), via)
 
 
 def in_place(move: Move) -> Move:
-    """Return the identity read of the places that a move writes."""
+    """Return the identity on the places that a move writes: each place is read and written to the same place."""
     return Move(None, move.to, move.to, tuple([(count, to, to) for count, to, _ in move.loops]))
 
 
@@ -115,7 +115,7 @@ def through(moves: Sequence[Move], via: tuple[Any, ...]) -> Sequence[Move]:
 
 
 def is_nested(move: Move) -> bool:
-    """Return whether each loop's step covers all loops inside it, so that places are numbers in mixed radix."""
+    """Return whether each loop's step is at least the extent of the loops inside it; then no place occurs twice."""
     below = 1
     for count, step, _ in reversed(move.loops):
         if step < below:
@@ -125,7 +125,7 @@ def is_nested(move: Move) -> bool:
 
 
 def nested(move: Move) -> Iterator[Move]:
-    """Yield the parts of a move whose loops nest: each loop's stride is at least the extent of the loops inside it.
+    """Yield parts of a move that are nested: each loop's stride is at least the extent of the loops inside it.
 
     A view of a dense tensor is one such part; a reversed gather may need several.
     """
@@ -172,12 +172,12 @@ class Moves(Sequence[Move]):
         return sum([move.numel for move in self._moves])
 
     def near(self, low: int, high: int) -> slice:
-        """Return the slice of the moves that can have places from `low` to `high`, both included."""
+        """Return the slice of the moves that may write to the places from `low` to `high`, both included."""
         # Without this, a model of 46,183 tensors, or a permutation of rows, would take quadratic time.
         return slice(bisect_left(self._tops, low), bisect_right(self._lows, high))
 
     def find(self, reads: Iterable[Move]) -> tuple[list[Move], list[Move]]:
-        """Return reads of the destination as moves from the written roots, and their parts that were never written.
+        """Return reads of the destination as moves from the roots of the writes, and the reads of places never written.
 
         This is composition: a read's `at` side addresses the destination, as a write's `to` side does.
 
@@ -208,7 +208,7 @@ class Moves(Sequence[Move]):
 
 
 def _meet(read: Move, write: Move, hits: list[Move], left: list[Move]) -> tuple[Move, ...]:
-    """Put a read that lies in a write into `hits`, one that misses it into `left`, or return it cut in two."""
+    """Put a read inside a write into `hits`, a read that misses it into `left`, and return any other read cut."""
     loops = read.loops
     at, steps = read.at - write.to, [loop[2] for loop in loops]
     total, froms = write.at, [0] * len(loops)
@@ -248,7 +248,7 @@ def _span(loops: Sequence[Loop], steps: Sequence[int]) -> int:
 
 
 def _cut_at_carry(read: Move, steps: list[int], weight: int, at: int) -> tuple[Move, ...]:
-    """Return a read cut so that its steps carry less often into the next digit."""
+    """Return a read cut so that its steps leave a loop of the write less often, as digits carry in additions."""
     loops = read.loops
     moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
     which = max(moving, key=lambda number: (loops[number][0] - 1) * steps[number])
@@ -276,12 +276,12 @@ def _cut(read: Move, which: int, before: int) -> tuple[Move, Move]:
 
 
 class Written(Moves):
-    """Moves that are still being recorded: the only mutable value of the algebra, which changes while code runs."""
+    """Moves that are still being recorded; the only mutable value here, changed while code runs."""
 
     __slots__ = ()
 
     def add(self, move: Move) -> None:
-        """Add a nested move whose places no other move has."""
+        """Add a nested move to places into which there is no move yet."""
         place = bisect_right(self._lows, move.to)
         self._lows.insert(place, move.to)
         self._moves.insert(place, move)
@@ -289,7 +289,7 @@ class Written(Moves):
         self._renew_tops(place, place + 1)
 
     def _renew_tops(self, first: int, least: int) -> None:
-        """Recompute `_tops` from a move on, until the values no longer change."""
+        """Recompute `_tops`, the running maximum of the moves' last places, from `first` on, while it changes."""
         top = self._tops[first - 1] if first else -1
         for number in range(first, len(self._moves)):
             top = max(top, self._moves[number].end)

@@ -56,7 +56,7 @@ def _record_copy(record: Cells, func: Any, tensor: torch.Tensor, **kwargs: Any) 
 
 
 def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]:
-    """Return the rule of an operation that fills a new tensor with a number, or with the argument at a position."""
+    """Return the rule for an operation that fills a new tensor with `value`; if None, with its argument at `place`."""
 
     def rule(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fill(record, func, _made_like(record, func, args, kwargs), args[place] if value is None else value)
@@ -65,7 +65,7 @@ def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]
 
 
 def fill(record: Cells, func: Any, into: torch.Tensor, value: Any = 0) -> torch.Tensor:
-    """Record that all elements of a view are one number, or the element of a tensor without axes."""
+    """Record that all elements of a view get one value: a number, or the element of a tensor without axes."""
     if isinstance(value, torch.Tensor):
         if value.ndim:
             record.refuse(operator_name(func), [value], why=f"it takes a number, not a tensor of {value.ndim} axes")
@@ -79,7 +79,7 @@ def fill(record: Cells, func: Any, into: torch.Tensor, value: Any = 0) -> torch.
 
 
 def _random(record: Cells, func: Any, into: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Record that a view's elements are gone; random elements have no source, so they count as never written."""
+    """Record that an operation replaces a view's elements by random ones, which count as never written."""
     put(record, into, ())
     return into
 
@@ -148,7 +148,7 @@ def _roll(
 
 
 def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
-    """Record a function of each element: of one tensor as a step of its moves, of several as a computed root."""
+    """Record a function of each element: of one tensor, as a step of its moves; of several, as a `Computed` root."""
     meta = func(*meta_of(args), **kwargs)
     new = record.fresh(meta)
     # To torch, a tensor without axes is a number, too, which doesn't decide the dtype.
@@ -180,7 +180,7 @@ def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def of_one(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer | None:
-    """Record the maximum or minimum of a single element as that element; return None for any other operation."""
+    """Record the maximum or minimum of a tensor of one element as this element; return None for any other operation."""
     if operator_name(func) not in INSTEAD or func._overloadname == "dim" or args[0].numel() != 1:
         return None
     new = _made_like(record, func, args, kwargs)
@@ -192,7 +192,7 @@ def of_one(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tensor) -> None:
-    """Raise unless torch casts an operation's result to the destination's dtype; floats to integers, it doesn't cast.
+    """Raise unless torch casts an operation's result to the destination's dtype; it doesn't cast floats to integers.
 
     Raises:
         TraceError: torch doesn't cast it.
@@ -226,7 +226,7 @@ def write_out(
 
 
 def _rehearse(func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Let torch check the dtypes: some functions cast their result to that of ``out=``, and others raise an error."""
+    """Let torch check the dtypes on small tensors: some functions cast the result to that of ``out=``, others raise."""
 
     def zero(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

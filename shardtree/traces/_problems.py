@@ -36,7 +36,7 @@ class Problem:
             hints "bends" (rows became columns) and "constant" (elements come from no source).
         name: Name of the source or output, after the rank's number if several ranks were checked.
         elements: Number of elements.
-        where: Place of the elements, as slices of the tensor.
+        where: Position of the elements, as slices of the tensor.
     """
 
     fix: ClassVar[str] = ""
@@ -113,7 +113,7 @@ def _is_known(move: Move) -> bool:
 
 
 def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
-    """Return whether a move mixes two axes of one side in two of the other, which no split or merge of axes does."""
+    """Return whether a move mixes two axes into two others, which no split, merge or permutation of axes does."""
     loops = factored(move, shape, root)
     pairs = {(axis_of(to, shape), axis_of(at, root)) for count, to, at in loops if count > 1 and at}
     # A split or merged axis has several partners, each of which has no other partner. A reshape where a transpose was
@@ -129,7 +129,7 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
 
 
 def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]:
-    """Return the places of a flat tensor that no move's `to` side has, and those that several have, exactly.
+    """Return the places of a flat tensor into which no move leads, and the places into which several do, exactly.
 
     Args:
         moves: Moves, nested or not; a loop's step in the destination may be 0.

@@ -75,7 +75,7 @@ class RecordingMode(Cells):
         return result
 
     def _is_reshaping(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether an operation makes an ordinary tensor another view of its storage, and so of the same cell."""
+        """Return whether an operation turns an ordinary tensor into another view of its storage, in place."""
         if (name := operator_name(func)) not in _REPLACING or not is_ordinary(tensors[0]):
             return False
         if not self.is_own(tensors[0]):
@@ -128,7 +128,7 @@ class RecordingMode(Cells):
         return not func._schema.is_mutable and all(map(self.is_blank, tensors))
 
     def _of_constants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation on known elements that torch can't do on meta, such as `nonzero`.
+        """Return the result of an operation that torch can't do on meta, such as `nonzero`, on known elements.
 
         Raises:
             TraceError: some elements aren't known.
@@ -138,13 +138,13 @@ class RecordingMode(Cells):
         return result
 
     def _is_model_s(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an operation fills a tensor that the code didn't create: a trace changes no model."""
+        """Return whether an operation fills a tensor that the code didn't create, whose memory must not change."""
         if operator_name(func) not in _WRITES or not is_ordinary(args[0]):
             return False
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
     def _models_among(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the changed tensors that the code didn't create: a trace changes no model."""
+        """Return the tensors that an operation changes, but the code didn't create; their memory must not change."""
         if not func._schema.is_mutable or operator_name(func) == "set_":
             return []
         return [
@@ -154,7 +154,7 @@ class RecordingMode(Cells):
         ]
 
     def _record_change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a change of tensors that hold no traced values yet; their memory isn't changed."""
+        """Record a change of tensors without traced values; tensors that the code didn't create keep their memory."""
         for tensor in self._models_among(func, args, kwargs):
             self.cell(tensor).is_ahead = True  # from here on, their elements are read from the record
         return self._record_traced(func, args, kwargs)

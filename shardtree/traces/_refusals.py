@@ -36,7 +36,7 @@ class RunRefusals:
         raise TraceError(error_text(f"trace: {what}", found=line, fix=fix))
 
     def check_caught(self, may_catch: Collection[str]) -> None:
-        """Raise if code that has returned caught refusals.
+        """Raise if the code, which has returned, caught refusals that it may not catch.
 
         Args:
             may_catch: Names of operations whose refusals the code may catch.

@@ -25,7 +25,7 @@ _SUM = "several elements are added to one place, and the rounding of their sum d
 def _scatter(
     record: Cells, func: Any, into: torch.Tensor, index_of: IndexOf, value: Any, *, adds: bool = False
 ) -> None:
-    """Record a write to the places that an indexing expression selects, or an addition to their elements."""
+    """Record a write to the elements that an indexing expression selects, or an addition to them."""
     view = into.meta if isinstance(into, Tracer) else into
     with torch._C._DisableTorchDispatch():
         places = index_of(places_of(view))
@@ -92,7 +92,7 @@ def _scatter_along(
 
 
 def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return an operation's result on zeros, after torch's own checks of all arguments."""
+    """Return an operation's result on zeros instead of unknown elements, after torch's own checks of all arguments."""
     first, *values = args
     with torch._C._DisableTorchDispatch():
 

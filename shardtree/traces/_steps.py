@@ -54,7 +54,7 @@ def number(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exactly(value: Any) -> Any:
-    """Return a key of a value, equal for two values only if no function tells them apart: 0.0 and -0.0 differ.
+    """Return a key of a value. Values with equal keys are the same to every function: 0.0 and -0.0 have different keys.
 
     Examples:
         >>> exactly(0.0) == exactly(-0.0), exactly(1) == exactly(1.0), exactly(float("nan")) == exactly(float("nan"))
@@ -74,7 +74,7 @@ class Constant:
     """A root of elements that come from no source, such as zeros of padding.
 
     Attributes:
-        value: Flat elements, or one element if all are equal; an operand of a function has no axes.
+        value: The elements, flat; or a single element if all are equal. An operand of a function has no axes.
     """
 
     value: torch.Tensor
@@ -100,7 +100,8 @@ class Cast:
     Attributes:
         source: Dtype before the cast.
         dtype: Dtype after the cast.
-        keeps: Whether no value is rounded: `dtype` has all values, or the cast undoes one that rounds none.
+        keeps: Whether the cast rounds no value: `dtype` has all values of `source`, or the cast undoes an earlier one
+            that rounds none.
     """
 
     source: torch.dtype
@@ -137,7 +138,7 @@ class Function:
         place: Position of the element among the arguments.
         args: Arguments, with None for the element.
         options: Keyword arguments, sorted by name.
-        alone: Whether the tensor had no axes, which changes the dtypes that torch promotes to.
+        alone: Whether the element's tensor had no axes, which changes the dtype to which torch promotes.
     """
 
     func: Any
@@ -207,7 +208,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A root whose elements are computed, each by one function of several tensors' elements at the same place.
+    """A root of computed elements. Each is a function of the elements of several tensors at the same position.
 
     Attributes:
         func: Operator.
@@ -268,7 +269,7 @@ _NEGATE = Function(torch.ops.aten.neg.default, 0, (None,), (), alone=False)
 
 
 def _result(func: Any, operands: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor:
-    """Return an elementwise function's result, with the same bits however the tensors are cut."""
+    """Return the result of an elementwise function, with the same bits whichever way the tensors are cut."""
     if is_exact(operator_name(func), operands, options):
         return func(*operands, **options)  # type: ignore[no-any-return]
     return steady(func, operands, options)
@@ -321,12 +322,12 @@ def takes_numbers_of(dtype: torch.dtype, source: torch.dtype) -> bool:
 
 
 def cast(source: torch.dtype, dtype: torch.dtype) -> tuple[Cast, ...]:
-    """Return the cast from one dtype to another as a step, or no step if they are the same."""
+    """Return the cast from one dtype to another as a tuple of one step; empty if the dtypes are equal."""
     return () if source is dtype else (Cast(source, dtype, has_all_values(dtype, source)),)
 
 
 def reread(source: torch.dtype, dtype: torch.dtype) -> tuple[Bits, ...]:
-    """Return the view of one dtype's bits as another as a step, or no step if they are the same."""
+    """Return the view of a dtype's bits as another dtype as a tuple of one step; empty if the dtypes are equal."""
     return () if source is dtype else (Bits(source, dtype),)
 
 
@@ -354,7 +355,7 @@ def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _overflows(last: Cast, step: Cast) -> bool:
-    """Return whether a cast may leave an integer's range, where the result depends on the dtype before the cast."""
+    """Return whether a cast may leave an integer's range; the result then depends on the dtype before the cast."""
     is_integer = not (step.dtype.is_floating_point or step.dtype.is_complex or step.dtype is torch.bool)
     return is_integer and last.dtype.is_floating_point and not has_all_values(step.dtype, last.source)
 
@@ -364,13 +365,13 @@ def _is_own_inverse(step: Any) -> bool:
 
 
 def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
-    """Return the steps from memory to a view that torch conjugates or negates on reads."""
+    """Return the steps from memory to a view's elements, if torch conjugates or negates the view when it reads it."""
     conjugated = (_CONJUGATE,) if view.is_conj() else ()
     return (*conjugated, _NEGATE) if view.is_neg() else conjugated
 
 
 def undone(via: tuple[Any, ...], root: str) -> tuple[Any, ...] | str:
-    """Return the inverse of the steps of a root's elements, or the reason why there is none, as text."""
+    """Return the inverse of steps, in reverse order; or, as text, why the elements of `root` can't be restored."""
     back: tuple[Any, ...] = ()
     for number, step in enumerate(via):
         if isinstance(step, Cast) and step.keeps:

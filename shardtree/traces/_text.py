@@ -54,7 +54,7 @@ def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
 
 
 def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[Loop]:
-    """Return a move's loops, cut so that each stays within one axis on both sides, where that is possible."""
+    """Return a move's loops, cut so that each stays within one axis of the output and of the root, where possible."""
     loops = list(move.loops)
     # By the output's axes first, then by the root's: a loop that crosses both is cut twice.
     for side, steps in ((1, dense(shape).stride), (2, dense(root).stride)):
@@ -72,7 +72,7 @@ def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[
 
 
 def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, ...]) -> str:
-    """Return one side of a move as text: for each axis a number, a name, factors, or an interval of them."""
+    """Return one side of a move as text: for each axis an index, a name, several factors, or an interval of these."""
     texts = []
     for axis, step in enumerate(dense(shape).stride):
         low, place = divmod(place, step) if step else (0, place)
@@ -95,7 +95,7 @@ def axis_of(step: int, shape: tuple[int, ...]) -> int:
 
 
 def places_text(moves: Sequence[Move], shape: tuple[int, ...], shown: int = 3) -> str:
-    """Return the places of moves' `to` sides as text: slices of the tensor, or its first and last element there.
+    """Return the places that moves write as text: slices of the tensor, or the first and last element of each move.
 
     Examples:
         >>> places_text([Move(None, 4, 0, ((2, 4, 1), (2, 1, 1)))], (4, 4))

@@ -53,7 +53,7 @@ def _watched(watches: tuple[Watch, ...]) -> Iterator[None]:
 
 
 def _within(watches: tuple[Watch, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a function's result, recorded in this thread by the watches of the thread that submitted it."""
+    """Return a function's result. Watches of the thread that submitted it record it in this thread."""
     new = [watch for watch in watches if watch not in _watches() and not watch.record.is_done]
     with ExitStack() as stack:
         for watch in new:
@@ -93,7 +93,7 @@ def _run(
 
 
 def _put_back(thread: threading.Thread, own: dict[str, Callable[[], None]]) -> None:
-    """Restore a thread's own `run` attribute; without one, the class's method is used again."""
+    """Restore a thread's own `run` attribute; a thread that had none uses its class's method again."""
     thread.__dict__.pop("run", None)
     thread.__dict__.update(own)
 
@@ -155,7 +155,7 @@ _REPLACEMENTS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[...
 
 @contextmanager
 def _replacing() -> Iterator[None]:
-    """Replace the functions until the last of several concurrent traces has ended."""
+    """Replace functions of other modules, until the last of several concurrent traces has ended."""
     global _running
     with _lock:
         _running += 1

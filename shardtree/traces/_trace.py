@@ -37,8 +37,8 @@ class Trace(Fields):
         sources: Shape and dtype of each tensor that the code got.
         outputs: Shape and dtype of each tensor that the code returned or filled.
         moves: Moves into each output; no two of them write the same place.
-        tied: Names of earlier outputs, by outputs that are the same view of the same memory.
-        overwritten: Moves into each output whose elements were overwritten later.
+        tied: For each output that is the same view of the same memory as an earlier output, the earlier output's name.
+        overwritten: Moves into each output whose elements were later overwritten.
     """
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], *, fill: float | None = None) -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ class Trace(Fields):
         return dict(reads_of(self.sources, untied).boxes)
 
     def stored_target(self, target: Any, /, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-        """Return the target that a load of the stored tensors fills in place of `target`; see `lenses.through_trace`.
+        """Return the target with which a load of the stored tensors fills `target`; see `lenses.through_trace`.
 
         Args:
             target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.
@@ -135,7 +135,7 @@ class Trace(Fields):
         return leaf("through_trace")(target, self, cast=cast, plain=plain)
 
     def then(self, other: Trace) -> Trace:
-        """Return the composition of this trace and another one, whose sources are this trace's outputs.
+        """Return the composition: this trace, then `other`, whose sources are this trace's outputs.
 
         Raises:
             KeyMismatch: a source of the other trace isn't an output of this one.
@@ -242,7 +242,7 @@ class Trace(Fields):
 
 
 def evaluated(trace: Trace, tensors: Mapping[str, torch.Tensor], fill: float | None = None) -> dict[str, torch.Tensor]:
-    """Return a trace's outputs for given sources, which aren't checked."""
+    """Return a trace's outputs for given sources, without checking the sources."""
     outputs: dict[str, torch.Tensor] = {}  # in order: an output comes after the one that it is tied to
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     sources = {name: dense_tensor(tensor, device) for name, tensor in tensors.items()}

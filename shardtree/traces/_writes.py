@@ -78,7 +78,7 @@ def _share_memory(record: Cells, into: torch.Tensor, tensor: torch.Tensor) -> bo
 
 
 def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether two tensors of one storage have the same element at each place."""
+    """Return whether two tensors of one storage are the same view: equal positions have the same place in memory."""
     if tensor.storage_offset() != into.storage_offset() or tensor.shape != into.shape:
         return False
     strides = zip(into.shape, into.stride(), tensor.stride(), strict=True)
@@ -86,7 +86,7 @@ def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _places_read(view: torch.Tensor) -> Move:
-    """Return the identity read of a view's places; a repeated place is read once."""
+    """Return the move from a view's places in the storage to themselves; a repeated place occurs once."""
     place, pairs = int(view.storage_offset()), zip(view.shape, view.stride(), strict=True)
     loops = [(size, step) for size, step in pairs if step or not size]
     sizes, steps = [size for size, _ in loops], [step for _, step in loops]
@@ -94,7 +94,7 @@ def _places_read(view: torch.Tensor) -> Move:
 
 
 def put(record: Cells, into: torch.Tensor, moves: Sequence[Move]) -> None:
-    """Record that moves replace all elements of a view."""
+    """Record that moves replace all elements of a view; without moves, the elements count as never written."""
     if (hole := _hole_of(into.meta if isinstance(into, Tracer) else into)) is None:
         record.refuse("writing", [into], why=_EXPANDED)
     record.exchange(into, [hole], moves)
@@ -114,7 +114,7 @@ def _is_expanded(view: torch.Tensor) -> bool:
 
 
 def _hole_of(view: torch.Tensor) -> Move | None:
-    """Return the identity read of a view's places; None if they aren't nested."""
+    """Return the move from a view's places in the storage to themselves; None if the places aren't nested loops."""
     place, stride = int(view.storage_offset()), view.stride()
     hole = read_of(place, view.shape, stride, stride, place)
     return hole if is_nested(hole) or not view.numel() else None
@@ -123,7 +123,7 @@ def _hole_of(view: torch.Tensor) -> Move | None:
 def _write_apart(
     record: Cells, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
 ) -> None:
-    """Record a ``copy_`` to a view whose places aren't nested, such as sliding windows.
+    """Record a ``copy_`` to a view whose places aren't nested loops, such as sliding windows.
 
     Raises:
         TraceError: the view is expanded, or two elements of the value are written to one place.
@@ -145,7 +145,7 @@ def write_places(
     *,
     keeps: bool = False,
 ) -> None:
-    """Record a write to any places of a storage.
+    """Record a write of a value to any places of a storage.
 
     Args:
         record: Record of the run.

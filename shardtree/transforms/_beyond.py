@@ -45,7 +45,7 @@ def beyond_tolerances(
 def _worst(
     path: TreePath, left: Any, right: Any, rtol: float, atol: float, same: Callable[[Any, Any], bool]
 ) -> WorstElement | Literal[False] | None:
-    """Return the worst element of two differing leaves; None if all are within tolerance, False without elements."""
+    """Return the worst element of differing leaves; None if all are within tolerance, False if not comparable."""
     if isinstance(left, _BOXED) and isinstance(right, _BOXED):
         if not same(with_data(left, None), with_data(right, None)):
             return False

@@ -43,7 +43,7 @@ class PlacedName(str):
         return entry
 
     def of_kind(self, other: PlacedName) -> PlacedName:
-        """Return the same name and path, marked as plain if the leaf of another entry is."""
+        """Return the same name and path, marked as plain if the other entry's leaf is plain."""
         how = {"is_moved": self.is_moved, "says_place": self.says_place}
         return PlacedName(self, self.place, is_plain=other.is_plain, **how)
 
@@ -59,7 +59,7 @@ def entry_of(name: str) -> PlacedName:
 
 
 def name_of(entry: str, leaf: ShardedBase) -> str:
-    """Return the suffix that a leaf's key gives its entry; that of a sharded object includes its cell of the grid.
+    """Return a leaf's part of its entry, after any prefix: its key; for a sharded object also its cell of the grid.
 
     Examples:
         >>> name_of("rng", ShardedObject("rng", 3, (1,), (0,)))

@@ -51,7 +51,7 @@ class StateKey:
         return not _COPIES.isdisjoint(f"{self.before}{self.after}".split("."))
 
     def of(self, parameter: str) -> str | None:
-        """Return the key of the same state of another parameter; None if that isn't under the same root.
+        """Return the key of the same state of another parameter; None if that parameter isn't under the same root.
 
         Examples:
             >>> key = StateKey("model.layers.2.w", "model.", "opt.0.mu.", "")
@@ -67,9 +67,9 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
     """Return the states among a tree's keys, by key, and the keys of states that can't be related to one parameter.
 
     A state's key contains its parameter's key, or all but the first parts of it, such as the tree's own name for the
-    model. The other parts must contain a state's name. If first parts are left out, it must be a name that models don't
-    use, or the other parts must also name an optimizer: ``optim.state.layers.2.w.exp_avg`` and ``opt.0.mu.layers.2.w``
-    belong to ``model.layers.2.w``, but ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
+    model. The other parts must contain a state's name. If first parts are left out, the state's name must be one that
+    models don't use, or the other parts must also name an optimizer: ``optim.state.layers.2.w.exp_avg`` and
+    ``opt.0.mu.layers.2.w`` belong to ``model.layers.2.w``, but ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
 
     Args:
         keys: All keys of a tree, parameters' and states'.

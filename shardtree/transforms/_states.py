@@ -194,7 +194,7 @@ def stuck(doing: str, lines: Sequence[str]) -> TreeError:
 
 
 def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Return the new keys of states whose parameters are renamed, by their old ones.
+    """Return the new keys of states whose parameters are renamed, by the states' old keys.
 
     Args:
         doing: Name of the transform in error messages.

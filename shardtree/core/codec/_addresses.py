@@ -1,7 +1,7 @@
 """Stored names of shardtree's own classes: public import paths, which don't name the module that defines the class.
 
 The defining module may move, while the public import path stays valid. It is `shardtree.Name` for classes that the
-root package exports, such as `shardtree.Mesh`, and otherwise that of a public package, such as `shardtree.plans.Gap`.
+root package exports, such as `shardtree.Mesh`, and otherwise a path in a public package, such as `shardtree.plans.Gap`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ STORED_NAMES = {
 
 
 def stored_name(address: str) -> str:
-    """Return the stored name of a class: its public import path if it is shardtree's, else the given one.
+    """Return the stored name of a class: the public import path of shardtree's classes, the given path of others.
 
     Args:
         address: Import path of the class (module and qualified name), now or when a file was written.
@@ -137,7 +137,7 @@ def stored_name(address: str) -> str:
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Return all import paths of a stored class: its stored name, and those in modules that define or defined it.
+    """Return all import paths of a stored class: its stored name, and its paths in modules that define it or once did.
 
     Examples:
         >>> addresses_of("shardtree.Mesh")

@@ -1,4 +1,4 @@
-"""CRC32, the checksum of zip archives. If isal is installed, it computes them, several times faster than zlib."""
+"""CRC32, the checksum of zip archives. The package isal, if installed, computes it faster than zlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def crc32(data: Buffer, before: int = 0) -> int:
-    """Return the CRC32 of bytes; for a checksum in parts, `before` is the CRC32 of all earlier bytes.
+    """Return the CRC32 of bytes; to continue a checksum, pass the CRC32 of all earlier bytes as `before`.
 
     Examples:
         >>> hex(crc32(b"123456789")), crc32(b"789", crc32(b"123456")) == crc32(b"123456789")

@@ -82,7 +82,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def format_tag(dtype: torch.dtype) -> str:
-    """Return the safetensors tag of a dtype, or `"U8"` (plain bytes) if no tag counts its elements as torch does.
+    """Return a dtype's safetensors tag; `"U8"` (plain bytes) for a dtype without one, or one that packs two values.
 
     Examples:
         >>> format_tag(torch.bfloat16), format_tag(torch.complex128)
@@ -92,7 +92,7 @@ def format_tag(dtype: torch.dtype) -> str:
 
 
 def is_tagged(dtype: torch.dtype) -> bool:
-    """Return whether a safetensors tag counts a dtype's elements as torch does; none does for pairs of values.
+    """Return whether a dtype has a safetensors tag; dtypes that pack two values in an element don't count.
 
     Examples:
         >>> is_tagged(torch.uint8), is_tagged(torch.complex128)
@@ -105,7 +105,7 @@ def dtype_from_tag(tag: str) -> torch.dtype:
     """Return the dtype of a safetensors tag, the inverse of `format_tag` on the dtypes that have a tag.
 
     Raises:
-        UnsupportedValue: This torch has no dtype for the tag, for example for that of a 6-bit float.
+        UnsupportedValue: This torch has no dtype for the tag, such as the tag of a 6-bit float.
 
     Examples:
         >>> dtype_from_tag("BF16")
@@ -121,8 +121,8 @@ def dtype_from_tag(tag: str) -> torch.dtype:
 def kind_in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     """Return the tag and shape that safetensors' library writes for a tensor, or None if it can't.
 
-    The tag is that of `format_tag`, and 4-bit floats have a tag too. Torch counts them in pairs, so that their last
-    axis is twice as long in a header.
+    The tag is that of `format_tag`, except that 4-bit floats have a tag of their own. Torch counts 4-bit floats in
+    pairs, while a header counts single values, so the last axis is twice as long in the header.
 
     Examples:
         >>> kind_in_file(torch.bfloat16, (2, 3)), kind_in_file(torch.complex128, (2, 3))
@@ -279,7 +279,7 @@ def device_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether memory on the CPU holds a tensor's elements in row-major order, so that writing there fills it.
+    """Return whether memory on the CPU holds a tensor's elements in row-major order; writing there fills the tensor.
 
     Examples:
         >>> is_plain_memory(torch.eye(2)), is_plain_memory(torch.eye(2, 3).t())

@@ -61,7 +61,7 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
 
     Raises:
         UnsupportedValue: A value is of another type.
-        TreeError: The tree is nested deeper, or contains itself.
+        TreeError: The tree is nested more than 100 deep, or contains itself.
 
     Examples:
         >>> from shardtree.core.codec import decode_tree

@@ -30,7 +30,7 @@ class ShardPiece:
     """Some elements of a shard, not yet read.
 
     Attributes:
-        data: The elements: a box, or a one-dimensional run.
+        data: The elements: a box, or a run, which is consecutive elements of a flattened box.
         offset: Offset of the box in the global tensor; for a run, the offset of the box around it.
         box: Shape of the box around a run; None if the piece is a box itself.
         first: Index of the run's first element in the row-major flattened box.
@@ -179,10 +179,10 @@ _AT_ONCE = 4 * 1024 * 1024  # bytes; a copy of an unaligned part of this size st
 
 
 def bytes_total(data: torch.Tensor) -> int:
-    """Return the weighted sum of bytes as a box of 8-byte words, 1024 in a row, padded with zeros.
+    """Return the weighted sum of bytes, read as a box of 8-byte words: 1024 in a row, padded with zeros.
 
-    Words cost less than elements, which are up to eight times as many. In return, sums are comparable only if the bytes
-    are in the same order.
+    Summing words is faster than summing elements, which are up to eight times as many. In return, two sums are
+    comparable only if the bytes are in the same order.
 
     Args:
         data: The bytes, uint8 (bytes,), contiguous, on any device.

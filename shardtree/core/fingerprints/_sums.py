@@ -92,7 +92,9 @@ def _first_weights(axis: int) -> Words:
 
 
 def high_weights(axis: int, start: int, stop: int) -> Words:
-    """Return the weights' factors for the higher bits of the indices from `start` to ``stop - 1``.
+    """Return the weights' factors for the higher bits of indices: one for each value of these bits in the range.
+
+    The range of indices is from `start` to ``stop - 1``. A weight is this factor times that of `low_weights`.
 
     Examples:
         >>> high_weights(0, 65_535, 65_537).size
@@ -104,7 +106,7 @@ def high_weights(axis: int, start: int, stop: int) -> Words:
 
 @lru_cache(maxsize=16)  # half a MiB each
 def low_weights(axis: int) -> Words:
-    """Return the weights' factors for the lower bits of indices, uint64 (65536,), read-only.
+    """Return the weights' factors for the lower 16 bits of indices, uint64 (65536,), read-only.
 
     Examples:
         >>> low_weights(0).size
@@ -132,7 +134,7 @@ _HALF = np.uint64(32)
 
 
 def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) -> int:
-    """Return the sum of a box's mixed words, each times the weights of its indices, modulo 2 to the 64.
+    """Return the sum of a box's words, each mixed by a bijection and multiplied by its weights, modulo 2 to the 64.
 
     Args:
         words: Bits of the elements as unsigned integers of 1, 2, 4 or 8 bytes, with any strides.
@@ -260,7 +262,7 @@ _seen = [0]
 
 
 def compiled_for(words: int) -> SlabTotal | None:
-    """Return the compiled sum; None without numba, or while this process has summed too little to pay for compiling.
+    """Return the compiled function; None without numba, or while a process has summed too little to pay for compiling.
 
     Args:
         words: Number of words to be summed next.
@@ -279,7 +281,7 @@ def _has_numba() -> bool:
 
 
 def compiled_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
-    """Return the sum of a slab's mixed words, each times its weights, modulo 2 to the 64; needs numba.
+    """Return the sum of a slab's words, each mixed and multiplied by its weights, as in `host_total`; needs numba.
 
     Args:
         words: Unsigned integers of 1, 2, 4 or 8 bytes.

@@ -313,7 +313,7 @@ def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
 
 
 def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record:
-    """Return rows of a record whose slots are all columns, in the order of the given numbers.
+    """Return a record with the given rows, in the given order; all slots of the record are columns.
 
     Examples:
         >>> from shardtree.core.plans import Runs
@@ -329,7 +329,7 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
 
 
 def joined_rows(parts: Sequence[Record]) -> Record:
-    """Return the rows of several records, at least one, whose slots are all columns, as one record.
+    """Return one record with the rows of several (at least one); all slots of a record are columns.
 
     Examples:
         >>> class Pairs:

@@ -135,7 +135,7 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
 
 
 def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tuple[Column, Column, Mask]:
-    """Return for each box the axis with the most edges inside it, the middle edge there, and whether any exists."""
+    """Return each box's axis with the most cut edges inside, the middle edge on that axis, and whether it has any."""
     count, axes = boxes[0].size, range(offset.shape[1])
     edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)
     inside = (edges > boxes[1][twice]) & (edges < (boxes[1] + boxes[2])[twice])
@@ -150,7 +150,7 @@ def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tupl
 
 
 def _halves(boxes: _Boxes, axis: Column, at: Column) -> _Boxes:
-    """Return the lower parts of boxes that are cut across an axis, then the upper ones."""
+    """Return the lower parts of boxes that are cut across an axis, then the upper parts."""
     row, rows = boxes[0], np.arange(axis.size)
     offset, shape, upper, size = boxes[1].copy(), boxes[2].copy(), boxes[1].copy(), boxes[2].copy()
     upper[rows, axis] = at
@@ -166,7 +166,7 @@ def _select(boxes: _Boxes, rows: Column) -> _Boxes:
 def _rest_of_box(
     row: Column, offset: Column, shape: Column, inner_offset: Column, inner_shape: Column
 ) -> list[tuple[Column, Column, Column]]:
-    """Return a box without an inner one: slabs below and above it, along one axis after the other."""
+    """Return a box without an inner box: the slabs below and above the inner box, along one axis after the other."""
     offset, end = offset.copy(), offset + shape
     inner_end = inner_offset + inner_shape
     slabs = []
@@ -196,8 +196,8 @@ def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Colum
 def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
     """Return the boxes that make up flat ranges; at most ``2 * axes - 1`` a range, each contiguous in its range.
 
-    The axes are visited from the last to the first: each completes its current row, until whole rows of the axis before
-    it fit. Then they are visited from the first to the last: each adds the whole rows that fit before the range's end.
+    From the last axis to the first, a box takes the rest of the row that the range has reached, up to a whole row of
+    the axis before. Then, from the first axis to the last, a box takes the whole rows that fit before the range's end.
 
     Args:
         shape: Shape of each flattened box, int64 (ranges, axes).
@@ -306,7 +306,7 @@ def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
 
 
 def distinct_boxes(key: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return each row's index among the distinct boxes, sorted by key and coordinates, and one row of each such box."""
+    """Return each row's index among the distinct boxes (by key, then coordinates), and one row of each distinct box."""
     number, count = row_numbers((key, *offset.T, *shape.T))
     return number, first_rows(number, count)
 

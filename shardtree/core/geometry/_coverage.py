@@ -27,11 +27,12 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
     """Return whether each group's boxes tile the smallest box around them, without gaps or overlaps.
 
     Each index of each axis has a pseudorandom weight. The weight of an element is the product of its indices' weights
-    modulo 2**64, and that of a box is the sum over its elements, which follows from its corners. Boxes that tile
-    another box have the same sum. Boxes that don't tile it have that sum with a probability of about 2**-60 if they
-    differ along one axis or two, and 2**-52 for four: the difference is a nonzero polynomial of the weights. A positive
-    result is therefore reliable; a negative one means a gap, an overlap, or boxes that differ along more axes. The
-    weights follow from all boxes by a cryptographic hash, so that boxes can't be chosen to fit them.
+    modulo 2**64. The weight of a box is the sum over its elements, computed from the box's corners. Boxes that tile
+    another box have together the same weight as that box. Boxes that don't tile it have the same weight with a
+    probability of about 2**-60 if they differ along one axis or two, and 2**-52 if they differ along four, since the
+    difference is a nonzero polynomial of the indices' weights. A positive result is therefore reliable; a negative one
+    means a gap, an overlap, or boxes that differ along more axes. The weights follow from all boxes by a cryptographic
+    hash, so that boxes can't be chosen to fit them.
 
     Args:
         group: Number of each box's group, from 0, int64 (boxes,).
@@ -82,7 +83,7 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 
 
 def _weight(place: Column, seed: np.uint64) -> _Weights:
-    """Return the sum of the weights of all indices before a coordinate: its bits, mixed as in SplitMix64."""
+    """Return the sum of the weights of all indices before a coordinate: the coordinate, mixed as in SplitMix64."""
     weight = place.astype(np.uint64)
     weight += seed
     for shift, factor in _FACTORS:
@@ -104,9 +105,9 @@ _MOST_PAIRS = 1 << 18
 def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     """Return the groups in which two boxes share an element, ascending.
 
-    A group of many boxes is cut in two until each part is decided: either the boxes' volumes exceed the smallest box
-    around them, or their pairs are few enough to try. A million equal boxes thus take no longer than a million that
-    tile.
+    A group of many boxes is cut in two until each part is decided: either the boxes' volumes add up to more than the
+    smallest box around them, so that two boxes overlap, or the pairs are few enough to try. A million equal boxes
+    thus take no longer than a million that tile.
 
     Args:
         group: Number of each box's group, from 0, int64 (boxes,).
@@ -171,7 +172,7 @@ def _crossings(begin: Column, end: Column) -> int:
 
 
 def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
-    """Return the axis and place of the cut that leaves the fewest boxes in the larger part; None if no cut helps."""
+    """Return the axis and coordinate of the cut that leaves the fewest boxes in the larger part; None if none helps."""
     best, most = None, len(begin)
     for axis in range(begin.shape[1]):
         at = int(np.median(np.concatenate([begin[:, axis], end[:, axis]])))
@@ -216,7 +217,7 @@ _MOST_CELLS = 1 << 18
 
 
 def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tuple[Boxes, Boxes]:
-    """Return the parts of a region that no box covers, and those that several boxes cover, as boxes.
+    """Return the parts of a region that no box covers, and the parts that several boxes cover, as boxes.
 
     The boxes of each result are disjoint, and merged with their neighbours along the last axis first. Given boxes
     outside of the region are ignored.

@@ -17,7 +17,7 @@ _IRREGULAR = "Pass axis_fragmentations=None for an irregular grid."
 
 
 def grid_cell(subject: str, box: Shape, cuts: Iterable[Any]) -> tuple[Shape, Shape, Shape]:
-    """Return the global shape, the offset, and the number of pieces along each axis, of a grid's cell.
+    """Return a grid's global shape, the offset of one cell, and the grid's number of pieces along each axis.
 
     Args:
         subject: Subject of errors.
@@ -232,8 +232,8 @@ def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Sp
     """Return the part of some intervals that one of several holders gets.
 
     The indices are divided into `split_factor` blocks, each block into `parts` pieces, and the part is piece `index`
-    of every block. Blocks and pieces are those of `torch.chunk`: all have the length of the first, except the last
-    ones, which may be shorter or empty.
+    of every block. Both divisions are those of `torch.chunk`: of n indices, each of m pieces has ceil(n / m) while
+    there are enough; the next piece has the rest, and later pieces have none.
 
     Args:
         spans: Intervals to cut.
@@ -312,7 +312,7 @@ def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def tiles(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
-    """Yield the boxes of a grid over a tensor; those at its ends may be smaller. An empty tensor has none.
+    """Yield the boxes of a grid over a tensor; the last along an axis may be smaller. An empty tensor has no boxes.
 
     Args:
         shape: Shape of the tensor.

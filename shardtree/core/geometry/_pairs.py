@@ -60,7 +60,7 @@ def reach_of(group: Column, offset: Column, shape: Column) -> Reach:
 
 
 def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return the boxes with an element in their group's bounding box, by group, and the index of that group.
+    """Return the boxes with an element in their group's bounding box, by group, and the groups' index in `reach`.
 
     Args:
         reach: Bounding boxes of some groups.
@@ -111,7 +111,7 @@ def rows_with_elements(shape: Column) -> Column:
 
 
 def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
-    """Yield (rows, groups, counts) for some rows at a time; rows are a slice if they are consecutive."""
+    """Yield some rows at a time (as a slice if consecutive), the slice of their groups, and the row count of each."""
     first, last = (np.searchsorted(sorted_group, groups, side=side) for side in ("left", "right"))
     for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
         begin = int(np.searchsorted(last, low, side="right"))
@@ -172,11 +172,11 @@ class GroupedBoxes:
 
 
 def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes grouped by slabs, each box once for every slab that it meets; two that overlap share a slab.
+    """Return boxes grouped by slabs, each box once for every slab that it meets; boxes that overlap share a slab.
 
     Args:
         left: Boxes with groups from 0.
-        right: Boxes with groups from 0; slabs begin where some of these do.
+        right: Boxes with groups from 0; each slab of a group but the first begins where one of these boxes does.
         axis: Axis of each group that is divided into slabs, int64 (groups,).
 
     Examples:
@@ -201,7 +201,7 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
 
 
 def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
-    """Return the begins and ends of boxes, as numbers that combine the group with the index among all coordinates."""
+    """Return the boxes' begins and ends as numbers that sort by group, then by coordinate (its index in `places`)."""
     begin, end = boxes.interval(axis[boxes.group])
     base = boxes.group * places.size
     return base + np.searchsorted(places, begin), base + np.searchsorted(places, end)
@@ -235,8 +235,8 @@ def overlapping_pairs(
     """Return the pairs of rows (left, right) of one group whose boxes share an element.
 
     Within each group, the right boxes are sorted along the axis with the most distinct begins. A left box's candidates
-    are then one interval of them, filtered by the other axes. If too many candidates remain, groups are first divided
-    into slabs along another axis.
+    are then one interval of the sorted right boxes, filtered by the other axes. If too many candidates remain,
+    groups are first divided into slabs along another axis.
 
     Args:
         left_group: Number of each left box's group (tensor), int64 (lefts,).

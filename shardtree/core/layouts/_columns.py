@@ -96,7 +96,7 @@ _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column,
 
 
 def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
-    """Return kinds as columns: the index of each key's kind among the distinct kinds, then the fields of the latter.
+    """Return kinds as columns: each key's index among the distinct kinds, then the fields of the distinct kinds.
 
     The fields are dtype, number of axes, number of prepended axes, and global shape.
 

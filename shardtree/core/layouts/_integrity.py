@@ -266,7 +266,7 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
 
 
 def _values(trees: Mapping[int, Any], path: TreePath, ranks: Sequence[int]) -> str:
-    """Return each value at a path with its ranks, as text; `ranks` are those that differ from the first rank."""
+    """Return each value at a path with its ranks, as text; `ranks` are the ranks that differ from the first."""
     like_first = [rank for rank in trees if rank not in ranks]
     first = value_at(trees[like_first[0]], path)
     groups: dict[str, list[int]] = defaultdict(list)

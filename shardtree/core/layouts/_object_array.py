@@ -130,7 +130,7 @@ class HeldArrays:
     """The arrays of one key, in most cases only one.
 
     Attributes:
-        shapes: Complete shapes, by the shape that objects state; the latter may end in -1.
+        shapes: Complete shapes, by the shape that objects state; a stated shape may end in -1.
         mains: Main replicas by complete shape, then by cell.
     """
 

@@ -56,7 +56,7 @@ def reshard_objects(
 
     Args:
         sources: Objects of all ranks; only main replicas count. Arrays without a target are ignored.
-        targets: Objects with or without data, which counts only if a rule drops the sources.
+        targets: Objects with or without data; a target keeps its own data only where a rule returns `HOLE`.
         rules: Rule of each pattern of keys; ``*`` matches one part between dots, ``**`` any number of them. The first
             matching pattern counts.
 

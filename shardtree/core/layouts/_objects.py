@@ -96,7 +96,7 @@ def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
 
 
 def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
-    """Return a problem for each cell of the global arrays without exactly one main replica.
+    """Return a problem for each cell of the global arrays that doesn't have exactly one main replica.
 
     If an array's last size is unknown (-1), the last object of any rank determines it.
 

@@ -51,7 +51,7 @@ def sharding_faults(main: ShardColumns) -> Faults:
     """Return all parts of tensors that don't belong to exactly one of the shards.
 
     If a tensor has flat ranges, and their boxes are disjoint, its faults are flat ranges too, since its user computes
-    with those; otherwise they are boxes.
+    with flat ranges; otherwise its faults are boxes.
 
     Args:
         main: Main replicas of all ranks.
@@ -114,7 +114,7 @@ def _are_whole(shards: ShardColumns, regions: Column) -> bool:
 
 
 def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
-    """Return the boxes that are flattened, one a row, and the number of each shard's box; -1 if it isn't flat."""
+    """Return the boxes that are flattened, one a row, and the row of each shard's box; -1 if the shard isn't flat."""
     flat = np.flatnonzero(shards.start >= 0)
     boxes = np.column_stack([shards.key[flat], shards.offset[flat], shards.shape[flat]])
     _, first, number = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
@@ -124,7 +124,7 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 
 
 def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
-    """Return whether each tensor's faults are flat ranges: its shards are, in disjoint boxes inside of the tensor."""
+    """Return whether each tensor's faults are flat ranges: it has flat shards, and boxes are disjoint and inside it."""
     in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
     if not areas.key.size:
         return in_ranges
@@ -326,7 +326,7 @@ def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Co
 
 
 def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
-    """Return (relation, shards) of each fault: the shards in it, or else those next to it."""
+    """Return (relation, shards) of each fault: the shards in it, or else the shards next to it."""
     mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
     doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
     relations = [(_NO_RANK, np.zeros(0, dtype=np.int64))] * len(faults)
@@ -342,7 +342,7 @@ def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
 
 
 def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
-    """Return the faults near shards, each with the rows of the shards within `reach` elements of it."""
+    """Yield the faults near shards, each with the rows of the shards within `reach` elements of the fault."""
     places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     fault, box = geometry.overlapping_pairs(

@@ -9,7 +9,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's bits as integers of the same size; torch can join and copy these on every device.
+    """Return a view of a tensor's bits as integers of the same size; torch can join and copy integers on every device.
 
     Elements of 16 bytes stay unchanged.
 
@@ -21,7 +21,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in row-major order: a view if its memory holds them so, else a copy.
+    """Return a tensor's bytes in row-major order: a view if its memory holds them in this order, else a copy.
 
     Args:
         tensor: Dense tensor of any shape and strides, on any device; not conjugated or negated lazily. If it isn't

@@ -143,9 +143,10 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
 
 
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
-    """Raise unless a function has the same bits for a window, for its parts in two divisions, and for its transpose.
+    """Raise unless a function returns the same bits for a window, for the window's parts, and for its transpose.
 
-    At most 16,384 elements are tested, as tensors of one axis and whole vectors.
+    The window is divided in two ways. At most 16,384 elements are tested; the function gets them along one axis, padded
+    to whole vectors.
 
     Args:
         function: The caller's function.
@@ -177,7 +178,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
 
 
 def elements_tested(values: Sequence[torch.Tensor]) -> int:
-    """Return the number of elements that a test of a window uses; 0 if no operand has two different ones among them.
+    """Return the number of elements that a test of a window uses; 0 if each operand's elements are all equal there.
 
     Examples:
         >>> elements_tested([torch.tensor([3.0, 4.0])]), elements_tested([torch.zeros(2)])
@@ -196,7 +197,7 @@ def _sample(value: torch.Tensor) -> torch.Tensor:
 
 
 def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a function's result for tensors, which it gets along one axis, as whole vectors."""
+    """Return a function's result for tensors, which are passed along one axis, padded to whole vectors."""
     flat = [whole_vectors(value.reshape(-1)) for value in values]
     result = function(*flat)
     check_kind(result, tuple(flat[0].shape), None)
@@ -251,7 +252,7 @@ def product(left: Source, right: Source) -> Boxwise:
 
 
 def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and length of the grid's intervals that overlap a range; the grid's last one may be shorter."""
+    """Yield begin and length of the grid's intervals that overlap a range; the grid's last interval may be shorter."""
     first = start // step * step
     return ((low, min(step, length - low)) for low in range(first, start + count, step))
 

@@ -16,7 +16,7 @@ _is_filled: ContextVar[bool] = ContextVar("is_filled", default=False)
 
 @contextmanager
 def only_filled() -> Iterator[None]:
-    """Declare, for lenses that this thread calls in the block, that tensors are memory to fill, not elements to read.
+    """Declare to functions that this thread calls in the block: tensors are memory to fill, not elements to read.
 
     Examples:
         >>> with only_filled():

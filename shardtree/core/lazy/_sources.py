@@ -1,4 +1,4 @@
-"""Sources of lazy tensors: dense tensors that read any box of themselves, and strided views of those."""
+"""Sources of lazy tensors: dense tensors that read any box of themselves, and strided views of dense tensors."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ class Boxwise:
         name: Name for errors and ``repr``.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        recipe: Function from a box to its recipe. The recipe's function returns a new tensor that the caller owns; its
-            argument is an iterator that reads each box only when the next one is requested.
-        identify: Function that returns values that identify the tensor, its sources among them; it returns None for a
+        recipe: Function from a box to its recipe: the boxes of other tensors, and a function from an iterator over
+            their elements to a new tensor that the caller owns. The iterator reads each box only when it is requested.
+        identify: Function that returns the tensor's identity: its sources, and other values. It returns None for a
             tensor that a caller's function computes.
     """
 
@@ -257,7 +257,7 @@ class Concatenated:
             yield from part.box_fetches(*box)
 
     def _pieces(self, box: Box) -> Iterator[tuple[Source, Box, int]]:
-        """Yield each part that a box overlaps, the box within it, and its index along the result's dimension."""
+        """Yield each part that a box overlaps, the overlap as a box of the part, and its position in the box."""
         low, high = box.offset[self.dim], box.offset[self.dim] + box.shape[self.dim]
         ends = accumulate(part.shape[self.dim] for part in self.parts)
         for part, end in zip(self.parts, ends, strict=True):

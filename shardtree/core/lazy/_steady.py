@@ -1,4 +1,4 @@
-"""Elementwise functions: names of those that can be recorded, and results that don't depend on positions."""
+"""Elementwise functions: names of the functions that can be recorded, and results that don't depend on positions."""
 
 from __future__ import annotations
 

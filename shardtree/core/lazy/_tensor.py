@@ -235,7 +235,7 @@ def _at(lazy: LazyTensor, place: Strided) -> LazyTensor:
 
 
 def of_source(source: Source) -> LazyTensor:
-    """Return the lazy tensor of all of a source."""
+    """Return the lazy tensor that views a whole source."""
     return LazyTensor(source, dense(source.shape))
 
 

@@ -69,7 +69,7 @@ def _same_plain(left: Any, right: Any) -> bool:
 
 
 def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Return a container's or function's identity beyond its parts, and the parts; None for any other value."""
+    """Return what a container or function consists of beside its parts, and the parts; None for any other value."""
     further = getattr(value, "__dict__", None) or None  # attributes set on a function or on a subclass's instance
     if isinstance(value, FunctionType):
         captured = [_captured(cell) for cell in value.__closure__ or ()]

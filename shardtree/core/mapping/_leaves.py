@@ -36,7 +36,7 @@ RankOffset: TypeAlias = tuple[int, int, int]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return whether a replica id, 0 or nothing but zeros, is that of the main replica.
+    """Return whether a replica id is the main replica's: 0, or a sequence of zeros.
 
     Raises:
         MetadataError: `replica_id` is neither an int nor a sequence of ints.
@@ -63,10 +63,10 @@ def replica(subject: str, field: str, value: Any) -> ReplicaId:
 
 
 def refuse_subclass(derived: type) -> NoReturn:
-    """Raise for a class that derives from a leaf's class, as Python does for one that derives from bool.
+    """Raise for a class that derives from a leaf's class; Python itself refuses classes that derive from bool.
 
-    Leaves are recognised by their class, and its fields are stored. Fields that a derived class adds would be lost, and
-    every function would leave out a new kind of leaf, both silently.
+    Leaves are recognised by their class, whose fields are stored. A derived class would silently lose the fields that
+    it adds, and functions would silently leave out a new kind of leaf.
 
     Args:
         derived: The class that is being defined.
@@ -297,7 +297,7 @@ class LocalNonpersistentObject:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor with another form in the checkpoint: `build_fn` makes the stored shards, `merge_fn` the tensor of them.
+    """A tensor with another form in the checkpoint: `build_fn` makes the stored shards, `merge_fn` the tensor.
 
     Args:
         key: The tensor's name.

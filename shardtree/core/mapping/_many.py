@@ -84,7 +84,7 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
 
 
 def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[ShardedTensor]:
-    """Return the shards with other data. It isn't checked: it must be a tensor of its shard's dtype and shape, or None.
+    """Return the shards with other data, unchecked: for each shard a tensor of its dtype and shape, or None.
 
     Examples:
         >>> [shard] = with_data(whole_tensors(["w"], [torch.int8], [(2,)]), [torch.zeros(2, dtype=torch.int8)])

@@ -89,7 +89,7 @@ class ShardedTensor(ShardedBase):
         axis_fragmentations: Number of equal pieces along each global axis; None for an irregular grid.
         replica_id: Number of the replica; 0, or all zeros, on the one rank whose copy is the main one.
         prepend_axis_num: Number of leading global axes that `data` lacks.
-        allow_shape_mismatch: Whether the stored global shape may differ from this one, as for padded tensors.
+        allow_shape_mismatch: Whether the stored global shape may differ from `global_shape`, as for padded tensors.
         flattened_range: Slice of the row-major flattened box that `data` holds; None for the whole box.
 
     Raises:

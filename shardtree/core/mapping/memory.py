@@ -19,7 +19,7 @@ from ._tensor import ShardedTensor
 
 
 def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    """Raise unless a tensor has the shape and dtype of its shard, and memory.
+    """Raise unless a tensor still has the shape and dtype of its shard, and still has memory.
 
     Args:
         doing: Name of the operation, for the message.
@@ -75,7 +75,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may share memory: some stride is at most the extent of the axes with smaller ones."""
+    """Return whether elements may share memory: a stride is at most the extent of all axes with smaller strides."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -133,7 +133,7 @@ def check_no_aliases(
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
     read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
 ) -> None:
-    """Raise if a donated tensor shares elements with another tensor, unless both are the same elements of equal boxes.
+    """Raise if a donated tensor shares memory with another, unless both have the same elements and equal boxes.
 
     The loaded values of such equal tensors are compared later, by `fill_once`. A tensor is checked against others if
     their address ranges, from first to last byte, intersect. Storages aren't compared, since tensors of other libraries
@@ -241,7 +241,7 @@ def _lengths(layout: _Bytes) -> Iterable[int]:
 
 
 def _identity(shard: ShardedTensor, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a dict key; two tensors have the same key if they are the same elements and their boxes are equal."""
+    """Return a dict key, equal for two tensors with the same elements in memory and equal boxes."""
     flat = shard.flattened_range
     box = (shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
     # The stride of an axis with one element has no effect: views of the same elements may differ in it.
@@ -289,7 +289,7 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
     Args:
         doing: Name of the operation, for the message.
         donated: Shards with their `given_tensor`.
-        results: Loaded tensor of each shard; those of tied shards are contiguous, in memory of their own.
+        results: Loaded tensor of each shard; loaded tensors of tied shards are contiguous, in memory of their own.
 
     Raises:
         ShapeError: The loaded values of two keys that share memory differ; no tied tensor was written.
@@ -314,7 +314,7 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
 
 
 def is_all_of(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
-    """Return whether tensors that share no elements with each other are views that make up all of another one.
+    """Return whether tensors that share no elements with each other are views that make up a whole tensor.
 
     Examples:
         >>> fused = torch.zeros(4, 2)

@@ -163,7 +163,7 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
 
 
 def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
-    """Return the chunks that a request may need, which are few of all stored ones on most ranks."""
+    """Return the chunks that a request may need; on most ranks they are a small part of all stored chunks."""
     offset, shape = geometry.widen(chunks.offset, axes, 0), geometry.widen(chunks.shape, axes, 1)
     rows, _ = geometry.rows_in_reach(geometry.reach_of(key, boxes.offset, boxes.shape), chunks.key, offset, shape)
     # Taking all rows would copy every column.
@@ -277,7 +277,7 @@ def _merge(runs: Runs) -> Runs:
 
 
 def read_rounds(columns: ShardColumns, *, most_bytes: int = limits.CAST_BYTES) -> Column:
-    """Return the round in which each shard is read, int64 (shards,); all shards of a tensor share one.
+    """Return the round in which each shard is read, int64 (shards,); all shards of a tensor share a round.
 
     No rank reads more than `most_bytes` in a round, unless a single tensor is larger.
 

@@ -32,15 +32,15 @@ def level_writes(columns: ShardColumns, ranks: int) -> Mask:
 
     Shards that lie on the same set of ranks are sorted by size and assigned to these ranks in snake order (0 1 2 2 1
     0), so that within a set no rank writes more than the mean plus the largest shard. Sets with fewer ranks, which
-    leave less choice, come first; each begins with the rank that has least to write so far. Ties are broken by key,
-    then by box, so that every rank computes the same result from the same columns.
+    leave less choice, come first. Within a set, the rank that has least to write so far gets the largest shard.
+    Ties are broken by key, then by box, so that every rank computes the same result from the same columns.
 
     Args:
-        columns: Shards of all ranks; those without any main replica aren't written.
+        columns: Shards of all ranks; a shard without any main replica isn't written.
         ranks: Number of ranks.
 
     Returns:
-        Flags, bool (shards,): exactly one row is true for each shard that has a main replica somewhere.
+        Flags, bool (shards,): true for exactly one replica of each shard that has a main replica on some rank.
 
     Examples:
         >>> import torch, shardtree as st
@@ -58,7 +58,7 @@ def level_writes(columns: ShardColumns, ranks: int) -> Mask:
 
 
 def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: Mask) -> Mask:
-    """Return one row for each wanted place, chosen so that the ranks' numbers of bytes are balanced.
+    """Return flags that choose one rank's row for each wanted place, so that the ranks' numbers of bytes are balanced.
 
     Args:
         columns: Shards of all ranks.
@@ -100,7 +100,7 @@ def held_places(columns: ShardColumns) -> tuple[Column, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """The ranks that hold each place.
+    """The ranks that hold each place, which is a key and a box.
 
     Attributes:
         place: Number of the place, ascending, int64 (places,).
@@ -234,7 +234,7 @@ def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
 
 
 def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
-    """Return the cuts of a line: each bound moves to the nearest row in its piece, or to the piece's nearer end."""
+    """Return the cuts of a line: each bound moves to the nearest begin of a row, or to its piece's nearer end."""
     at = bounds - begin
     whole = np.where(2 * at > size, size, 0)
     rows = np.maximum(row, 1)

@@ -95,7 +95,7 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
             objects with a state_dict; the error names all of them, and the values to pass instead.
         UnsupportedValue: Shards, such parts or local objects lie in values; or instances of dataclasses and attrs
             classes hold tensors; or the data of shards are wrapper subclasses. The error names all offenders of the
-            first such kind.
+            first of these kinds.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
@@ -160,7 +160,7 @@ def _other_form(leaf: Any) -> str:
 
 
 def _hides_any(leaf: Any) -> bool:
-    """Return whether a leaf holds shards or such parts, or an instance with tensors that would lose its class."""
+    """Return whether a leaf holds shards or parts of tensors, or an instance with tensors that would lose its class."""
     if any(map(_is_part, reachable(inside(leaf)))):
         return True
     # One search for all values, so that contents that many of them share are searched once.

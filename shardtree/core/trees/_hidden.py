@@ -66,7 +66,7 @@ def hides_shards(*leaves: Any) -> bool:
 
 
 def inside(value: Any) -> Iterable[Any]:
-    """Return the contents of a value that tree maps don't enter: its items, or all that its pickle would include."""
+    """Return the contents of a value that tree maps don't enter: its items, or else its attributes, slots included."""
     if isinstance(value, np.ndarray) and value.dtype == object:
         return value.flat
     if type(value) in PLAIN or isinstance(value, OPAQUE):
@@ -89,7 +89,7 @@ def _slot_names(kind: type) -> Iterable[str]:
 
 
 def reachable(values: Iterable[Any], into: Any = object) -> Iterator[Any]:
-    """Yield values and the contents of those of some types, each value once, so that cycles end."""
+    """Yield values, and below values of the types `into` also their contents; each once, so that cycles end."""
     seen: set[int] = set()
     left = [(value, 0) for value in values]
     while left:

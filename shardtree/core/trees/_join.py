@@ -105,8 +105,8 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     Dicts are joined by key, lists and tuples of equal length by position, and a stored record with the target's
     instance by field name. Every container of the target is in the result, of the target's type, whatever holes and
     empty containers are stored there; a dict may gain stored keys, followed by the target's new keys. There is one
-    exception: if a container of the target has nothing to load, and can't be joined with the stored container, the
-    latter replaces it, provided that it is complete.
+    exception: if a container of the target has nothing to load, and can't be joined with the stored container, it is
+    replaced by the stored container, provided that this is complete.
 
     Incomplete entries are left out: a hole that the target doesn't fill is left out of its dict. A list, tuple or
     record with such a hole is left out as a whole, unless the target has something to load in it. `left_out` returns
@@ -118,9 +118,9 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
             `LocalNonpersistentObject` is unwrapped here, and its value isn't entered: wrap loaded objects in one too,
             since they may be containers.
         own: Values of the target, by path, that fill the remaining holes: in a list, tuple or instance of a class, or
-            in a dict in one of these if nothing of the dict is stored. With such values, a class or named tuple may
-            differ in its fields from the stored version; stored fields that it lacks are left out. With None, no hole
-            is filled in this way, and fields must be the same.
+            in a dict inside of such a container if nothing of the dict is stored. With such values, a class or named
+            tuple may differ in its fields from the stored version; stored fields that it lacks are left out. With None,
+            no hole is filled in this way, and fields must be the same.
 
     Returns:
         A tree without holes; subtrees of the target without holes are shared.
@@ -327,7 +327,7 @@ def _holes_in(target: Tree, entry: Any) -> list[TreePath]:
 
 
 def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the entries of two containers, both by the target's entries; None if they can't be joined by entry."""
+    """Return the children of two containers, both by the target's entries; None if they can't be joined by entry."""
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None:
         return None
@@ -348,7 +348,7 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
 
 
 def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the entries of two versions of a class or named tuple, both by the target's; None for other containers.
+    """Return the children of two versions of a class or named tuple, by the target's entries; None for others.
 
     Sequences of different lengths aren't joined. Shards have keys, but plain values have only positions, which may have
     shifted: a join could combine the tensors of one entry with the values of another.

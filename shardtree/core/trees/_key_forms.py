@@ -3,7 +3,7 @@
 Python's regular expressions try each way to divide a key among stars. With two stars a key of 64 kB takes seconds, with
 three stars hours, and keys come from files. So regular expressions match short keys only. For longer keys, the
 positions at which the remaining pieces match are computed from the end, once for each piece. Both methods agree: from
-the first piece to the last, each matches the longest text that lets the remaining pieces match.
+the first piece to the last, each piece matches the longest text that lets the remaining pieces match.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class KeyForm:
 
     @cached_property
     def quick(self) -> tuple[int, ...]:
-        """Length of the longest key that the regular expression matches quickly, by number of dots; last, for any."""
+        """Greatest length of a key that the expression matches quickly, by number of dots; the last, for any number."""
         lengths = range(_LONGEST)
         usual = (partial(self._ways, dots) for dots in range(_USUAL_DOTS))
         more = partial(bisect_right, lengths, _MOST_WAYS, key=lambda length: self._ways(length // 2, length))
@@ -153,7 +153,7 @@ def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | N
 
 
 class _Text:
-    """A key with the sets of its dots and other characters; bit r is the character before the last r characters."""
+    """A key with sets of its positions, as bits of integers; bit r is the position before the last r characters."""
 
     def __init__(self, key: str) -> None:
         self.key, self.length = key, len(key)
@@ -172,7 +172,7 @@ class _Text:
         return int.from_bytes(bits, "little")
 
     def of(self, characters: str) -> int:
-        """Return the set of the positions in the key of any of some characters."""
+        """Return the set of the key's positions that have one of the given characters."""
         return sum(self.before(character) for character in characters) >> 1
 
     def last(self, places: int, first: int, end: int) -> int:

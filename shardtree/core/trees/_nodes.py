@@ -48,7 +48,7 @@ class Field(int):
 
 
 def fields_of(kind: type) -> tuple[Field, ...]:
-    """Return the entries of a named tuple's class; none for other classes and those registered with optree.
+    """Return the entries of a named tuple's class; empty for other classes, and for classes registered with optree.
 
     Examples:
         >>> from collections import namedtuple
@@ -172,8 +172,8 @@ def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
     """Return the stored form of a container with these children; for a registered class, a dict of its entries.
 
     A file names no class to import, so only a load's target knows the class of a registered node. Other containers that
-    keep all children are returned unchanged. If one of these is of a subclass of dict, list or deque, the codec either
-    knows the class, such as Counter, or refuses it.
+    keep all children are returned unchanged. If such a container is of a subclass of dict, list or deque, the codec
+    either knows the class, such as Counter, or refuses it.
     """
     if not is_dict(node) and not is_sequence(node):
         return dict(new)

@@ -59,7 +59,7 @@ def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
 def prefix_places(
     prefix: Tree, tree: Tree, path: TreePath = (), place: TreePath | None = ()
 ) -> Iterator[tuple[TreePath, TreePath | None, Any]]:
-    """Yield for each leaf of a prefix its path there, its path in the tree (None if there is none), and the leaf.
+    """Yield for each leaf of a prefix its path in the prefix, its path in the tree (None if missing), and the leaf.
 
     Args:
         prefix: Prefix of the tree. Containers may be of other classes than the tree's: only their entries matter, or

@@ -13,7 +13,7 @@ class Transform(Protocol):
     """A mapping from stored to requested tensors, such as a trace; `load`, `explain` and `redistribute` take one."""
 
     def stored_target(self, target: Any, /, *, cast: bool, plain: Sequence[str]) -> Any:
-        """Return the target to load instead of the given target: of stored tensors, which its factories merge.
+        """Return the target to load instead: a tree of stored tensors, whose factories make the given target's tensors.
 
         Args:
             target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.

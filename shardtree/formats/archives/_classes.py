@@ -137,7 +137,7 @@ def _module_and_name(type_name: str) -> tuple[str, str]:
 
 
 def _member(type_name: str) -> Constructor:
-    """Return a constructor that makes a `Record` of an enum's member; pickles have its value, but not its name."""
+    """Return a constructor that makes a `Record` of an enum's member; a pickle has the member's value, not its name."""
     return Constructor(lambda value: Record(type_name, {"name": None, "value": value}))
 
 
@@ -150,7 +150,7 @@ def _fill_record(record: Any, state: Any) -> None:
 
 
 def is_named(record: Record) -> bool:
-    """Return whether a record is one that this module makes from pickles, and so can be pickled again.
+    """Return whether a record is of a kind that this module makes from pickles; such records can be pickled again.
 
     Examples:
         >>> is_named(Record("megatron.core.enums.ModelType", {"name": None, "value": 1}))
@@ -235,7 +235,7 @@ def _save_record(pickler: Any, record: Record) -> None:
 
 
 class _NamePickler(pickle._Pickler):
-    """A pickler that also writes names of classes that can't be imported; pickle's own imports each to check it."""
+    """A pickler that writes any class's name; pickle's own pickler first imports the class, which may be missing."""
 
     dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         **pickle._Pickler.dispatch,

@@ -38,10 +38,10 @@ class Placement:
     """Placement of a tensor along one axis of a mesh.
 
     Attributes:
-        kind: "shard" for a cut, "strided" for a cut after those of axes to its right, "replicate" for copies,
-            "partial" for terms of a sum.
+        kind: "shard" for a cut, "strided" for a cut made after the cuts along axes to its right, "replicate" for
+            copies, "partial" for terms of a sum.
         dim: Axis of the tensor that is cut.
-        split_factor: Number of pieces that the axes to its right have cut; for "strided".
+        split_factor: For "strided", number of pieces that the cuts along axes to its right made.
     """
 
     kind: Literal["shard", "strided", "replicate", "partial"]
@@ -112,7 +112,7 @@ def _subclass(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """Return the attributes of an object's state: a dict, or a dict or None with a dict of slots."""
+    """Return the attributes in an object's state: a dict, or a pair of dicts (or None), the second with slots."""
     if type(state) is tuple and len(state) == 2:
         return {**exactly(dict, state[0] or {}), **exactly(dict, state[1] or {})}
     return exactly(dict, state)
@@ -212,7 +212,7 @@ _FIX = "Only data is read from such a file; for an enum, a dataclass or a named 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredDTensor:
-    """A rank's part of a DTensor, which isn't read.
+    """A rank's part of a DTensor, without its elements.
 
     Attributes:
         local: Stored tensor of the rank's part.

@@ -145,7 +145,7 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
         allow_pickle: True to store other values too, which run code when they are loaded.
 
     Raises:
-        UnsupportedValue: The tree contains another value.
+        UnsupportedValue: The tree contains a value of another type.
         TreeError: The tree is more than 100 deep, or contains itself.
 
     Examples:

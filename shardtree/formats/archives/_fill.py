@@ -1,4 +1,4 @@
-"""Reads of a stored tensor by its strides, in strips, so that a part takes little more than its own bytes."""
+"""Reads of a stored tensor by its strides, strip by strip: reading a part takes little more memory than the part."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def strips(tensor: StoredTensor, what: str) -> Iterator[Box]:
         what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: Elements overlap, so that the tensor is read at once, and span too many bytes for that.
+        CorruptCheckpoint: Elements overlap, and span too many bytes to be read at once; a tensor whose elements
+            overlap isn't cut.
     """
     if _overlaps(tensor):
         if (span := reach(tensor)) > MOST_EXPANDED_BYTES:
@@ -84,7 +85,7 @@ def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
 
 
 def _overlaps(tensor: StoredTensor) -> bool:
-    """Return whether the strides that aren't 0 don't nest, so that two elements may share a byte."""
+    """Return whether elements may share bytes: a stride other than 0 is smaller than what the smaller strides span."""
     axes = zip(tensor.stride, tensor.shape, strict=True)
     span = 1
     for step, length in sorted((step, length) for step, length in axes if step and length > 1):

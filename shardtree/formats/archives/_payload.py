@@ -47,7 +47,7 @@ _MOST_CACHED = 1000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """Description of a tensor in an archive, whose elements aren't read.
+    """Description of an archive's tensor, without its elements.
 
     Attributes:
         file: Name of the archive, as the caller gave it.
@@ -314,7 +314,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
-    """Return the head and the list of its records; the last is the tensor's, without its CRC32."""
+    """Return the head and the archive's records so far; the last record is the tensor's, still without its CRC32."""
     check_storable(dtype, "archive_head")
     out, records = begin_archive(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
@@ -337,7 +337,7 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
-    """Return the bytes of an archive before its tensors, and the list of the records in them."""
+    """Return the bytes of an archive before its tensors, and the list of the records in these bytes."""
     out, records = bytearray(), list[WrittenRecord]()
     append(out, 0, records, "data.pkl", content)
     append(out, 0, records, ".format_version", b"1")
@@ -347,7 +347,7 @@ def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
 
 
 def finish_archive(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
-    """Return the archive's bytes from offset `at` to its end: `out` and the closing records, which the list gets."""
+    """Return an archive's bytes from offset `at` on: `out`, two more records (added to the list), and the directory."""
     append(out, at, records, "version", b"3\n")
     append(out, at, records, ".data/serialization_id", _serialization_id(records))
     return bytes(out + directory(records, at + len(out)))

@@ -44,7 +44,7 @@ class StoredStorage:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """View of a storage that a tensor is.
+    """A tensor as a view of its storage.
 
     Attributes:
         dtype: Dtype of the elements.

@@ -79,7 +79,7 @@ def _unpack(struct: Struct, data: Any, at: int, signature: bytes, name: str) -> 
 
 
 def _directory_extent(read: Read, length: int) -> tuple[int, int, int]:
-    """Return the number of the directory's entries, its first byte and one past its last."""
+    """Return the count of the directory's entries, the offset of its first byte, and one past its last byte."""
     # The directory must be at the very end: torch writes no comment, and a search could find a planted directory.
     last = length - _END.size
     if last < 0:
@@ -131,7 +131,7 @@ def _entry(data: bytes, at: int) -> tuple[Entry, int]:
 
 
 def _zip64_values(fields: list[int], extra: bytes) -> list[int]:
-    """Return the fields, with those that don't fit 32 bits taken from zip64's extra field."""
+    """Return the fields; the values that don't fit 32 bits are taken from zip64's extra field."""
     # The extra field has only the values whose 32-bit field is full, in this order.
     if _FULL32 not in fields:
         return fields
@@ -180,7 +180,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class WrittenRecord:
-    """A record that was written, for the directory.
+    """What the directory at the archive's end says about a written record.
 
     Attributes:
         name: Name in the archive.

@@ -1,7 +1,8 @@
 """Contents of ranks' parts as one checkpoint: the headers of all files give offsets, and parts must tile tensors.
 
 No file lists the others, and no header has a global shape. A tensor's shape is therefore the smallest that its parts
-fit into. If the last parts are missing, the others tile a smaller tensor, which only a caller who knows the shape sees.
+fit into. If the last parts are missing, the others tile a smaller tensor. Only a caller who knows the shape can notice
+that.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ class Part:
 
 
 def read_contents(checkpoint: Checkpoint) -> PartContents:
-    """Return the tensors that the files of all ranks make together; their headers are read once.
+    """Return the tensors that the files of all ranks make together. The headers are read once per open checkpoint.
 
     Raises:
         CorruptCheckpoint: A file is missing or not sound, parts overlap or leave holes, or they contradict
             ``LoadOptions(shapes=...)``.
-        UnsupportedValue: The files have another version of the format.
+        UnsupportedValue: The files have a version of the format that isn't known.
     """
     return checkpoint.once(_checked)
 
@@ -105,11 +106,11 @@ def _checked(checkpoint: Checkpoint) -> PartContents:
 
 
 def parse(checkpoint: Checkpoint) -> PartContents:
-    """Return the contents of all files, which one rank reads for all.
+    """Return the contents of all files. One rank calls this for all ranks.
 
     Raises:
         CorruptCheckpoint: A file is missing or not sound, or parts overlap or leave holes.
-        UnsupportedValue: The files have another version of the format.
+        UnsupportedValue: The files have a version of the format that isn't known.
     """
     where = checkpoint.storage.where()
     with collector_paused():
@@ -118,7 +119,7 @@ def parse(checkpoint: Checkpoint) -> PartContents:
 
 
 def _joined(where: str, files: Sequence[WeightFile]) -> PartContents:
-    """Return the tensors that files make together, from their headers.
+    """Return the tensors that the files make together, given the files' headers.
 
     Args:
         where: Place of the folder, for errors.
@@ -126,7 +127,7 @@ def _joined(where: str, files: Sequence[WeightFile]) -> PartContents:
 
     Raises:
         CorruptCheckpoint: Offsets aren't sound, or parts overlap or leave holes.
-        UnsupportedValue: The files have another version of the format.
+        UnsupportedValue: The files have a version of the format that isn't known.
     """
     check_numbers([entry for file in files for entry in file.entries], where)
     refusals = {entry.name: reason for file in files for entry in file.entries if (reason := refusal(entry))}
@@ -211,7 +212,7 @@ def _columns(kinds: Mapping[str, TensorKind], parts: Mapping[str, Sequence[Part]
 def _check_tiled(
     where: str, columns: ShardColumns, parts: Mapping[str, Sequence[Part]], files: Sequence[WeightFile]
 ) -> None:
-    """Raise if parts overlap or leave holes."""
+    """Raise if the parts of a tensor overlap or leave holes."""
     # Python's integers are used, since offsets come from a file and the product of large ones wouldn't fit a column.
     wrong: dict[str, str] = {}
     for key, kind in zip(columns.keys, columns.kinds, strict=True):
@@ -261,7 +262,8 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
     Raises:
         KeyMismatch: No file has a part of a tensor.
-        ShapeError: The parts make another shape than the target's, or have another dtype; or a target takes any shape.
+        ShapeError: A tensor has another shape or dtype than its target; or a target allows any shape, and
+            ``LoadOptions(shapes=...)`` doesn't give the saved one.
         UnsupportedValue: A tensor has a dtype that torch lacks.
         CorruptCheckpoint: The files aren't sound, or contradict each other.
     """
@@ -294,12 +296,12 @@ def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
 
 
 def _with_axes(index: Index) -> set[str]:
-    """Return the keys of tensors that have axes, along which parts may be missing."""
+    """Return the keys of the tensors with axes: a missing last part of these can't be noticed."""
     return {key for key, axes in zip(index.keys(), index.key_axes.tolist(), strict=True) if axes}
 
 
 def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
-    """Return the reasons that targets of any shape can't be loaded, by key: a missing part wouldn't be noticed."""
+    """Return why targets that allow any shape can't be loaded, by key: a missing part wouldn't be noticed."""
     padded = sorted({shard.key for shard in shards if shard.allow_shape_mismatch} - _told_keys(checkpoint))
     numbers = contents.index.find_keys(padded)
     return {key: _PADDED for key, number in zip(padded, numbers, strict=True) if number >= 0}
@@ -333,7 +335,7 @@ def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage of headers, and all files as unchecked, since no byte has a checksum."""
+    """Return damage if the files can't be read as a checkpoint; else all files as unchecked, as none has checksums."""
     try:
         contents = read_contents(checkpoint)
     except CheckpointingException as error:

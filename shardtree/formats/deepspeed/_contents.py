@@ -69,7 +69,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-    """Raise where two ranks have the same masters and states: ZeRO-3 stores no weights to compare masters with."""
+    """Raise if two ranks have the same masters and states, since ZeRO-3 has no weights to compare masters with."""
     first_vectors: dict[tuple[tuple[int, int], ...], Vector] = {}
     for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
         vectors = [group[rank] for group in optimizer.masters]
@@ -86,7 +86,7 @@ def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
 
 
 def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
-    """Return whether a vector has more than two distinct values; vectors with fewer may be equal by chance."""
+    """Return whether a vector begins with at least three distinct values: simpler vectors may be equal by chance."""
     first = [replace(vector.tensor, shape=(min(_LOOKED_AT, *vector.tensor.shape),)) for vector in vectors]
     return any(tensor.shape[0] and filled(checkpoint, tensor).unique().numel() > 2 for tensor in first)
 
@@ -99,7 +99,7 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
     """Raise if a rank's moments aren't zeros in the rank's padding, while another rank's moments are zeros there.
 
     DeepSpeed pads gradients with zeros, so that the moments of padding are zeros, whatever the masters are. If weight
-    decay is part of the gradient, they aren't; but then no other rank's moments are zeros there either.
+    decay is part of the gradient, these moments aren't zeros; but then other ranks have no zeros there either.
 
     Raises:
         CorruptCheckpoint: The files of ranks were exchanged.
@@ -140,7 +140,7 @@ _LOOKED_AT_PADDINGS = 4
 
 
 def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:
-    """Raise if weights would have to be derived from masters, but there is no file of masters."""
+    """Raise if weights would have to be derived from masters: the checkpoint has no file of masters."""
     names = [
         repr(name)
         for name, parameter in model.parameters.items()
@@ -217,7 +217,7 @@ def _add_for_each(
     values: Sequence[Any],
     masters: Sequence[Vector],
 ) -> None:
-    """Add a state that each rank stores once for the group to each parameter: a number, or else a refused tensor."""
+    """Add, for each parameter, a state that each rank stores once for the group: a number, or else a refused tensor."""
     value, others = values[0], [one if isinstance(one, (StoredTensor, int, float)) else None for one in values[1:]]
     first, *places = (checkpoint.storage.where(master.tensor.file) for master in masters)
     keys = [state_key(state, parameter.name) for parameter in parameters]
@@ -249,10 +249,10 @@ load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_f
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether a file is complete: `latest` if its folder exists, an archive if it has its table of records.
+    """Return whether a file is complete: `latest` if it names a folder, an archive if it has its zip directory.
 
     Raises:
-        CorruptCheckpoint: The file is part of an archive.
+        CorruptCheckpoint: The archive is cut off.
     """
     if name.rpartition("/")[2] not in (LATEST, LATEST_UNIVERSAL):
         return is_whole_archive(storage, name)

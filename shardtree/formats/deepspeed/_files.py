@@ -48,7 +48,7 @@ class Model:
     Attributes:
         where: Place of the first file, for errors.
         groups: Trainable parameters of each group, in the order of the flat vectors.
-        module: Tensors of rank 0 by name; those of ZeRO-3's parameters are empty.
+        module: Tensors of rank 0 by name; under ZeRO-3, the tensors of parameters are empty.
         common: The rest of the first file, for the common state.
     """
 
@@ -73,13 +73,13 @@ def read_model(
     paddings: Sequence[Sequence[int]] | None,
     tensors: Tensors,
 ) -> Model:
-    """Return the contents of the model files, and add the tensors that these hold: weights, buffers, frozen parameters.
+    """Return the contents of the model files, and add their weights, buffers and frozen parameters to `tensors`.
 
     Args:
         checkpoint: The open checkpoint.
         files: Model files by data-parallel rank; their numbers are their positions.
         paddings: Numbers of padding elements after each parameter of each group; None if the files have none.
-        tensors: Collected tensors; those of the model files are added.
+        tensors: Collected tensors, which get the tensors of the model files.
 
     Raises:
         CorruptCheckpoint: A file isn't as DeepSpeed writes it, or the files contradict each other.
@@ -132,7 +132,7 @@ def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
 def _compare_replicas(
     files: Sequence[ArchiveFile], modules: Sequence[ValueAt], name: str, tensor: StoredTensor, tensors: Tensors
 ) -> None:
-    """Add the copies of a tensor in the files of ZeRO-3's other ranks, which must be equal."""
+    """Add the copies of a tensor in the other ranks' files under ZeRO-3; all copies must be equal."""
     for file, module in zip(files[1:], modules[1:], strict=True):
         other = module.member(name).value
         if not prod(tensor.shape):
@@ -144,7 +144,7 @@ def _compare_replicas(
 def _add_frozen(
     checkpoint: Checkpoint, files: Sequence[ArchiveFile], name: str, parameter: Parameter, tensors: Tensors
 ) -> None:
-    """Add a frozen parameter of ZeRO-3, which is split over the ranks as trained ones are."""
+    """Add a frozen parameter under ZeRO-3, which splits it over the ranks like a trained one."""
     parts = (file.saved.member("frozen_param_fragments").member(parameter.name) for file in files)
     vectors = [Vector(number, part.of(StoredTensor)) for number, part in enumerate(parts)]
     by = f"frozen_param_shapes in {files[0].where!r}"
@@ -216,14 +216,14 @@ class Optimizer:
     A group is a set of parameters that share flat vectors: a param group, or a sub-group of ZeRO-3.
 
     Attributes:
-        is_zero3: True if each parameter is split by itself, False if a group's vector is.
+        is_zero3: True if each parameter is split over the ranks, False if the vector of a whole group is.
         ranks: Number of ranks that saved.
         paddings: Numbers of padding elements after each parameter of each group; None if the files have none.
         masters: Flat vectors of masters of each group, by rank.
         states: States of a group by its number, for each rank.
         param_groups: Hyperparameters of each rank's param groups; () if the files have none.
-        owners: Numbers of the groups of each param group.
-        steps: Common step of each rank, if its states and hyperparameters have none.
+        owners: Numbers of the groups that each param group's parameters are in.
+        steps: Step of each rank, used if the rank's states and hyperparameters have none.
         scaler: State of the loss scaler.
     """
 
@@ -238,7 +238,7 @@ class Optimizer:
     scaler: Mapping[str, Any]
 
     def group_steps(self, group: int) -> list[Any]:
-        """Return a group's step on each rank: from its hyperparameters, as FusedAdam writes it, else the common one."""
+        """Return a group's step on each rank: from its hyperparameters, as FusedAdam writes it, else from `steps`."""
         owner = next((owner for owner, groups in enumerate(self.owners) if group in groups), None)
         rank_groups = [{} if owner is None else groups[owner] for groups in self.param_groups]
         return [values.get("step", step) for values, step in zip(rank_groups, self.steps, strict=True)]
@@ -251,7 +251,7 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
         checkpoint: The open checkpoint.
         files: Optimizer files by rank.
         first: Number of the first file.
-        saved_by: Number of ranks according to the model file, for optimizer files without it; 0 if unknown.
+        saved_by: Number of ranks according to the model file, used if the optimizer files lack it; 0 if unknown.
 
     Raises:
         CorruptCheckpoint: A file isn't as DeepSpeed writes it, or files have different groups.

@@ -71,7 +71,7 @@ def recognize_universal(storage: Storage) -> Fields | None:
 
 
 def universal_folder(storage: Storage) -> str | None:
-    """Return the folder of a Universal Checkpoint, with a slash at its end; "" for the storage itself, or None."""
+    """Return the folder of a Universal Checkpoint, with a slash at its end; "" for the storage itself; else None."""
     for latest in (LATEST, LATEST_UNIVERSAL):
         folder = tag_folder(storage, latest)
         if folder is None:

@@ -35,8 +35,8 @@ MASTER, STEP = "fp32", "step"
 def read_contents(checkpoint: Checkpoint) -> Contents:
     """Return the contents of a Universal Checkpoint: states from their folders, weights and buffers from model files.
 
-    Only the folders of trained parameters are read. Others have buffers, frozen parameters or tied names as float32,
-    and the model file has these in their own dtype.
+    Only the folders of trained parameters are read. Other folders have buffers, frozen parameters or tied weights as
+    float32, but the model file has these tensors in their own dtype.
 
     Raises:
         CorruptCheckpoint: A parameter's folder is missing, or a state in it has another shape.
@@ -116,7 +116,7 @@ def _fits(stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _shaped(value: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """Return a tensor in a shape that it fits: a flat tensor becomes a view with strides that multiply its own."""
+    """Return a stored tensor as a view of a shape with as many elements; the tensor has this shape, or is flat."""
     if value.shape == shape:
         return value
     (step,) = value.stride
@@ -134,7 +134,7 @@ def _inner(optimizer: ValueAt) -> ValueAt:
 
 
 def _add_steps(tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]], file: int) -> None:
-    """Add the steps that have no files of their own, as from ZeRO-3: the optimizer's file has one for each group."""
+    """Add the steps without files of their own, as after ZeRO-3: the optimizer's file has a step for each group."""
     for parameter, step in _steps(model, optimizer, groups):
         key = state_key(STEP, parameter.name)
         if key in tensors.kinds:

@@ -65,7 +65,7 @@ def _entries(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
 def _by_tensor(
     files: Sequence[tuple[int, ArchiveFile]], entries: Entries
 ) -> tuple[dict[str, list[RankPart]], dict[str, Any]]:
-    """Return the ranks' parts of each tensor, and other values, such as extra states, from the first rank with them.
+    """Return the ranks' parts of each tensor, and other values, such as extra states, each from the first rank with it.
 
     A rank may lack a tensor, for example one of another pipeline stage.
     """
@@ -154,7 +154,7 @@ def _common(
 
 
 def _objects(extra: Sequence[Any]) -> dict[str, Any]:
-    """Return the states that belong to single ranks, as sharded objects by unique key."""
+    """Return the random state of each rank, by the unique key of a sharded object; {} if no rank has a state."""
     count = len(extra)
     states = [value.get("rng") if isinstance(value, dict) else None for value in extra]
     if all(state is None for state in states):

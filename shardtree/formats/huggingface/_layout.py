@@ -1,4 +1,4 @@
-"""The layout of a model's files, the same as the safetensors library's, which is known before a byte is written."""
+"""The layout of a model's files, known before a byte is written: the safetensors library would write the same one."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ _STEP = 4096
 
 
 def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer]]:
-    r"""Yield the bytes of a shard in pieces, each with its offset in the file.
+    r"""Yield the pieces of a shard that are contiguous in the file, each as its offset in the file and its bytes.
 
     Args:
         shard: Shard with data.
@@ -174,7 +174,9 @@ def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer
 
 
 def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
-    """Yield offset and length in bytes of a shard's runs in its whole tensor, in the order of the shard's own bytes.
+    """Yield a shard's runs, the contiguous byte ranges that it has in its whole tensor, as offset and length in bytes.
+
+    They come in the order of the shard's own bytes.
 
     Examples:
         >>> import torch
@@ -195,7 +197,7 @@ def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
 
 
 def _box_runs(whole: Column, offset: Column, shape: Column, item_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of a box; it and the whole tensor's shape are columns of one row."""
+    """Yield the runs of one box as `shard_runs` does; all three columns have one row."""
     if not volumes(shape)[0]:
         return
     strides = row_major_strides(whole)[0]

@@ -46,10 +46,10 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether a safetensors file is as long as its header says, or an index is JSON.
+    """Return whether a file is complete: a safetensors file by the length in its header, an index by being JSON.
 
     Raises:
-        CorruptCheckpoint: The file is cut off, or isn't one of these.
+        CorruptCheckpoint: The file is cut off, or is neither a safetensors file nor an index.
     """
     with storage.open(name) as reader:
         if name.endswith(INDEX_SUFFIX):
@@ -100,7 +100,7 @@ def file_name(number: int, count: int) -> str:
 
 
 def draft_name(save_id: str, number: int, count: int) -> str:
-    """Return the name of a file before the commit, which no program takes for a model's.
+    """Return the name that a file has before the commit. No program takes a file of this name for a model's.
 
     Examples:
         >>> draft_name("save-1", 0, 3)
@@ -115,10 +115,10 @@ _INDEX_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelListing:
-    """The files of a model, known before one is opened.
+    """The files of a model, known before a safetensors file is opened.
 
     Attributes:
-        name: Name of the file that lists them: the index, or the single file.
+        name: Name of the file that lists the others: the index or metadata.json; or the name of the single file.
         files: Distinct names in the checkpoint's storage.
         weight_map: File of each tensor; None if all tensors of all files belong to the model.
         total_size: Number of bytes of all tensors, from the index; None if the index lacks it.
@@ -134,7 +134,7 @@ def read_listing(checkpoint: Checkpoint) -> ModelListing:
     """Return the files of a model.
 
     Raises:
-        CorruptCheckpoint: The folder has no model, or no longer one, or the index isn't sound.
+        CorruptCheckpoint: The folder has no model, or the list of its files isn't sound.
     """
     # With another format's common state, metadata.json is the commit and lists the files; the index comes after it.
     tensor_files = checkpoint.fields.get("tensor_files")

@@ -139,7 +139,7 @@ class ModelContents:
 
 
 def read_contents(checkpoint: Checkpoint) -> ModelContents:
-    """Return the contents of a model's files, whose headers are read once.
+    """Return the contents of a model's files. The headers are read once per open checkpoint.
 
     Raises:
         CorruptCheckpoint: The index or a header isn't sound, they contradict each other, or a file is missing.
@@ -148,7 +148,7 @@ def read_contents(checkpoint: Checkpoint) -> ModelContents:
 
 
 def parse(checkpoint: Checkpoint) -> ModelContents:
-    """Return the contents, for which one rank reads the headers of all files for all ranks."""
+    """Return the contents of a model's files. One rank calls this for all ranks."""
     # Parsing makes an entry for each tensor, which the collector would scan again and again, and no garbage.
     with collector_paused():
         listing = read_listing(checkpoint)
@@ -182,7 +182,7 @@ def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContent
 
 
 def check_numbers(entries: Sequence[HeaderEntry], where: str) -> None:
-    """Raise if the index of the tensors, their shapes and offsets, would be larger than that of any real model.
+    """Raise if the headers declare so many tensors and axes that their index would be larger than any real model's.
 
     Args:
         entries: Tensors of all files.
@@ -196,7 +196,7 @@ def check_numbers(entries: Sequence[HeaderEntry], where: str) -> None:
 
 
 def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int, HeaderEntry]]:
-    """Return the entries that belong to the model, with the numbers of their files."""
+    """Return the header entries that belong to the model, each after the number of its file."""
     rows: dict[str, tuple[int, HeaderEntry]] = {}
     for number, file in enumerate(files):
         for entry in file.entries:
@@ -287,7 +287,7 @@ _WHY = "this format carries no checksums: lengths, headers and the index are com
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage of a model's files, and all files as unchecked, since none of their bytes has a checksum.
+    """Return the damage of a model's files, then all files as unchecked, since the format has no checksums.
 
     Changed values aren't found: only lengths, headers and the agreement of the index with the files are checked.
     """
@@ -309,7 +309,7 @@ def _unchecked_files(checkpoint: Checkpoint, listing: ModelListing) -> Iterator[
 
 
 def _damage_beside(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]:
-    """Return the damage of the index beside a metadata.json, by which other programs read the model."""
+    """Return the damage of the index if metadata.json lists the files: other programs read the model by its index."""
     # The index is written after metadata.json, which is the commit: a save that was killed in between has none.
     if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:
         return ()
@@ -331,7 +331,7 @@ def _damage(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]
 
 
 def _keys(listing: ModelListing) -> dict[str, list[str]]:
-    """Return the tensors that the index lists, by file."""
+    """Return the keys that the index lists for each file."""
     by_file: dict[str, list[str]] = {}
     for key, file in (listing.weight_map or {}).items():
         by_file.setdefault(file, []).append(key)

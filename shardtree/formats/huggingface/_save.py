@@ -57,7 +57,7 @@ from ._texts import TEXTS, header_texts, paths_without_room
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's files, the number of each tensor's file, and the rank that writes each file's header."""
+    """The files of a model, with the number of each tensor's file, and the rank that writes each file's header."""
 
     files: tuple[ModelFile, ...]
     file_of: Mapping[str, int]
@@ -66,11 +66,11 @@ class Model:
 
 @dataclass(slots=True, eq=False)
 class ModelSaving:
-    """Plan and progress of a save, which its later rows use.
+    """Plan and progress of a save, kept for the strategy's later functions.
 
     Attributes:
         model: Model that all ranks write.
-        final_names: Final names that files have got so far; a save that fails removes these files.
+        final_names: Names of the files that were renamed to their final names; a save that fails removes these files.
     """
 
     model: Model
@@ -80,7 +80,7 @@ class ModelSaving:
 def publish(pending: PendingSave, fields: Fields) -> None:
     """Make a folder a model: rename its files, then write the index, which a single file doesn't need.
 
-    If another format has the common state, metadata.json comes before the index, and is the commit.
+    If another format has the common state, metadata.json is written before the index, and commits the save.
     """
     saving: ModelSaving = pending.state
     files, final_names = saving.model.files, saving.final_names
@@ -126,7 +126,7 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
     """Raise if existing files have names that the model needs, and belong to no model that `overwrite` replaces.
 
     Raises:
-        AlreadyACheckpoint: There are such files, which the error names.
+        AlreadyACheckpoint: There are such files; the error names them.
     """
     # They may belong to another program, or to a save that was killed between its renames; the names don't tell.
     names = (file_name(number, len(files)) for number in range(len(files)))
@@ -137,7 +137,7 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
 
 
 def abandon(pending: PendingSave, saving: ModelSaving) -> None:
-    """Remove the files of a failed save, unless it is a model already. Never raises."""
+    """Remove the files of a failed save, unless it is committed already. Never raises."""
     if pending.world.rank != 0:
         return
     files = saving.model.files
@@ -157,7 +157,7 @@ _NATIVE_COMMON = "pass common_strategy=('safetensors', 1), which stores them in 
 
 
 def save_sharded_up_to(max_file_bytes: int) -> Strategy:
-    """Return the function that saves shards as a model with files of at most that many bytes of tensors.
+    """Return a function that saves shards as a model, with a limit on the bytes of tensors in a file.
 
     Args:
         max_file_bytes: Upper bound of the bytes of tensors in a file; a file with a single tensor may be larger.
@@ -256,7 +256,7 @@ def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts:
 
 
 def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
-    """Return the first rank that writes to each tensor, after a save shared the work; 0 for those without elements."""
+    """Return the first rank that writes a part of each tensor, by key; 0 for tensors that no rank writes."""
     rows = np.flatnonzero(level_writes(columns, ranks))
     # Rows are reversed, since a key's last one counts. The storage's error says why only one rank can write a tensor.
     writers = dict(zip(columns.key[rows][::-1].tolist(), columns.rank[rows][::-1].tolist(), strict=True))
@@ -274,7 +274,7 @@ def _layout(pending: PendingSave) -> ShardColumns:
 
 
 def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> str:
-    """Write this rank's parts, and return the hash of the header's strings, whose length moves the parts."""
+    """Write this rank's parts, and return a hash of the headers' strings, for the comparison of all ranks' strings."""
     files, rank = model.files, pending.world.rank
     if rank == 0:
         check_free(pending, files)
@@ -307,7 +307,7 @@ def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) 
 
 
 def _check_written(pending: PendingSave, files: Sequence[ModelFile], hashes: Sequence[str]) -> Fields:
-    """Raise unless all ranks have written after the same header strings, and rank 0 sees the files."""
+    """Return no fields, after checking that all ranks have the same header strings, and that rank 0 sees the files."""
     others = [f"rank {rank}" for rank, rank_hash in enumerate(hashes) if rank_hash != hashes[0]]
     # Ranks may differ in values that save's `preprocess_common_before_consistancy_check` leaves out.
     if others:

@@ -44,7 +44,7 @@ def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, st
 
 
 def header_texts(common: Any) -> dict[str, str]:
-    """Return the strings for each file's header: those of a common state, and the framework unless it names one.
+    """Return the strings for each file's header: those of a common state, with "format": "pt" if they lack a "format".
 
     Args:
         common: Tree with holes, or None.

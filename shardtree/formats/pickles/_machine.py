@@ -1,7 +1,7 @@
-"""The machine that reads pickles: Python's own without imports; it only calls listed constructors, within limits.
+"""The reader of pickles: Python's own, changed to import nothing and to call only listed constructors, within limits.
 
-A few bytes can make a tuple that contains another tuple twice, which contains another one twice, and so on. It takes
-little memory, but hashing it, or copying it without sharing, takes endless time and memory.
+A few bytes can make a tuple that contains another tuple twice, which contains another one twice, and so on. Such a
+tuple takes little memory, but hashing it, or copying it without sharing, takes endless time and memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Constructor:
         make: Function that returns the value, called with the pickle's arguments, of any types. An exception makes the
             file corrupt.
         build: Function that fills the value in place, called at most once with the value and the pickle's state. None
-            accepts no state.
+            refuses a state.
         keys: Function that returns the values that `make` hashes, called with the arguments before `make`.
 
     Examples:
@@ -96,7 +96,7 @@ _SIZED_TYPES = frozenset({*_CONTAINERS, str, bytes, bytearray})
 class _Guard:
     """Limits of the work that a pickle causes beyond reading its bytes.
 
-    This is the hashing of keys, and calls of constructors with arguments that the pickle refers to again and again.
+    Such work is the hashing of keys, and calls of constructors with arguments that the pickle refers to repeatedly.
     """
 
     __slots__ = ("_budget", "_collisions", "_first")
@@ -249,13 +249,13 @@ def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
 
 
 class Run:
-    """A placeholder for consecutive values that a scan took as columns, on the stack or in a list or dict.
+    """A placeholder, on the stack or in a list or dict, for consecutive values that a scan has put into columns.
 
-    In a dict, a run is both a key and its value, and stands for as many pairs.
+    In a dict, a run is both key and value, and stands for `last` - `first` pairs.
 
     Attributes:
-        first: Number of the first value in the scan's columns.
-        last: One past the number of the last value.
+        first: Row of the first value in the scan's columns.
+        last: One past the row of the last value.
     """
 
     __slots__ = ("first", "last")
@@ -269,10 +269,10 @@ class Irregular(ValueError):
 
 
 class _Memo(dict[int, Any]):
-    """The memo of a pickle. Values that a scan took aren't in it, but use up numbers.
+    """The memo of a pickle. Values that a `Scan` read aren't in it, but use up numbers.
 
     Attributes:
-        taken: Count of the numbers that values of a scan used up.
+        taken: Count of the numbers that such values used up.
         find: Function that returns such a value by its number; raises KeyError if the scan didn't keep it.
     """
 
@@ -290,16 +290,16 @@ class _Memo(dict[int, Any]):
 
 
 class Scan(Protocol):
-    """A function that takes the regular parts of a pickle from its bytes, many values at a time.
+    """A function that reads the regular, repeating parts of a pickle straight from its bytes, many values at a time.
 
     It is called after each object that is filled, with the position of the next opcode, and returns the position after
-    the values that it took. It pushes a `Run` for them, and adds their memo numbers to `machine.memo.taken`.
+    the values that it read. It pushes a `Run` for them, and adds their memo numbers to `machine.memo.taken`.
     """
 
     def __call__(self, machine: Machine, at: int) -> int: ...
 
     def find(self, number: int) -> Any:
-        """Return the value with a memo number, among those that the scan took."""
+        """Return a value that the scan read, by its memo number."""
         ...
 
 
@@ -319,9 +319,9 @@ class Machine(pickle._Unpickler):
         data: Bytes of the pickle.
         file: The same bytes as a file.
         stack: Values that were pushed since the last mark.
-        metastack: Stacks below it, one for each earlier mark.
+        metastack: Stacks below `stack`, one for each mark.
         memo: Values by their numbers.
-        scan: Function that takes regular parts; None to read without one.
+        scan: Function that reads regular parts; None to read without one.
         constructions: Constructor and value by the value's id, for values that may still be built. The value is kept so
             that its id isn't reused.
         guard: Limits of the work.

@@ -36,7 +36,7 @@ def _memoize(machine: Machine) -> None:
 
 
 def _unless_scanned(put: Handler) -> Handler:
-    """Return the handler of an opcode that gives the value on the stack a number of the pickle's choice."""
+    """Return a handler for an opcode with an explicit memo number; it calls `put`, but refuses if there is a scan."""
 
     def handler(machine: Machine) -> None:
         # The scan counts memo numbers, which is right for pickles that number values consecutively: from protocol 4 on.
@@ -228,7 +228,7 @@ def read_pickle(
         fix: Advice for the error about a name that isn't in `classes`.
         helpers: Types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
             they make the file corrupt.
-        scan: Function that takes regular parts of the pickle as columns; the value has a `Run` in their place.
+        scan: Function that reads regular parts of the pickle into columns; the value has a `Run` in place of each part.
 
     Raises:
         UnsafeFile: The pickle names something that isn't in `classes`, or uses an opcode that could run code.

@@ -120,7 +120,7 @@ class PickleWriter:
     """Writer of one pickle.
 
     Attributes:
-        out: Opcodes so far, in parts.
+        out: Byte strings of the opcodes so far, in order.
         memo: Memo number of each text and name that was written.
         protocol: 2 or 4.
     """

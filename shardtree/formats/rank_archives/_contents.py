@@ -69,7 +69,7 @@ class Piece:
 
 
 def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] | None = None) -> Piece:
-    """Return a stored tensor as a piece of a key's tensor: the box at an offset, or the whole without an offset."""
+    """Return a stored tensor as a piece of a key's tensor: the box at an offset, or, without an offset, all of it."""
     start = (0,) * len(tensor.shape) if offset is None else offset
     return Piece(key, file, tensor.begin, start, tensor.shape, scattered=None if tensor.is_row_major else tensor)
 
@@ -82,16 +82,16 @@ class Contents:
         files: Files, in the order of their numbers in the index.
         checked: The same files, with the CRC32s of their records.
         stored: Index of the tensors that have bytes of their own.
-        shown: Index of all tensors: those that are stored, derived or numbers.
+        shown: Index of all tensors: stored tensors, derived tensors and numbers.
         derived: Key of the master, by the key of a weight that is computed by rounding it.
         numbers: Tensors without axes that files hold as Python numbers.
         compared: Comparison that shows that a state belongs to its parameter, by the state's key.
         refused: Reason that a stored tensor can't be loaded, by its key.
-        copies: Copies of a tensor that are compared when it is read, by its key; all of them if any may differ.
+        copies: Copies of each tensor whose copies may differ, by key; they are compared when the tensor is read.
         objects: Sharded objects by unique key; their tensors aren't filled.
         common: Common state; its tensors aren't filled.
-        scattered: Boxes that aren't stored in row-major order, by the key of their tensor; the index has them behind
-            the end of their file.
+        scattered: Boxes that aren't stored in row-major order, by the key of their tensor; in the index, their offsets
+            are beyond the end of their file.
         check: Function that is called once before any tensor is read, and raises if a file belongs to another rank;
             None if other comparisons show that.
     """
@@ -122,7 +122,7 @@ class Tensors:
         numbers: Field of `Contents`.
         compared: Field of `Contents`.
         refused: Field of `Contents`.
-        copies: Field of `Contents`, with copies that are known to be the same.
+        copies: Field of `Contents`, but also of tensors whose copies are known to be equal.
         told: Value of each number and the place of its file, by key.
     """
 
@@ -136,12 +136,12 @@ class Tensors:
     told: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, key: str, dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece] = ()) -> None:
-        """Add a tensor to those that the checkpoint lists, with its stored pieces."""
+        """Add a tensor, with the pieces of it that files have."""
         self.kinds[key] = TensorKind(dtype, tuple(shape), 0)
         self.pieces.extend(pieces)
 
     def add_number(self, key: str, value: float, where: str) -> None:
-        """Add a Python number of a file as a tensor without axes, as the `step` of torch's optimizers.
+        """Add a Python number of a file as a tensor without axes, such as the `step` of torch's optimizers.
 
         A further file's number under the same key is a copy of the first one.
         """
@@ -168,7 +168,7 @@ class Tensors:
         places: tuple[str, str],
         offset: tuple[int, ...] | None = None,
     ) -> None:
-        """Add another file's copy of a box of some tensors; without an offset, a copy of the whole tensor.
+        """Add another file's copy of a box to each of some tensors; without an offset, the box is the whole tensor.
 
         Args:
             keys: Keys of the tensors.
@@ -239,7 +239,7 @@ def contents_of(
 
 
 def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces, with scattered pieces moved behind the end of their file, one after the other."""
+    """Return the pieces with new offsets for scattered ones: beyond the end of their file, one after the other."""
     ends, placed = [file.length for file in files], list[Piece]()
     for piece in pieces:
         if piece.scattered is None:
@@ -296,7 +296,7 @@ def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> S
 def _check_tiled(
     files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
 ) -> None:
-    """Raise unless the pieces of each tensor tile it: they have as many elements, and no element twice.
+    """Raise unless the pieces of each tensor have as many elements as the tensor, and no element twice.
 
     Flat ranges aren't compared with each other, since formats cut them from one vector.
     """

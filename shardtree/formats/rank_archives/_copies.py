@@ -36,14 +36,14 @@ Stored = StoredTensor | float
 
 
 class Copy(NamedTuple):
-    """Two files' values of one box of a tensor, which should be copies of each other.
+    """The values that two files have for one box of a tensor; they should be equal.
 
     Attributes:
         one: Value that is loaded.
         other: Value of the other file; None if it has none.
         places: Places of the two files, for errors.
         offset: Offset of the box in the tensor.
-        same: True if the values are equal, False if not, None if only reading them tells.
+        same: True if the values are equal, False if not, None if they must be read to know.
     """
 
     one: Stored
@@ -63,9 +63,10 @@ AllCopies = Mapping[str, Sequence[Copy]]
 
 
 def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
-    """Return whether two files' values are equal bit for bit, by the CRC32s of their records; None if these can't tell.
+    """Return whether two files' values are equal, as far as CRC32s tell; None if tensors must be read to know.
 
-    They can if the CRC32s are equal, or if each record contains nothing but the tensor.
+    Equal CRC32s show that tensors of one layout are equal. Different CRC32s show that tensors differ only if each
+    record contains nothing but its tensor.
     """
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
         return one == other or (one != one and other != other)  # NaNs count as equal.
@@ -127,7 +128,7 @@ def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[st
 
 
 def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
-    """Return the work of comparing all copies, which ranks share; None if there is nothing to compare."""
+    """Return the comparison of all copies, for ranks to share; None if there is nothing to compare."""
     if checkpoint.options.verify is None or keys.isdisjoint(copies):
         return None
     unsure = [(key, copy) for key, key_copies in sorted(copies.items()) for copy in key_copies if not copy.same]
@@ -137,7 +138,7 @@ def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Res
 
 
 def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
-    """Yield each box whose copies may differ, with the reader of each copy."""
+    """Yield each box whose copies may differ, with a function for each copy that reads it."""
     for key, key_copies in sorted(copies.items()):
         boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
         for one, other, places, offset, _ in key_copies:
@@ -152,7 +153,7 @@ def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
 
 
 def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
-    """Return the numbers of the copies in a share that differ."""
+    """Compare one share of the copies, and return the positions of those that differ."""
     total = sum(_nbytes(copy.one) for copy in copies)
     numbers, before = [], 0
     for number, copy in enumerate(copies):

@@ -142,7 +142,9 @@ class ArchiveFile:
 
 
 def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes) -> list[ArchiveFile]:
-    """Return files, described by their directories and pickles; several are read at a time.
+    """Return files with their saved values and records, from their zip directories and pickles.
+
+    Several files are read at a time.
 
     Args:
         checkpoint: The open checkpoint.
@@ -199,7 +201,7 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 
 
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's param groups without the numbers of their parameters, which differ between optimizers."""
+    """Return an optimizer's param groups without "params": its numbers of parameters differ between optimizers."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

@@ -106,7 +106,7 @@ def pieces_of(shard: ShardedTensor) -> Iterator[ShardedTensor]:
 
 
 def _part(shard: ShardedTensor, axis: int, start: int, length: int) -> ShardedTensor:
-    """Return a slice of a shard along a local axis, in the same global tensor, which `narrow` would shrink."""
+    """Return a slice of a shard along a local axis, as a shard of the same global tensor."""
     offset, shape = list(shard.global_offset), list(shard.local_shape)
     offset[shard.prepend_axis_num + axis] += start
     shape[axis] = length

@@ -133,7 +133,7 @@ def _place(
 
 
 def _box(tensor: StoredTensor | StoredDTensor) -> Box:
-    """Return the box that a rank holds; raise ValueError if its part has another shape than the mesh gives it."""
+    """Return the box that a rank holds; raise ValueError if its placements give another shape than its part has."""
     local = local_part(tensor)
     whole = (0,) * len(tensor.shape), tensor.shape
     box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole

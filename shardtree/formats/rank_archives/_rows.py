@@ -1,4 +1,4 @@
-"""Rows of a format whose checkpoints are torch.save's files: loads, metadata, verify.
+"""Strategy rows of formats whose checkpoints are torch.save's files: loads, metadata, verify.
 
 Stored pieces are read, derived weights are rounded from masters, and masters are compared with weights.
 """
@@ -97,13 +97,13 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
 
 
 def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str], *, reads: bool) -> dict[str, str]:
-    """Return the reasons that tensors can't be loaded, by the keys of those that can't.
+    """Return why some of the tensors can't be loaded, by key; tensors that can be loaded are left out.
 
     Args:
         checkpoint: The open checkpoint; with ``verify=None`` copies aren't compared.
         contents: Contents of the checkpoint.
         keys: Keys of the tensors.
-        reads: True if copies are read and compared where their checksums don't tell whether they are equal.
+        reads: True if copies are read and compared when checksums don't tell whether they are equal.
     """
     unique_keys = dict.fromkeys(keys)
     refused = {key: contents.refused[key] for key in unique_keys if key in contents.refused}
@@ -199,7 +199,7 @@ def _compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[Corrupt
 
 
 def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
-    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    """Return every stored tensor by key, and every object by unique key, whole and without data."""
     return IndexMetadata(
         contents.shown,
         refused=lambda shards: _refused_among(checkpoint, contents, [shard.key for shard in shards], reads=False),
@@ -221,7 +221,7 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
 
 
 def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
-    """Return a shard without data, with the key and dtype of the tensor that is read for it."""
+    """Return a shard without data, whose key and dtype are those of the stored tensor that is read for it."""
     key = contents.derived.get(shard.key, shard.key)
     return replace(shard, key=key, dtype=_stored_kind(contents, key).dtype, data=None)
 
@@ -231,7 +231,7 @@ ReadContents = Callable[[Checkpoint], Contents]
 
 
 def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
-    """Return the rows of a format: load_common, load_sharded, load_objects, load_metadata, verify and resolve.
+    """Return a format's functions: load_common, load_sharded, load_objects, load_metadata, verify and resolve.
 
     Args:
         read_contents: Function that lists the contents of a checkpoint; called once for an open checkpoint.
@@ -255,7 +255,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return [filled(checkpoint, stored_objects[key]) for key in unique_keys]
 
     def metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-        """Return every stored tensor by key, and object by unique key, whole and without data."""
+        """Return every stored tensor by key, and every object by unique key, whole and without data."""
         return load_metadata(checkpoint, contents(checkpoint))
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
@@ -267,7 +267,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return tuple(_verified(checkpoint, content))
 
     def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-        """Return the work of comparing copies, which ranks share; None if checksums suffice."""
+        """Return the comparison of copies, for ranks to share; None if there is nothing to compare."""
         return resolution(checkpoint, contents(checkpoint).copies, keys)
 
     return load_common, load, load_objects, metadata, verify, resolve

@@ -1,6 +1,6 @@
 """Tensors that aren't stored in row-major order: channels_last, transposed, expanded, conjugated lazily.
 
-The index places them behind the end of their file, where no bytes are. They are read box by box, by their strides.
+In the index, their offsets are beyond the end of their file. They are read box by box, by their strides.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MOST_EXPANDED_BYTES = 32 * 1024 * 1024
 
 
 def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[str, str]:
-    """Return the reasons that expanded tensors can't be read, by key, from the tensor on that exceeds the upper bound.
+    """Return why expanded tensors can't be read, by key: a tensor is refused if the total up to it exceeds a bound.
 
     Args:
         pieces: Key and stored tensor of each scattered piece.
@@ -67,10 +67,10 @@ def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[s
 
 
 def in_order(plan: LoadPlan, lengths: Sequence[int]) -> LoadPlan:
-    """Return the rows of a plan that read row-major pieces, without those of scattered boxes.
+    """Return a plan without the rows of scattered boxes: only row-major pieces are left.
 
     Args:
-        plan: Plan for an index that has scattered boxes behind the ends of files.
+        plan: Plan by an index, which gives scattered boxes offsets beyond the end of their file.
         lengths: Lengths of the files, in bytes.
     """
     ends = np.array(lengths, dtype=np.int64)
@@ -112,7 +112,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tuple[Place, StoredTensor]]:
-    """Yield the intersections of a shard with scattered boxes: a view of the shard's memory, and its stored tensor."""
+    """Yield each intersection of a shard with a scattered box: a view of the shard's memory, and its stored tensor."""
     if not scattered:
         return
     columns = shard_columns([shard])
@@ -133,7 +133,7 @@ def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tup
 
 
 def check_record(reader: Reader, tensor: StoredTensor, verify: Verify, where: str) -> bool:
-    """Compare the record of a tensor with its checksum if the option asks for it, and return whether it was compared.
+    """Compare a tensor's record with its checksum if `verify` asks for it, and return whether it was compared.
 
     Args:
         reader: Reader of the tensor's file.

@@ -38,11 +38,11 @@ class Listing:
     """Listing of a folder, from the names of its files and its metadata.pkl.
 
     Attributes:
-        files: Files of each item, by the rank that has one.
+        files: Name of each item's file, by item and rank.
         boxes: Descriptions in metadata.pkl of plain tensors that are parts of a global tensor, by item and path, then
-            by rank. Each has the global shape, and for each box its offset in the global tensor, its offset in the
-            rank's tensor, and its shape.
-        described: Ranks whose files have a tensor according to metadata.pkl, by item and path.
+            by rank. A description has the global shape, and for each box its offset in the global tensor, its offset
+            in the rank's tensor, and its shape.
+        described: Ranks whose files must have a tensor according to metadata.pkl, by item and path.
     """
 
     files: Mapping[str, Mapping[int, str]]
@@ -125,7 +125,7 @@ def _file(item: str, rank: int, layout: ValueAt) -> str:
 
 
 def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
-    """Return the description of a plain tensor by rank; a DTensor describes itself."""
+    """Return the descriptions of a tensor by rank; {} for a DTensor, which needs none."""
     boxes: dict[int, ValueAt] = {}
     for group in groups.items():
         sharding = group.member("sharding_metadata")
@@ -135,7 +135,7 @@ def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
 
 
 def _ranks(groups: ValueAt) -> frozenset[int]:
-    """Return the ranks whose files have a tensor, according to metadata.pkl."""
+    """Return the ranks whose files must have a tensor, according to metadata.pkl; of replicas, only the first rank."""
     holders = set[int]()
     for group in groups.items():
         ranks = {rank.count() for rank in group.member("ranks").items()}
@@ -213,7 +213,7 @@ def _by_path(
 
 
 def _check_described(storage: Storage, listing: Listing, holders: Mapping[PathAt, Set[int]]) -> None:
-    """Raise if a file lacks a tensor that metadata.pkl describes, which would otherwise be missing silently."""
+    """Raise if a file lacks a tensor that metadata.pkl describes: nothing else would show that it is missing."""
     wrong = []
     for (item, path), ranks in listing.described.items():
         there = holders.get((item, path), frozenset())
@@ -236,7 +236,7 @@ def _tensors(value: Any, path: TreePath) -> Iterator[tuple[TreePath, StoredTenso
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return a value without its tensors: holes in lists and tuples, no dict entries; a hole if nothing is left."""
+    """Return a value without its tensors: lists and tuples get holes, dicts lose entries; a hole if nothing is left."""
     if isinstance(value, (StoredTensor, StoredDTensor)):
         return HOLE
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Buckets of Megatron-Core's distributed optimizer (`dp_reshardable`), and the parameters that their ranges are.
+"""Buckets of Megatron-Core's distributed optimizer (`dp_reshardable`), and the parameters stored in their ranges.
 
 A bucket is a 1-D tensor of a data-parallel group's float32 masters, or of their moments, without names. The offsets of
-its chunks say which ranges can be parameters. A range's parameter is the piece of the model that equals the masters of
-the range after rounding to the weight's dtype. Pieces with equal values, such as fresh norms, are distinguished by the
-order of modules.
+its chunks say which ranges can be parameters. Which parameter a range holds is found by value: its masters, rounded to
+the weight's dtype, equal the weights of a piece of the model. Pieces with equal values, such as fresh norms, are
+distinguished by the order of modules.
 
 References:
     megatron.core.optimizer.distrib_optimizer, megatron.core.distributed.param_and_grad_buffer, megatron-core 0.16.1.
@@ -48,7 +48,7 @@ class Bucket:
     """Consecutive parameters of a model-parallel rank, in the reverse order of its modules.
 
     Attributes:
-        name: Key of the bucket's states without its last part.
+        name: Key of the bucket's states without the last part, which names the state.
         group: Name of the model-parallel rank that the bucket belongs to.
         buffer: Number and dtype of the buffer that the bucket is part of.
         number: Number of the bucket in its buffer.
@@ -209,7 +209,7 @@ MOST_READINGS = 64
 
 
 def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], Sequence[Candidate]]) -> list[Reading]:
-    """Return the readings of a bucket, its possible divisions into parameters in order; usually there is one.
+    """Return the readings of a bucket: its possible divisions into consecutive parameters. Usually there is one.
 
     Args:
         bucket: Bucket to read.
@@ -260,7 +260,7 @@ def _slice_edges(edges: Ints) -> set[int]:
 
 
 def _is_slice(size: int, length: int) -> bool:
-    """Return whether there is a number of ranks that cut a bucket into slices of a size.
+    """Return whether a bucket of some length, cut among some number of ranks, may have slices of this size.
 
     Megatron-Core pads a bucket to a multiple of 128 and of the number of ranks, or of 65,536 too, before it cuts it.
     """
@@ -272,5 +272,5 @@ def _is_slice(size: int, length: int) -> bool:
 
 
 def _after(end: int, length: int) -> int:
-    """Return the offset of the parameter that follows one with a given end, after the padding."""
+    """Return where the next parameter begins: the end of a parameter, rounded up by padding; at most the length."""
     return min(-(-end // _ALIGNMENT) * _ALIGNMENT, length)

@@ -74,7 +74,7 @@ def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, An
 
     Args:
         leaves: Values by their paths.
-        kinds: Empty dicts of other types, by the paths of the dicts that have them.
+        kinds: For each dict that isn't a plain dict, an empty one of its type, by the dict's path.
 
     Raises:
         ValueError: Paths contradict each other.
@@ -217,9 +217,9 @@ def _is_one_value(node: Any) -> bool:
 
 
 def without_hollow(values: dict[str, Value], shard_keys: Set[str]) -> dict[str, Value]:
-    """Return values by name, without the empty containers at names of tensors or objects.
+    """Return values by name, without empty containers that have the name of a tensor or an object.
 
-    A rank without shards has an empty container in their place, which isn't a plain value.
+    Such a container isn't a plain value: a rank without shards has it in place of a container of shards.
 
     Examples:
         >>> without_hollow({"w": (("w",), []), "step": (("step",), 3)}, {"w"})

@@ -1,7 +1,7 @@
 """Types of dicts in a common state that is stored flat: OrderedDicts, and defaultdicts with their factories.
 
 torch.distributed.checkpoint stores each value by its path, and makes plain dicts of all paths. The types are in an
-additional record of a value's archive, which other readers ignore.
+additional record of a value's archive; other readers ignore this record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KindsAt = tuple[tuple[int, dict[Any, Any]], ...]
 
 
 def kinds_of(common: Any, paths: Mapping[str, TreePath]) -> dict[str, KindsAt]:
-    """Return the dicts around values that aren't plain; each is listed under the name of the first value in it.
+    """Return the depth and an empty copy of each dict that isn't plain, under the name of the first value in it.
 
     Args:
         common: Common tree.

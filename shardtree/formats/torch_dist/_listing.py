@@ -1,4 +1,4 @@
-"""The content of `.metadata`, checked and in columns: an index for planning loads, and the places of archives."""
+"""The content of `.metadata`, checked and in columns: an index for planning loads, and where each archive lies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Archives:
 
     Attributes:
         names: Key of each archive's tensor, or name of its object.
-        chunk: Row of each archive's shape, -1 for an object, int64 (archives,).
+        chunk: Row of each archive's shape in `shapes`, -1 for an object, int64 (archives,).
         shapes: Shapes of chunks, right-aligned, int64 (chunks, axes).
         axes: Number of axes of each shape, int64 (chunks,).
         start: Offset of each payload in a virtual file that consists of payloads, int64 (archives,).
@@ -75,14 +75,14 @@ class Archives:
         return None if row < 0 else tuple(self.shapes[row, self.shapes.shape[1] - int(self.axes[row]) :].tolist())
 
     def at(self, byte: Column) -> Column:
-        """Return the number of the archive that has each of some bytes of the virtual file, int64 (bytes,)."""
+        """Return, for each offset in the virtual file, the number of the archive that it lies in, int64 (bytes,)."""
         return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
 
 
 def archives_of(
     names: Sequence[str], places: ArchivePlaces, rows: Column, shapes: Column, axes: Column, payload: Column
 ) -> tuple[Archives, Column]:
-    """Return the archives sorted by file and offset, and the number of each given archive there, int64 (archives,).
+    """Return the archives sorted by file and offset, and each given archive's number in that order.
 
     Args:
         names: Key of each archive's tensor, or name of its object; objects follow after tensors.
@@ -93,7 +93,7 @@ def archives_of(
         payload: Length of each tensor in bytes, int64 (tensors,); an object is all payload.
 
     Raises:
-        ValueError: A place isn't a range of a file, two share bytes, or they are too large.
+        ValueError: A place isn't a range of a file, two places share bytes, or archives are too large.
     """
     files = sorted({places.file[row] for row in rows.tolist()})
     for name in files:
@@ -150,7 +150,7 @@ def _check_apart(
 
 
 def _refusal_rows(places: ArchivePlaces, rows: Column) -> Iterator[tuple[int, int]]:
-    """Yield the rows of places that can't be read, with the numbers of the places."""
+    """Yield the row of each archive that can't be read, and the number of its place."""
     if places.refusals:
         yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
 
@@ -237,7 +237,7 @@ class ArchiveListing:
     """Tensors, objects and values of a checkpoint, with the archives that hold them.
 
     Loads are planned on one virtual file of all payloads, since a payload's offset in its archive is only known once
-    the archive is opened. A byte between two payloads keeps any run from spanning both.
+    the archive is opened. One unused byte between payloads keeps each read from spanning two.
 
     Attributes:
         index: Index of tensors and objects; its only file is the virtual one.
@@ -298,7 +298,7 @@ def index_on_files(listing: ArchiveListing, index: Index) -> Index:
 
 
 def _hidden_names(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of objects that users don't see: the one of the common state, if there is such an object."""
+    """Return the names of objects that users don't see: the name of the common state's object, if there is one."""
     fields = checkpoint.fields
     in_object = (fields.get("common_backend"), fields.get("common_backend_version")) == TORCH_DIST
     return frozenset({COMMON_OBJECT} if in_object else ())
@@ -329,7 +329,7 @@ def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> ArchiveLis
 
 
 def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, ChunkBoxes], dict[str, str]]:
-    """Return the boxes of tensors' chunks by key, and the reasons that other tensors can't be read by key."""
+    """Return, by key, the boxes of readable tensors' chunks, and the reasons that other tensors can't be read."""
     boxes, unknown = {}, {}
     for key, entry in tensors.items():
         try:
@@ -363,7 +363,7 @@ def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, ChunkBoxes]
 
 
 def _right_aligned(parts: Sequence[Column], fill: int) -> Column:
-    """Return columns with different numbers of axes as one column, at least one axis wide."""
+    """Return columns with different numbers of axes as one, at least one axis wide, with `fill` on the left."""
     width = max([1, *(part.shape[1] for part in parts)])
     if parts and all(part.shape[1] == width for part in parts):
         return np.concatenate(parts)

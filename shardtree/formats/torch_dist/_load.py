@@ -94,8 +94,8 @@ def archives_cost(
 ) -> ReadCost:
     """Return the cost of a plan for a listing's index, assuming row-major tensors that have checksums.
 
-    Archives aren't opened, so that another order isn't known. A load also reads each archive's own directory for the
-    offset of its tensor, which takes a few hundred bytes more.
+    Archives aren't opened, so that tensors in another order go unnoticed. A load also reads each archive's own
+    directory for the offset of its tensor, which takes a few hundred bytes more.
 
     Args:
         checkpoint: Checkpoint with the options of the reads.
@@ -123,7 +123,7 @@ def archives_cost(
 
 
 def _file_plan(listing: ArchiveListing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
-    """Return a plan for the data files from a plan for the virtual file, given the archive of each of its rows."""
+    """Return a plan for the data files from a plan for the virtual file, given the archive of each run and piece."""
     archives = listing.archives
     run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
     # The rows are sorted again, since two tensors may share an archive and then change their order.
@@ -133,7 +133,7 @@ def _file_plan(listing: ArchiveListing, payloads: Payloads, plan: LoadPlan, run:
 
 
 def _files(listing: ArchiveListing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
-    """Return the files of some payloads by number, with the payloads as byte ranges that have checksums."""
+    """Return the files that hold some payloads, by number, each with its payloads' byte ranges and checksums."""
     archives, files = listing.archives, dict[int, StoredFile]()
     for file in np.unique(archives.file[numbers]).tolist():
         inside = numbers[archives.file[numbers] == file]
@@ -183,7 +183,7 @@ def _read_scattered(
 
 
 def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, StoredTensor]:
-    """Return the offset of the tensor rows that a plan reads, in row-major bytes, and these rows as a stored tensor.
+    """Return the offset, in row-major bytes, of the rows that a plan reads from a tensor, and these rows as a tensor.
 
     Args:
         plan: Rows of a plan that read only from the tensor.
@@ -294,7 +294,7 @@ def _states(checkpoint: Checkpoint, listing: ArchiveListing) -> Index:
 
 
 def _compare(checkpoint: Checkpoint, listing: ArchiveListing, keys: Set[str]) -> tuple[str, ...]:
-    """Compare masters with weights once if any key is a state; return the states that the options exempt."""
+    """Compare masters with weights, once, if any key is a state; return the states left unchecked by the options."""
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
         return tuple(states)
@@ -310,7 +310,7 @@ def _differing(checkpoint: Checkpoint, listing: ArchiveListing, share: int, shar
 
 
 def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-    """Return the work of finding states in buckets, or of comparing masters, which ranks share; None if not needed."""
+    """Return work that ranks share: finding states in buckets, or comparing masters; None if neither is needed."""
     listing = read_listing(checkpoint)
     if _has_states(listing, None if listed else keys):
 

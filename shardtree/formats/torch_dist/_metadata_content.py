@@ -1,4 +1,4 @@
-"""Content of `.metadata` in columns, and the names that this pickle may use: none is imported, all become stubs."""
+"""Content of `.metadata` in columns, and the names that the pickle may use: no class is imported; most become stubs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Paths = dict[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchivePlaces:
-    """Places of archives.
+    """Places of archives: the file and the byte range of each.
 
     Attributes:
         file: Name of the file of each place.
@@ -67,7 +67,7 @@ class TensorEntry:
 class TensorEntries(Mapping[str, TensorEntry]):
     """The entries of all tensors by key, which are made on access.
 
-    Sending columns to other ranks takes a small part of the time that entries would take.
+    Sending columns to other ranks takes a small part of the time that sending entries would take.
 
     Attributes:
         number: Number of each key, from 0.
@@ -163,7 +163,7 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 
 
 class _Names(dict[tuple[str, str], Any]):
-    """Values by name. A dtype that this torch lacks is a stub, which only matters if its tensor is requested."""
+    """Values by name. A dtype that this torch lacks becomes a stub; only requests for its tensors fail."""
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         module, name = key

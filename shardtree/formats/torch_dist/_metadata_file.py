@@ -72,7 +72,7 @@ def unsound(where: str, error: Exception) -> CorruptCheckpoint:
 
 
 def parse_metadata(data: bytes, where: str) -> MetadataFile:
-    """Return the content of `.metadata`, with its regular parts taken as columns.
+    """Return the content of `.metadata`, whose regular parts a scan reads straight into columns.
 
     Args:
         data: Bytes of the file.
@@ -110,7 +110,7 @@ def _parse(root: Any, scan_columns: ScanColumns) -> MetadataFile:
 
 
 class _TensorTable:
-    """The tensors and values that `.metadata` lists, with chunks as rows of the table of shapes."""
+    """The tensors and values that `.metadata` lists, with each chunk's offset and shape as rows of one table."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
         self.scan_columns = scan_columns
@@ -170,7 +170,7 @@ class _TensorTable:
         return np.array([self.scan_columns.shapes.add(shape)])
 
     def add_run(self, run: Run) -> None:
-        """Add tensors that a scan took."""
+        """Add tensors that a scan read into columns."""
         rows, scan_columns = slice(run.first, run.last), self.scan_columns
         if not all(scan_columns.tensor_key[rows]):
             raise ValueError("an empty key")
@@ -189,7 +189,7 @@ _NONE: Column = np.zeros(0, dtype=np.int64)
 
 
 class _PlaceTable:
-    """The places that `.metadata` lists, with the key and the chunk's offset of each."""
+    """The places that `.metadata` lists, each with a tensor's key and a chunk's offset, or a value's name."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
         self.scan_columns = scan_columns
@@ -221,7 +221,7 @@ class _PlaceTable:
         self._columns.append(np.array([[row], [byte], [length]], dtype=np.int64))
 
     def add_run(self, run: Run) -> None:
-        """Add places that a scan took."""
+        """Add places that a scan read into columns."""
         rows = slice(run.first, run.last)
         files = self.scan_columns.pair_file[rows]
         self.refusals |= {
@@ -233,7 +233,7 @@ class _PlaceTable:
         self.runs += 2
 
     def columns(self) -> tuple[Column, ArchivePlaces]:
-        """Return the offset of each place's chunk as a row of the table of shapes, and the places."""
+        """Return the row of each place's chunk offset in the table of shapes, -1 for a value, and the places."""
         offset, byte, length = np.concatenate([np.zeros((3, 0), dtype=np.int64), *self._columns], axis=1)
         return offset, ArchivePlaces(self.file, byte, length, self.refusals)
 
@@ -286,7 +286,7 @@ def _tuples(shapes: Column, axes: Column) -> list[Ints]:
 
 
 def _values(names: list[str], keys: list[str], offset: Column) -> dict[str, int]:
-    """Return the number of each plain value's place; of several places, the last one counts, as in a dict."""
+    """Return the number of each plain value's place; if a value has several, the last counts, as in a dict."""
     row_of = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
     if absent := [key for key in names if key not in row_of]:
         raise ValueError(f"{absent[0]!r}: its place is missing")

@@ -1,4 +1,4 @@
-"""The scan of `.metadata`, which takes its regular parts as columns: a million chunks take few objects.
+"""The scan of `.metadata`: it reads regular parts straight into columns, so that a million chunks make few objects.
 
 Nearly all of the file repeats three records: a tensor, a chunk of a tensor, and the place of a chunk. Regular
 expressions match them, opcode by opcode, after the safe reader of pickles has read the first such record. References
@@ -46,7 +46,7 @@ class ScanColumns:
     A `Run` is a range of rows of one table. Columns "in parts" are lists of arrays, which are concatenated at the end.
 
     Attributes:
-        shapes: Table of all shapes and offsets, whose rows the columns below name.
+        shapes: Table of all shapes and offsets; "row" below is a row of this table.
         chunk_offset: Row of each chunk's offset, (chunks,), in parts.
         chunk_shape: Row of each chunk's shape, (chunks,), in parts.
         chunks: Number of chunks.
@@ -58,7 +58,7 @@ class ScanColumns:
         tensor_key: Key of each tensor, (tensors,).
         tensor_dtype: Dtype of each tensor, as the file has it, (tensors,).
         tensor_shape: Row of each tensor's shape, (tensors,), in parts.
-        tensor_chunks: First and last chunk of each tensor, (tensors,).
+        tensor_chunks: First chunk of each tensor and one past its last, (tensors,).
         runs: Number of runs.
     """
 
@@ -98,7 +98,7 @@ class MetadataScan:
         }
 
     def find(self, number: int) -> Any:
-        """Return a shape that the scan took, by its number in the memo."""
+        """Return a shape that the scan read, by its memo number."""
         return self.columns.shapes.of_number(number)
 
     def __call__(self, machine: Machine, at: int) -> int:
@@ -201,7 +201,7 @@ class MetadataScan:
         return value
 
     def texts(self, machine: Machine, codes: Sequence[bytes], base: Sequence[int]) -> list[str]:
-        """Return the strings of some opcodes, literal or by reference; new strings get their memo numbers."""
+        """Return the strings that opcodes contain or refer to; strings in opcodes get their memo numbers."""
         text_of: dict[bytes, str] = {}
         texts = []
         for code, number in zip(codes, base, strict=True):
@@ -311,7 +311,7 @@ _FUNCTIONS = {"_get_layout", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
 
 
 def _dtype_of(properties: Any) -> Any:
-    """Return the dtype in a tensor's properties that were read as an object."""
+    """Return the dtype in a tensor's properties, which the safe reader has read as an object."""
     if type(properties) is not Stub or properties.type_name.rpartition(".")[2] != "TensorProperties":
         raise Irregular("no properties")
     if type(properties.state) is not tuple or not properties.state:
@@ -320,12 +320,12 @@ def _dtype_of(properties: Any) -> Any:
 
 
 def _is_class_name(name: str, value: Any) -> bool:
-    """Return whether there is a string in place of a class, or a class in place of a string."""
+    """Return whether a string stands in place of the class with this name, or a class in place of a string."""
     return (name[0].isupper() or name.startswith("_")) == (type(value) is str)
 
 
 def _before(counts: Column) -> Column:
-    """Return the count of memo numbers that all earlier records use, int64 (records,)."""
+    """Return, for each record, the count of memo numbers used by the records before it, int64 (records,)."""
     return np.cumsum(counts) - counts
 
 

@@ -1,7 +1,7 @@
 """The writer of `.metadata`: the pickle that torch.distributed.checkpoint reads, with its many records from columns.
 
-It emits opcodes rather than pickle torch's classes. That needs no import of torch.distributed, and the bytes don't
-depend on torch's version.
+It emits opcodes itself, and doesn't pickle instances of torch's classes. So it needs no import of torch.distributed,
+and the bytes don't depend on torch's version.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def encode_index_file(
 ) -> bytes:
     """Return the bytes of `.metadata`: torch.distributed.checkpoint's `Metadata`, pickled with protocol 4.
 
-    Unlike that library's own file, it doesn't contain the path of the folder: a checkpoint may be copied and published.
+    Unlike torch's own file, these bytes lack the path of the folder: a checkpoint may be copied and published.
 
     Args:
         contents: Archives of tensors and objects.
@@ -92,7 +92,7 @@ def _tensor(kind: TensorKind, chunks: list[New]) -> New:
 
 
 def _index(name: str, offset: Reduced | None = None, number: int | None = None) -> New:
-    """Return the key by which DCP looks up an archive; the number among its tensor's chunks saves DCP a search."""
+    """Return the key by which DCP looks up an archive; its number among the tensor's chunks saves DCP a search."""
     return _new("MetadataIndex", fqn=name, index=number, offset=offset)
 
 
@@ -202,7 +202,7 @@ def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, wr
 
 
 def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
-    """Return the places of all chunks but the first, whose record has written all names except those of files."""
+    """Return the places of all chunks but the first; the first one's record has written all names except files'."""
     columns, axes = contents.columns, _axes(contents.columns)
     key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)
     within = np.arange(len(columns)) - np.searchsorted(columns.key, columns.key)
@@ -258,7 +258,7 @@ def _begin(writer: PickleWriter, cls: Global, field: str) -> bytes:
 
 
 def _plain_opcodes(writer: PickleWriter, value: Any) -> bytes:
-    """Return the opcodes of a value all of whose names were written before."""
+    """Return the opcodes of a value; all names in it must have been written before."""
     before = len(writer.memo)
     code = _opcodes(writer, value)
     if len(writer.memo) != before:
@@ -295,7 +295,7 @@ class Records:
     edge: list[int]
 
     def part(self, begin: int, end: int) -> memoryview:
-        """Return the opcodes of the records from one number up to another."""
+        """Return the opcodes of the records `begin` to `end`, without record `end`."""
         return self.opcodes[self.edge[begin - self.first] : self.edge[end - self.first]]
 
 
@@ -341,7 +341,7 @@ def _references(numbers: Column) -> Field:
 
 
 def _tuples(boxes: Column, axes: Column) -> Iterator[Field]:
-    """Return tuples of the last numbers of each row, as many as the row has axes."""
+    """Yield the parts of one tuple for each row: its last numbers, as many as it has axes."""
     width = boxes.shape[1]
     yield np.array([[ord("(")]], dtype=np.uint8), (axes > 3).astype(np.int64)
     for axis in range(width):

@@ -51,7 +51,7 @@ def states_among(checkpoint: Checkpoint, listing: ArchiveListing, keys: Iterable
 
 
 def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, str]:
-    """Return the reasons that tensors can't be read, by key: those of the listing, and states stored in objects."""
+    """Return the reasons that tensors can't be read, by key: the listing's reasons, and one for states in objects."""
     if not any(map(_GATHERED.match, listing.values)):
         return listing.unknown
     absent = [key for key in keys if key not in listing.contents.tensors and _STATE.fullmatch(key)]
@@ -86,7 +86,7 @@ def differing(
 ) -> dict[str, str]:
     """Return the masters that differ from their weights after rounding, with the first difference of each.
 
-    Chunks are compared one at a time, in bounded memory; shares have about equally many elements.
+    Chunks are compared one at a time, in bounded memory. All shares of the work have about equally many elements.
 
     Args:
         checkpoint: The open checkpoint.

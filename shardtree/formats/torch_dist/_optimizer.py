@@ -79,8 +79,8 @@ class States:
 def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Index:
     """Return the index of a checkpoint with its buckets as states of the model's parameters.
 
-    This reads all weights and masters once, since the file doesn't name the parameters in a bucket. Steps are rows
-    whose bytes are never read.
+    This reads all weights and masters once, since the file doesn't name the parameters in a bucket. Steps are
+    listed too, but are read from the objects with param groups, not from the index's offsets.
 
     Raises:
         UnsupportedValue: A bucket can't be divided into parameters, or parameters with equal weights and different
@@ -94,7 +94,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill)
 
 
 def state_copies(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Iterator[Copies]:
-    """Yield several data-parallel groups' copies of states, for parameters that tensor parallelism doesn't cut."""
+    """Yield the copies of states that several data-parallel groups store of parameters that they have in common."""
     for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
         for state in sorted(
             {state for match in matches for state, _ in match.bucket.states} if len(matches) > 1 else ()
@@ -129,7 +129,7 @@ def _matches(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> lis
 
 
 def _flat(names: Sequence[str] | Sequence[Sequence[str]] | None) -> list[str] | None:
-    """Return the names that the caller gave as one list, without groups."""
+    """Return names, which the caller may have given in groups, as one list; None for None."""
     return (
         None if names is None else [name for group in names for name in ([group] if isinstance(group, str) else group)]
     )
@@ -194,7 +194,7 @@ def _readings(
     candidates: Candidates,
     memory: torch.Tensor,
 ) -> list[Reading]:
-    """Return the readings of a bucket by the values of its masters, which are read into the memory."""
+    """Return the readings of a bucket by the values of its masters, which are read into `memory`."""
     masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
     _read(fill, bucket, MASTER, masters)
     sizes = {_size(piece) for piece in pieces[bucket.dtype]}
@@ -277,7 +277,7 @@ def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
 
 
 def _step_byte(listing: ArchiveListing) -> int:
-    """Return the offset of the first object with param groups in the virtual file, as the place of steps."""
+    """Return where the first object with param groups begins in the virtual file; steps are listed at this offset."""
     names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 

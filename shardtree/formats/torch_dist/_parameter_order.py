@@ -92,14 +92,14 @@ class Order:
 
 
 def known_orders(parameter_names: Sequence[str] | None) -> tuple[Order, ...]:
-    """Return the possible orders of a model's modules: that of the caller's names, or Megatron-Core's two."""
+    """Return the possible orders of a model's modules: the order of the caller's names, or Megatron-Core's two."""
     if parameter_names is not None:
         return (Order(names={name: number for number, name in enumerate(parameter_names)}),)
     return Order(_LOCAL), Order(_FUSED)
 
 
 def layer_of(piece: BucketPiece) -> tuple[int | None, str]:
-    """Return the number of a parameter's layer, None outside of layers, and its name inside the layer.
+    """Return the number of a parameter's layer, None outside of layers, and the parameter's name inside it.
 
     Examples:
         >>> layer_of(BucketPiece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
@@ -140,7 +140,8 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
 
     Args:
         readings: Possible readings of each bucket.
-        orders: Possible orders of modules; if any reading fits an order, those that fit none don't count.
+        orders: Possible orders of modules; if any reading fits an order, readings that fit no order don't
+            count.
 
     Raises:
         UnsupportedValue: Several readings of a bucket fit.
@@ -165,7 +166,7 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
 
 
 def _pieces_of(reading: Reading) -> Iterator[Hashable]:
-    """Yield offset and piece of each part of a reading; a pair's halves come apart, as other readings may have them."""
+    """Yield offset and piece of each part of a reading; a pair's halves are two parts, to be compared one by one."""
     for unit in reading:
         pieces = unit.candidates[0] if _is_one(unit) else (unit.candidates,)
         size = (unit.end - unit.begin) // len(pieces)
@@ -177,7 +178,7 @@ def _is_one(unit: Unit) -> bool:
 
 
 def _has_form(unit: Unit, counts: set[int]) -> bool:
-    """Return whether a parameter has a candidate that is gated or not as the other layers of the model are."""
+    """Return whether any candidate of a parameter agrees with the other layers: all are gated, or none is."""
     return any(len(counts) != 1 or not may_be_gated(pieces[0]) or len(pieces) in counts for pieces in unit.candidates)
 
 
@@ -208,7 +209,7 @@ def _may_be_copy(unit: Unit) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A parameter of a bucket that was identified.
+    """A bucket's parameter whose pieces in the model are known.
 
     Attributes:
         bucket: Bucket that the parameter lies in.
@@ -230,7 +231,7 @@ def decide(
 
     Args:
         groups: Parameters of each rank, in the order of its buckets.
-        orders: Possible orders of modules; those that contradict the parameters with unique values don't count.
+        orders: Possible orders of modules; orders that contradict parameters with unique values don't count.
         states: Function that returns a fingerprint of all stored states of a parameter; called only in doubt.
 
     Raises:
@@ -281,10 +282,10 @@ def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedVal
 
 
 def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]) -> dict[Unit, Candidate]:
-    """Return a candidate for each unit whose states are equal too, since any assignment among these is right.
+    """Return candidates for units that have equal candidates and equal states, since any assignment is right.
 
-    This requires that the candidates are exactly these units: each rank, or all ranks together, have as many such units
-    as there are candidates, and no other unit may be one of their pieces.
+    There must be as many such units as candidates, in each rank or in all ranks together, and no unit with other
+    candidates may be one of their pieces.
     """
     alike: dict[frozenset[Candidate], list[Unit]] = defaultdict(list)
     for unit in units:
@@ -301,7 +302,7 @@ def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]
 
 
 def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units without candidates of other tensor-parallel ranks; units with one candidate tell the rank."""
+    """Return units without other tensor-parallel ranks' candidates; units with one candidate tell the own rank."""
     numbers_by_count: dict[int, set[int]] = defaultdict(set)
     for unit in units:
         if len(unit.candidates) == 1:
@@ -318,7 +319,7 @@ def _fitting(candidates: Sequence[Candidate], own_numbers: Mapping[int, set[int]
 
 
 def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
-    """Yield the number of equal pieces and the number of a rank's piece, for each axis that is cut, without layers."""
+    """Yield, for each axis that is cut (except layers), the count of equal pieces and the candidate's number."""
     first = candidate[0]
     axes = zip(first.offset, first.shape, first.global_shape, strict=True)
     layers = re.search(r"\blayers\.(?!\d)", first.key) is not None
@@ -328,7 +329,7 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
-    """Return a candidate for each unit, in the reverse order in each buffer; None unless the choice is unique."""
+    """Return a candidate for each unit, so that each buffer is in reverse order; None unless the choice is unique."""
     answer: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
     chosen_pieces = {pieces for pieces in answer if pieces is not None}
     if len(chosen_pieces) < sum(pieces is not None for pieces in answer) or not all(unit.candidates for unit in units):
@@ -353,7 +354,7 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
 def _runs(
     rows: Sequence[int], units: Sequence[Unit], order: Order
 ) -> Iterator[tuple[list[int], ParameterPlace | None, ParameterPlace | None]]:
-    """Yield the undecided units between two decided ones, with the places of those; a buffer is in reverse order."""
+    """Yield the rows of undecided units between two decided ones, and the places of both; None at a buffer's ends."""
     run: list[int] = []
     above: ParameterPlace | None = None
     for row in rows:

@@ -39,7 +39,7 @@ class Payloads:
     """Places and checksums of a checkpoint's payloads, filled as archives are looked up.
 
     Attributes:
-        begin: Offset of each payload in its file, `SCATTERED` if it must be decoded, int64 (archives,).
+        begin: Offset of each payload in its file, `SCATTERED` if it isn't one row-major record, int64 (archives,).
         crc32: CRC32 of each payload, 0 if none is recorded, int64 (archives,).
         lengths: Length in bytes of each file in which archives were looked up.
         places: Stored tensors that aren't in row-major order, by archive.
@@ -89,7 +89,7 @@ _LOOKED_UP = 4096
 
 
 def ends_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of a file that have the headers and directories of some archives in it."""
+    """Yield the byte ranges of a file that hold the headers and directories of some of its archives."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield from ((byte + begin, byte + end) for begin, end in archive_ends(int(listing.archives.length[number])))

@@ -83,7 +83,7 @@ REFERENCE = re.compile(_REF, re.DOTALL)
 
 
 def scanner(pattern: re.Pattern[bytes], data: bytes, at: int) -> Callable[[], re.Match[bytes] | None]:
-    """Return a function that returns the next match, which begins at the end of the last one, or None."""
+    """Return a function that returns the next match or None; each match begins where the last one ended."""
     return pattern.scanner(data, at).match  # type: ignore[attr-defined,no-any-return]
 
 
@@ -122,7 +122,7 @@ def joined(parts: Sequence[bytes]) -> tuple[Bytes, Column, Column]:
 
 
 def numbers_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
-    r"""Return the whole numbers at some offsets, and the length of each one's opcode, 0 if it isn't a number's.
+    r"""Return the whole number at each offset, and the length of its opcode, 0 if it isn't the opcode of a number.
 
     Examples:
         >>> buffer, start, _ = joined([b"K\x07", b"J\xfe\xff\xff\xff", b"t"])
@@ -165,13 +165,13 @@ def numbers(parts: Sequence[bytes]) -> Column:
 
 @dataclass(slots=True)
 class Shapes:
-    """A table of shapes and offsets, with their memo numbers.
+    """A table of shapes and offsets, with their memo numbers. Columns "in parts" are lists of arrays to concatenate.
 
     Attributes:
         axes: Count of numbers in each row, int64 (rows,), in parts.
         values: Rows, left-aligned, int64 (rows, axes), in parts.
         number: Memo number of each row, ascending, -1 for a row without one, int64 (rows,), in parts.
-        single: Tuples that were added one by one since the last part.
+        single: Tuples that were added one by one, and aren't in a part yet.
         length: Number of rows.
         lookup: Memo numbers, ascending, and their rows; valid while `is_sorted`.
         is_sorted: True if no row with a memo number was added since the last sorting.
@@ -283,7 +283,7 @@ def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], b
 
 
 def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
-    """Return the lengths of tuples of whole numbers, their entries, and their first opcodes."""
+    """Return the lengths of the tuples of whole numbers at some offsets, their entries, and their first opcodes."""
     opening = buffer[at]
     at = at + (opening == ord("("))
     columns: list[Column] = []
@@ -308,7 +308,7 @@ class PickledShapes:
 
     Attributes:
         is_new: True for each shape that is written as a tuple, False for a reference, bool (shapes,).
-        number: Memo number that each refers to: a shape, or torch.Size, int64 (shapes,).
+        number: Memo number that each refers to: a known shape's, or torch.Size's for a new shape, int64 (shapes,).
         axes: Number of axes of each new shape, int64 (new,).
         values: Entries of new shapes, left-aligned, int64 (new, axes).
         memo_counts: Count of memo numbers that each shape uses; the last is its own, int64 (shapes,).
@@ -326,7 +326,7 @@ class PickledShapes:
         Args:
             shapes: Table of shapes.
             base: Next memo number before each shape, int64 (shapes,).
-            shape_of: Function that returns a shape of the memo that isn't in the table, or raises if there is none.
+            shape_of: Function that returns a shape that only the memo has, by its number; raises if there is none.
         """
         rows = np.full(self.is_new.size, -1)
         new = np.flatnonzero(self.is_new)
@@ -346,7 +346,7 @@ class PickledShapes:
 
 
 def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
-    """Return, for each chunk, the last equal pair, -1 for none, and the first equal chunk.
+    """Return, for each chunk, the number of the last equal pair (-1 for none), and that of the first equal chunk.
 
     Examples:
         >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
@@ -383,9 +383,9 @@ def _repeats(rows: Column) -> bool:
 
 
 def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
-    """Return one row of chunks for each place.
+    """Return one chunk's row for each tensor and offset.
 
-    A chunk that is listed twice is stored once. If a chunk without elements has another chunk's offset, that one stays.
+    A chunk that is listed twice is stored once. If two chunks have one offset, the chunk with elements stays.
     """
     rows: Column = np.arange(first.size)
     again = np.flatnonzero(first != rows)

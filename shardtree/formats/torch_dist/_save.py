@@ -71,7 +71,7 @@ def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents
 
 
 def _sorted_once(columns: ShardColumns) -> Column:
-    """Return the rows sorted by key and offset, one for each place."""
+    """Return rows sorted by key and offset, only one of the rows with equal key and offset."""
     # Only chunks without elements can repeat a place, and readers look up archives by place.
     order = np.lexsort((*columns.offset.T[::-1], columns.key))
     place = np.column_stack([columns.key, columns.offset])[order]
@@ -103,10 +103,10 @@ class StoredValue:
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """State of a save on a rank, which its later rows use.
+    """State of a save on a rank, for the later steps of the save.
 
     Attributes:
-        backend: Format of the shards, one of the two of this package.
+        backend: Name of the shards' format: Megatron-Core's or DCP's.
         contents: Archives that all ranks have written; None until rank 0 has checked them.
         values: Plain values of the common state; empty until they are written.
         names: Names of the files that rank 0 has begun to write before the commit; a save that fails removes them.
@@ -195,7 +195,7 @@ def _request(
 
 
 def _index(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFile]) -> Fields:
-    """Check the files of all ranks, and keep their contents for the strategy's PUBLISH row, which writes the index."""
+    """Check the files of all ranks, and keep their contents for the strategy's PUBLISH step, which writes the index."""
     saving.contents = collect(pending.storage, rank_files)
     return {}
 

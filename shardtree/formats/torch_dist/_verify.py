@@ -76,7 +76,7 @@ class _BatchResult:
         file: Number of the file.
         damage: Damage of the archives.
         spans: Byte ranges of the file that have a CRC32.
-        large: Records among them that haven't been read yet.
+        large: Large records with a CRC32, which haven't been read yet.
         refused: Errors of values that a load with the same options refuses, by name.
     """
 
@@ -152,7 +152,7 @@ _MOST_REGIONS = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Archives of one file, which is `length` bytes long, that one thread checks."""
+    """Archives that one thread checks; they lie in one file of `length` bytes."""
 
     file: int
     length: int

@@ -132,7 +132,7 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
 
 
 def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return flags of the tensors without elements, bool (keys,); of these, empty chunks are stored."""
+    """Return whether each tensor has no elements, bool (keys,); only such a tensor's empty chunks are stored."""
     shapes = box_column([kind.global_shape for kind in columns.kinds], fill=1)
     return np.asarray(volumes(shapes) == 0)
 

@@ -29,7 +29,7 @@ class StoredArray:
         key: Key of the tensor.
         dtype: Dtype of the tensor.
         shape: Shape of the tensor.
-        chunk: Shape of the box in a file; files at an edge are as long as others.
+        chunk: Shape of the box in a file; a file at an edge has elements beyond the tensor, and the same length.
         inner: Shape of the chunks inside a file; None if a file is one chunk.
         prefix: Prefix of the names of chunk files: "c" in zarr v3, empty in v2.
         separator: Separator of the numbers in a chunk file's name.
@@ -56,7 +56,7 @@ class StoredArray:
 
     @property
     def without_fill(self) -> str:
-        """Reason that elements that aren't stored have no value; empty if they have the fill value."""
+        """Reason that elements without a chunk have no value; empty if they have the fill value."""
         if self.fill is not None:
             return ""
         how = "null" if isinstance(self.document, dict) and "fill_value" in self.document else "missing"
@@ -96,10 +96,10 @@ class StoredArray:
 
 
 def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what: str) -> list[Shape]:
-    """Return an array's shape and those of its chunks as tuples, which all have the same number of axes.
+    """Return the shapes of an array and its chunks as tuples, after checking that they have the same number of axes.
 
     Raises:
-        CorruptCheckpoint: A shape isn't a list of numbers, is out of range, or is that of a chunk without elements.
+        CorruptCheckpoint: A shape isn't a list of numbers or is out of range, or a chunk has no elements.
 
     Examples:
         >>> checked_shapes(([4, 6], [2, 3]), 4, "w")
@@ -221,7 +221,7 @@ def _dtype_if_known(name: str) -> torch.dtype | None:
 
 
 def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
-    r"""Return the bytes of an item of a chunk that isn't stored.
+    r"""Return the bytes of one item with the fill value.
 
     Args:
         value: Fill value in zarr's metadata, not None.

@@ -1,4 +1,4 @@
-"""The cells of an array's grid: those with files, and the boxes of the tensor in these files."""
+"""The cells of an array's grid: which of them have files, and which boxes of the tensor these files have."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
 
 
 def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
-    """Return the approximate number of pieces of chunks, without making the pieces."""
+    """Return about how many pieces `pieces` would return."""
     whole = np.array(chunk, dtype=np.int64)
     shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
     return float(np.where(_before_last_cut(shape < whole), shape, 1).astype(np.float64).prod(axis=1).sum())
@@ -74,7 +74,7 @@ def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
 def _before_last_cut(
     cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return flags of the axes before the last one that an edge cuts, for each chunk."""
+    """Return, for each chunk, flags of the axes before the last axis along which an edge cuts the chunk."""
     after: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.zeros_like(cut)
     after[:, :-1] = np.logical_or.accumulate(cut[:, :0:-1], axis=1)[:, ::-1]
     return after
@@ -127,7 +127,7 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
     Args:
         array: Array with the grid.
         cells_with_files: Cells that have a file, int64 (stored, axes).
-        most: Upper bound of the numbers in the result.
+        most: Upper bound of the integers in the result: cells times axes.
 
     Raises:
         UnsupportedValue: There are too many cells, or too many bytes in them.
@@ -172,7 +172,7 @@ def inner_counts(array: StoredArray) -> tuple[int, ...]:
 
 
 def encode_shard_index(begin: Column, length: Column) -> bytes:
-    """Return the index of a file: offset and length of each inner chunk, in bytes, followed by their CRC.
+    """Return the index of a file: offset and length of each inner chunk, in bytes, then the CRC-32C of these numbers.
 
     Examples:
         >>> encode_shard_index(np.array([0]), np.array([8])).hex()
@@ -188,7 +188,7 @@ def index_bytes(array: StoredArray) -> int:
 
 
 def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[Column, Column]:
-    """Return the row-major numbers of the inner chunks that a file has, and their offsets in it.
+    """Return the row-major numbers of the inner chunks that a file has, and the chunks' offsets in the file.
 
     Raises:
         CorruptCheckpoint: The file is too short, the index isn't what was written, or a chunk isn't whole.

@@ -1,4 +1,4 @@
-"""Codecs: those that the zarr package may decode, and checks of a chunk's headers before its decoder runs."""
+"""Codecs: which of them the zarr package may decode, and checks of a chunk's headers before its decoder runs."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _streamed_length(stream: Callable[[], Any], data: bytes, most: int) -> int:
 
 
 def _blosc_length(data: bytes, most: int) -> int:
-    """Return the decoded length in a blosc header, after comparing the packed length with that of the data.
+    """Return the decoded length in a blosc header, after comparing the header's packed length with the data's length.
 
     References:
         C-Blosc, README_CHUNK_FORMAT.rst.
@@ -259,7 +259,7 @@ def _lz4_length(data: bytes, most: int) -> int:
 
 
 def _zstd_length(data: bytes, most: int) -> int:
-    """Return the sum of the lengths in zstd frames' headers, with upper bounds for frames without a length.
+    """Return the sum of the decoded lengths of zstd frames, by their headers; an upper bound if a header has no length.
 
     References:
         RFC 8878, section 3.1.1.

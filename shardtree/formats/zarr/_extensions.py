@@ -29,7 +29,7 @@ def check_group(fields: Mapping[str, Any], what: str) -> None:
     """Raise if the metadata of a group has an unknown field that must be understood.
 
     Args:
-        fields: Content of its zarr.json.
+        fields: Content of the zarr.json.
         what: Name of the file, for errors.
 
     Raises:
@@ -51,7 +51,7 @@ def understood(fields: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Return the metadata of an array without unknown extensions that may be ignored.
 
     Args:
-        fields: Content of its zarr.json.
+        fields: Content of the zarr.json.
         what: Name of the file, for errors.
 
     Raises:
@@ -84,7 +84,7 @@ def _needed(extensions: list[Any]) -> list[Any]:
 
 
 def _known_codecs(codecs: list[Any]) -> list[Any]:
-    """Return codecs, including nested ones, without unknown ones that may be ignored."""
+    """Return codecs without the unknown ones that may be ignored, nested codecs included."""
     known: list[Any] = []
     for codec in codecs:
         if _may_ignore(codec) and not is_harmless(codec.get("name")):
@@ -115,7 +115,7 @@ def _unknown(kind: str, extension: Any, names: Collection[str] | None) -> Iterat
 
     Args:
         kind: Extension point, for errors.
-        extension: Object or short name; other values are refused where they are read.
+        extension: Object or name of the extension; other values are refused elsewhere.
         names: Known names; None if unknown names are refused elsewhere, like those of codecs.
     """
     fields = {"name": extension} if isinstance(extension, str) else extension

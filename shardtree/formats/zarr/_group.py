@@ -57,12 +57,12 @@ class Group:
     """The content of a folder of arrays.
 
     Attributes:
-        index: Index of its tensors and objects; some of its files are virtual.
+        index: Index of the tensors and objects. Some of its files are virtual: their bytes are decoded or filled in.
         arrays: All arrays.
         sources: Source of each virtual file, by its number: the array, and the cell whose file must be decoded, or None
             for bytes of the fill value.
         untaken: Reason that an array or a file isn't listed, by its name.
-        gaps: Reason that elements of a tensor have no values if no chunk has them, by its key.
+        gaps: Reason that elements without a chunk have no value, by the tensor's key.
     """
 
     index: Index
@@ -135,7 +135,7 @@ def read_group(
 
 
 def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[ShardColumns, Column, Column]:
-    """Return the rows of arrays, which are sorted by key, as columns, with the file and the offset of each row."""
+    """Return the rows of arrays, sorted by key, as columns; the file of each row; and the row's offset in its file."""
     axes = max((len(array.box) for array in arrays), default=1)
     counts = [len(array_rows.file) for array_rows in rows]
     empty = np.zeros((0, axes), dtype=np.int64)
@@ -174,7 +174,7 @@ def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, beg
 
     Args:
         array: Array of the chunks.
-        cells: Cells of the chunks in a grid of that step, int64 (chunks, axes).
+        cells: Cells of the chunks in the grid whose cells have the shape `step`, int64 (chunks, axes).
         step: Shape of the chunks.
         file: Number of each chunk's file, int64 (chunks,).
         begin: Offset of each chunk in its file, in bytes, int64 (chunks,); 0 by default.
@@ -213,7 +213,7 @@ def _decoded_rows(array: StoredArray, cells: Column, files: _Files) -> Rows:
 
 
 def _filled_rows(array: StoredArray, cells: Column, files: _Files, step: Shape) -> Rows:
-    """Return the boxes of chunks that aren't stored, which share a virtual file of the fill value."""
+    """Return the boxes of chunks that aren't stored. They share one virtual file, which is full of the fill value."""
     offset = cells * np.array(step, dtype=np.int64)
     shape = np.minimum(np.array(step), np.array(array.box) - offset)
     file = np.zeros(len(cells), dtype=np.int64)
@@ -243,9 +243,9 @@ _OBJECT_SUFFIX = ".pt"
 
 
 def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict[str, str]]:
-    """Return the arrays in a folder and its subfolders, the objects that have files, and why others are left out.
+    """Return the arrays in a folder and its subfolders, the objects, and why arrays or files are left out, by name.
 
-    Arrays of types that torch lacks, such as strings and dates, are left out, as are files without an object's name.
+    Arrays of types that torch lacks, such as strings and dates, are left out, and files without an object's name.
 
     Raises:
         CorruptCheckpoint: The metadata of an array isn't sound.
@@ -290,7 +290,7 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
 
 
 def _is_v3(storage: Storage, names: Sequence[str]) -> bool:
-    """Return whether the zarr.json of the outermost folder describes it: it may also be a tensor's folder, or stray."""
+    """Return whether the outermost zarr.json is metadata: neither a tensor's folder nor a stray file in a v2 group."""
     return ".zgroup" not in names and not is_folder(storage, NODE_FILE)
 
 
@@ -328,7 +328,7 @@ def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | N
 
 
 def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[list[Object], list[str]]:
-    """Return the objects in a folder, and the names of other files with their suffix."""
+    """Return the objects in a folder, and the names of files that have only the suffix of objects."""
     files, others = {}, []
     for name in names if folder else ():
         length = storage.length(f"{folder}/{name}") if name.endswith(_OBJECT_SUFFIX) else None
@@ -348,9 +348,9 @@ _MOST_MISSING = 1000
 
 
 def needed_files(storage: Storage, group: Group) -> dict[str, int]:
-    """Return the least length of each needed file of a group's chunks and objects, by name.
+    """Return the least length of each file that the group's tensors and objects need, by name.
 
-    A missing chunk has the fill value, unless the array has none, like Megatron-Core's.
+    A missing chunk's file is needed only if its array has no fill value, like Megatron-Core's arrays.
     """
     needed: dict[str, int] = {}
     names = group.index.file_names()

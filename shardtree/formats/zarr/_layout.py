@@ -1,4 +1,4 @@
-"""The layout of a save's chunk files, which follow ranks' shards if these are a regular grid."""
+"""The layout of a save's chunk files: the chunks are the ranks' shards if these are a regular grid."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class ArrayLayout:
 
     Attributes:
         array: Array as its metadata will describe it.
-        rows: Rows of the tensor's shards with elements among all that are written, int64 (shards,).
-        columns: These shards, on the tensor's own axes.
+        rows: Row of each of the tensor's shards among the written shards of all tensors, int64 (shards,); only shards
+            with elements.
+        columns: The tensor's shards, with as many axes as the tensor.
         cells: Cells of the grid that get a file, in row-major order, int64 (files, axes).
         file: Number of each shard's file, int64 (shards,).
         writer: Rank that writes each file, -1 if several do, int64 (files,).
@@ -88,14 +89,14 @@ class ArrayLayout:
 
 
 def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[ArrayLayout]:
-    """Yield the layout of each tensor's array. All ranks compute the same layouts, so that none is exchanged.
+    """Yield the layout of each tensor's array. All ranks compute the same layouts, so that they needn't exchange any.
 
     Args:
         writes: Shards of all ranks, each in the replica that is written.
-        rank: Rank whose tensors are yielded: those that it writes a part of; None for all tensors.
+        rank: Only tensors that this rank writes a part of are yielded; None for all tensors.
 
     Raises:
-        IntegrityError: A file would have gaps, or two keys would have one name.
+        IntegrityError: A file would have gaps, or two tensors would have the same folder.
         UnsupportedValue: A dtype can't be stored.
     """
     numbers = np.unique(writes.key if rank is None else writes.key[writes.rank == rank])
@@ -133,7 +134,7 @@ def _array_layout(writes: ShardColumns, number: int, rows: Column) -> ArrayLayou
 
 
 def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, Column]:
-    """Return the cells of the files that shards go to, in row-major order, and the number of each shard's file."""
+    """Return the cells of the files that are written, in row-major order, and the number of each shard's file."""
     place = columns.offset // np.array(step, dtype=np.int64)
     strides = row_major_strides(np.array([counts], dtype=np.int64))
     _, first, file = np.unique((place * strides).sum(axis=1), return_index=True, return_inverse=True)
@@ -141,7 +142,7 @@ def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, C
 
 
 def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
-    """Return the shape of the cells if all shards, or the boxes of flat ones, are a regular grid; else None."""
+    """Return the shape of the cells if the boxes of all shards are cells of a regular grid; else None."""
     if not len(columns):
         return None
     cell = columns.shape.max(axis=0)
@@ -151,7 +152,7 @@ def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
 
 
 def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, Shape | None]:
-    """Return the shape of a file and of its inner chunks; None for a single chunk."""
+    """Return the shape of a file, and the shape of its inner chunks; None for the latter if a file is one chunk."""
     # Neighbouring cells of one rank share a file; otherwise stacked layers would have a small file for each layer.
     counts = tuple(-(-size // step) for size, step in zip(box, cell, strict=True))
     whole = (columns.start < 0) | (columns.stop - columns.start == volumes(columns.shape))
@@ -166,7 +167,7 @@ def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, 
 
 
 def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
-    """Return the largest block shape, axis by axis, that cuts a grid into equal blocks of a single value each.
+    """Return the largest block shape, axis by axis, that cuts a grid evenly into blocks of one value each.
 
     Examples:
         >>> _common_blocks(np.array([[0, 1], [0, 1], [2, 2], [2, 2]]))
@@ -219,7 +220,7 @@ class ChunkFile:
         byte: Offset of each run in the shard's row-major bytes, int64 (runs,).
         target: Offset of each run in the file, ascending, int64 (runs,).
         count: Length of each run in bytes, int64 (runs,).
-        index: Index of inner chunks, at the end of the file.
+        index: Bytes of the index of inner chunks, at the end of the file.
     """
 
     name: str
@@ -238,7 +239,7 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
     Args:
         part: Layout of the tensor's array.
         rank: Rank that writes.
-        numbers: Number of each of the tensor's shards among the rank's shards, -1 for those of other ranks, int64
+        numbers: Number of each of the tensor's shards among the rank's shards, -1 for shards of other ranks, int64
             (shards,).
     """
     array, shards = part.array, np.flatnonzero(numbers >= 0)
@@ -267,7 +268,7 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
 
 
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
-    """Return the runs of shards that are whole chunks, one for each; the target is the number of the file."""
+    """Return the runs of shards that are whole chunks, one for each; the target of a run is the number of its file."""
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
     item_size = array.dtype.itemsize
@@ -277,7 +278,7 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
 
 
 def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
-    """Return the runs of shards with any boxes; the target is the number of the file."""
+    """Return the runs of shards with any boxes; the target of a run is the number of its file."""
     # The write is planned as a load of chunks from shards, since the same code finds their intersections.
     slots = _slots(part.array, part.cells[files])
     slots_per_file = len(slots) // len(files)

@@ -1,4 +1,4 @@
-"""Loads from zarr folders: our own by their index, those of other programs by their metadata and file names."""
+"""Loads from zarr folders: our own folders by their index, other programs' folders by metadata and file names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MOST_DECODED = 4 * 2**30
 
 
 def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
-    """Return the elements of a chunk file that lie in the tensor, as row-major bytes, uint8 (bytes,).
+    """Return a chunk file's elements, without those beyond the tensor's edge, as row-major bytes, uint8 (bytes,).
 
     Raises:
         StrategyError: The zarr package isn't installed.
@@ -131,7 +131,7 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
 
 
 def _numpy_document(array: StoredArray) -> dict[str, Any]:
-    """Return the metadata with unsigned integers in place of dtypes that NumPy, and thus zarr-python, lacks."""
+    """Return the metadata with unsigned integers in place of dtypes that NumPy and zarr-python lack."""
     document, name = dict(array.document), zarr_name(array.dtype)
     if name == dtype_name(array.dtype):
         return document
@@ -169,7 +169,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
-    """Return the cost of a plan, in which a chunk that must be decoded counts with its whole file."""
+    """Return the cost of a plan; a chunk that must be decoded counts as a read of its whole file."""
     plain, virtual_plan = _split(group, plan)
     numbers = [number for number in virtual_plan.files if group.sources[number][1] is not None]
     lengths = [checkpoint.storage.length(group.index.file(number).name) or 0 for number in numbers]
@@ -188,7 +188,7 @@ def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
 def _read_virtual(
     checkpoint: Checkpoint, group: Group, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Decode a chunk or make it from the fill value, and copy the plan's part of it, in memory that is then freed."""
+    """Decode a chunk, or make it from the fill value; copy the plan's part of it, and return a report of the reads."""
     array, cell = group.sources[number]
     file = group.index.file(number)
     if cell is not None and checkpoint.storage.length(file.name) is None:
@@ -198,7 +198,7 @@ def _read_virtual(
 
 
 def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:
-    """Return the plan's rows of each file, with the file's number."""
+    """Return the number of each file in a plan, with the plan's rows of this file."""
     numbers = np.array(plan.files, dtype=np.int64)
     runs, strided = (np.argsort(rows.file, kind="stable") for rows in (plan.runs, plan.strided))
     ends = np.append(numbers, numbers[-1:] + 1)
@@ -234,7 +234,7 @@ def _with_fill(array: StoredArray) -> StoredArray:
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    """Return every stored tensor by key, and every object by unique key, whole and without data."""
     group = read_arrays(checkpoint)
     cost, files = partial(_cost, checkpoint, group), partial(needed_files, checkpoint.storage, group)
     return IndexMetadata(group.index, untaken=group.untaken, gaps=group.gaps, cost=cost, files=files)

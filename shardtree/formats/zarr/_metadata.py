@@ -1,4 +1,4 @@
-"""The metadata of arrays: .zarray (v2) and zarr.json (v3) of any writer, and our own zarr.json."""
+"""The metadata of arrays: reads .zarray (v2) and zarr.json (v3) of any program, and makes our own zarr.json."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _sharding_codec(array: StoredArray) -> dict[str, Any]:
 
 
 def _own_attributes(fields: Mapping[str, Any], name: str, stored_dtype: torch.dtype) -> tuple[str, torch.dtype]:
-    """Return the key and the dtype in our own attributes; the given ones if there are none."""
+    """Return the key and the dtype in our own attributes; `name` and `stored_dtype` if the attributes lack them."""
     attributes = fields.get("attributes")
     attribute = attributes.get(OURS) if isinstance(attributes, dict) else None
     if not isinstance(attribute, dict):
@@ -198,7 +198,10 @@ def _is_key(key: Any) -> TypeGuard[str]:
 
 
 def _sharding(codecs: list[Any], item_size: int, what: str) -> tuple[Any, dict[str, bool] | None]:
-    """Return the shape of inner chunks or None, and the form of their index; None unless they are plain bytes."""
+    """Return the shape of inner chunks, and the "first" and "checked" of their index.
+
+    The shape is None without inner chunks, and the index is None unless the inner chunks are plain bytes.
+    """
     name, configuration = codec_parts(codecs[0], what) if codecs else ("", {})
     if name != "sharding_indexed" or len(codecs) != 1:
         return None, None
@@ -229,9 +232,9 @@ def _configuration(fields: Mapping[str, Any], field: str, expected: str, what: s
 
 
 def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
-    """Return the full unique key by each given one, from which old releases omitted the last size of the grid.
+    """Return the complete unique key for each given one. Old releases omitted the last size of the grid of cells.
 
-    The size follows from the cells if all of them exist.
+    The size follows from the cells if all of them are given; else the keys stay as they are.
 
     Args:
         unique_keys: Unique keys of all cells of an object.

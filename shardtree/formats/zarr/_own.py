@@ -1,6 +1,6 @@
 """Folders of our own, which are valid zarr for other readers: objects, common state and index are arrays of bytes.
 
-A removal writes a new index first.
+A removal writes a new index before it removes files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_own(fields: Fields) -> bool:
 
 
 def group_document(members: dict[str, Document] | None = None) -> Document:
-    """Return the zarr.json of a group; that of the outermost group has the metadata of all members.
+    """Return the zarr.json of a group; in the outermost group, it has the metadata of all members too.
 
     Examples:
         >>> group_document()
@@ -204,7 +204,7 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
 
 
 def folders_of(files: Iterable[str]) -> set[str]:
-    """Return the folders of the files with names of chunks.
+    """Return the folders of those files whose names are names of chunks.
 
     Examples:
         >>> sorted(folders_of(["w/c.0.1", "w/c.0.0", "s/c", "notes/cat.0"]))
@@ -214,7 +214,7 @@ def folders_of(files: Iterable[str]) -> set[str]:
 
 
 def _next_index(folder: str, storage: Storage) -> str:
-    """Return the name of the index that follows the one in a folder."""
+    """Return a name for the next index, given the folder of the present one."""
     match = _INDEX_FOLDER.fullmatch(folder)
     number = int(match["number"] or 0) + 1 if match else 1
     # A late request of an earlier removal may still arrive under the next number, and mustn't replace the new index.

@@ -48,7 +48,7 @@ from ._own import FOLDER, Document, blob, encode_columns, group_document, write_
 
 @dataclass(slots=True, eq=False)
 class ZarrSaving:
-    """State of a save, which its later rows use.
+    """State of a save, kept for the strategy's later functions.
 
     Attributes:
         columns: Shards that all ranks write.
@@ -64,9 +64,9 @@ class RankFiles:
     """Files of a rank.
 
     Attributes:
-        files: Name, length in bytes and block hashes of each file, None for hashes of shared files; the file of the
+        files: Name, length in bytes and block hashes of each file; the hashes of shared files are None. The file of the
             rank's objects comes last, if there is one.
-        objects: Unique key of each object, its offset in that file, and its length in bytes.
+        objects: Unique key of each object, its offset in the file of objects, and its length in bytes.
     """
 
     files: tuple[tuple[str, int, NDArray[np.uint64] | None], ...]
@@ -78,7 +78,7 @@ def write_index(pending: PendingSave, saving: ZarrSaving, rank_files: Sequence[R
 
     Args:
         pending: Save in progress.
-        saving: State of the save, which has the shards of all ranks, and gets the members of the group.
+        saving: State of the save, with the shards of all ranks; its `members` are filled.
         rank_files: Files of each rank.
 
     Raises:
@@ -130,7 +130,7 @@ def _members(parts: Sequence[ArrayLayout], rank_files: Sequence[RankFiles]) -> d
 
 
 def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) -> tuple[str, Document]:
-    """Return the name of the file of a rank's objects, and the zarr.json of its array, which has their places."""
+    """Return the name of the file of a rank's objects, and the zarr.json of its array, with each object's place."""
     return blob(f"objects/{rank}", length, {OURS: {"objects": [list(place) for place in places]}})
 
 
@@ -163,7 +163,7 @@ class Work:
     Attributes:
         files: Chunk files, or the rank's parts of them.
         documents: Folder and zarr.json of each array whose metadata the rank writes.
-        objects: Unique key and bytes of each of its objects.
+        objects: Unique key and bytes of each of the rank's objects.
     """
 
     files: tuple[ChunkFile, ...]
@@ -175,7 +175,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     """Prepare the chunk files of a rank's shards, and return the request that writes them.
 
     Raises:
-        StrategyError: The ranks didn't exchange their layouts, so that none knows the chunks.
+        StrategyError: The ranks didn't exchange their layouts, so that no rank can know the chunks.
         IntegrityError: Shards contradict each other, or leave gaps in a chunk.
         UnsupportedValue: A dtype or an object can't be stored.
     """
@@ -193,7 +193,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple[ShardColumns, Column]:
-    """Return the writes of all ranks, and the number of this rank's tensor for each row, -1 for rows of other ranks."""
+    """Return the rows that all ranks write, and each row's number among this rank's tensors; -1 if another rank's."""
     if pending.world.size == 1:
         columns = shard_columns(tensors)
         check_stored_shards(columns)

@@ -60,7 +60,7 @@ class _Chunk:
         return self.array.file_name(self.cell)
 
     def damage(self, what: str, end: int = 0) -> Damage:
-        """Return the damage of the file, with its box of the tensor."""
+        """Return the finding that the file is damaged, with the box of the tensor that the file has."""
         low = tuple(at * step for at, step in zip(self.cell, self.array.step, strict=True))
         high = tuple(min(at + step, size) for at, step, size in zip(low, self.array.step, self.array.box, strict=True))
         region = Region(self.array.key, low, high) if self.array.shape else Region(self.array.key, (), ())
@@ -118,7 +118,7 @@ def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
 
 
 def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Finding]:
-    """Return the damage of a file that must be decoded; decoding checks the checksums of its codecs."""
+    """Decode a file, which checks the checksums of its codecs, and return the findings."""
     storage, array = checkpoint.storage, chunk.array
     unread = [Unchecked(chunk.name, "chunks that can't be decoded on this machine", length)]
     try:
@@ -173,10 +173,10 @@ def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage of small files as wholes, and of chunk files by block.
+    """Return the findings about a folder: small files are checked as wholes, chunk files by block.
 
-    Files that several ranks wrote have no hashes, nor do arrays of other programs, such as Megatron-Core's. These are
-    reported if they are missing or cut, can't be decoded, or fail a codec's own checksum.
+    Files that several ranks wrote have no hashes, nor do arrays of other programs, such as Megatron-Core's. Damage of
+    these is found if a file is missing or cut, can't be decoded, or fails a codec's own checksum.
     """
     findings: list[Finding] = list(whole_file_findings(checkpoint, "common")) if "common" in checkpoint.fields else []
     if checkpoint.fields["sharded_backend"] != BACKEND:
@@ -199,7 +199,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
-    """Yield as unchecked the zarr.json of a common state with shards in another format, since no group lists it."""
+    """Yield the zarr.json of a common state as unchecked if the shards have another format: no group lists it then."""
     name = f"{checked_name(checkpoint, 'common').rpartition('/')[0]}/{NODE_FILE}"
     length = checkpoint.storage.length(name) if "common" in checkpoint.fields else None
     if length:
@@ -207,7 +207,7 @@ def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
 
 
 def _documents(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the zarr.json files that differ from their content in the group's."""
+    """Compare each zarr.json with its copy in the group's zarr.json, and yield damaged and checked files."""
     findings = list(whole_file_findings(checkpoint, "group"))
     yield from findings
     if is_damaged(findings):

@@ -210,7 +210,7 @@ class CheckpointReader(StorageReader):
 
 
 def _stored_name(name: str, shard: ShardedBase) -> str:
-    """Return the key of a shard, or the name of the cell in an array of several objects."""
+    """Return the key of a shard, or, for an object in an array of several, the name of its cell."""
     alone = not isinstance(shard, ShardedObject) or prod(shard.global_shape) == 1
     return shard.key if alone else name
 

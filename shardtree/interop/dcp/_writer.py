@@ -29,13 +29,13 @@ class CheckpointWriter(StorageWriter):
     """A ``storage_writer`` for `dcp.save` and `dcp.async_save` that saves by shardtree, in any format that it writes.
 
     DCP's planner decides which rank writes what. Ranks then save together, as in `save`: all or nothing, with hashes,
-    and with errors on every rank. The write commits the checkpoint, since DCP calls `finish` on one rank alone: once
-    the write has returned on any rank, the new checkpoint is there, and before that the old one.
+    and with errors on every rank. `write_data` commits the checkpoint, since DCP calls `finish` on one rank alone:
+    until the commit the old checkpoint is there, and once `write_data` has returned on any rank, the new one.
 
     Args:
         checkpoint_dir: The checkpoint's folder, URL or `Storage`; the ``checkpoint_id`` of `dcp.save` replaces it.
         backend: The format, as `sharded_strategy` of `save`; the native one by default.
-        process_group: The process group of DCP's call, if that has one.
+        process_group: The process group that is passed to `dcp.save`, if there is one.
         overwrite: Whether an existing checkpoint may be replaced.
         strategies: The dispatch table; None for the process's.
         options: Options of the save.
@@ -101,7 +101,7 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, each with the number of ranks: nothing else tells a writer of ``no_dist``."""
+        """Return the plans, each with the number of ranks, which tells `write_data` whether the save is ``no_dist``."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

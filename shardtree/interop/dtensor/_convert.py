@@ -37,22 +37,23 @@ def from_dtensors(
 ) -> Any:
     """Return the tree with this rank's local part of each DTensor as a shard, for `save` and as a target of `load`.
 
-    Nothing is communicated or copied. A local tensor that is one box of the global one becomes a ShardedTensor, one
-    of several boxes a ShardedTensorFactory. Other values are unchanged: plain tensors are common values. A DTensor
-    on a mesh that this rank isn't in is left out.
+    Nothing is communicated or copied. A local tensor that is one box of the global tensor becomes a ShardedTensor; a
+    local tensor that consists of several boxes becomes a ShardedTensorFactory. Other values are unchanged: plain
+    tensors are common values. A DTensor on a mesh that this rank isn't in is left out.
 
     Args:
         tree: Dicts, lists and tuples with DTensors of any placements except `Partial`, such as the results of torch's
             `get_model_state_dict` and `get_optimizer_state_dict`.
         key: Function that returns the key of the tensor at a path; by default the path joined by dots.
-        within: DeviceMesh whose ranks all hold this tree. A DTensor on a slice of it is replicated along its other
-            axes. By default it is each DTensor's root mesh; with pipeline parallelism pass that of the stage, as in
-            ``root["dp", "tp"]``. Without such a DeviceMesh, pass a `layouts.Mesh` of global ranks.
+        within: DeviceMesh whose ranks all hold this tree. A DTensor on a slice of this mesh is replicated along the
+            mesh's other axes. By default it is each DTensor's root mesh; with pipeline parallelism pass the stage's
+            mesh, as in ``root["dp", "tp"]``. Without such a DeviceMesh, pass a `layouts.Mesh` of global ranks.
         strided: Meaning of a `_StridedShard`: "fsdp2" if it is FSDP2's, which cuts tensor-parallel shards further;
-            "dtensor" if placements apply left to right. By default, sizes for which these differ are an error.
-        replicated: Function of a key and a plain tensor that returns whether the tensor becomes a shard, since it is
-            the same on all ranks of `within`, which is then required. It serves for parameters that tensor parallelism
-            leaves plain. By default no plain tensor becomes a shard.
+            "dtensor" if placements apply left to right. By default, a size for which the two meanings differ is an
+            error.
+        replicated: Function of a key and a plain tensor that returns whether the tensor is the same on all ranks of
+            `within`, and so becomes a shard; it needs `within`. It serves for parameters that tensor parallelism leaves
+            plain. By default no plain tensor becomes a shard.
 
     Raises:
         UnsupportedValue: A DTensor is `Partial`.
@@ -160,7 +161,7 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
 
 
 def _make_dtensor(local: torch.Tensor, like_local: torch.Tensor, like: Any) -> Any:
-    """Return the DTensor on the mesh's kind of device, or on that of `like` if it differs, as with CPU offload."""
+    """Return the DTensor on the mesh's kind of device, or, with CPU offload, on the device of `like`."""
     from torch.distributed.tensor import DTensor
 
     mesh = like.device_mesh

@@ -39,12 +39,12 @@ class ModuleKeys:
     """Keys that only one of a module and a checkpoint has.
 
     Attributes:
-        missing: Keys, sorted, under which tensors of the module aren't stored, so that these keep their values; also
-            names that a hook reports as missing.
-        unused: Keys, sorted, of stored tensors that the module has no name for, or that its `load_state_dict` doesn't
+        missing: Sorted keys of the module's tensors that aren't stored, and so keep their values; also names that a
+            hook reports as missing.
+        unused: Sorted keys of stored tensors that the module has no name for, or that its `load_state_dict` doesn't
             take.
-        kept: Keys, sorted, of other values that aren't stored and are kept: extra states without tensors, and the
-            counter that a batch norm lacks in an old checkpoint.
+        kept: Sorted keys of other values that aren't stored, and that the module keeps: extra states without tensors,
+            and the counter that a batch norm lacks in an old checkpoint.
     """
 
     missing: tuple[str, ...]
@@ -157,7 +157,7 @@ class _Loading:
 
     Attributes:
         module: The module.
-        keys: Stored keys by name, for names of `state_dict` and those that `load_state_dict` looks for.
+        keys: Stored key of each name in `state_dict`, and of each further name that `load_state_dict` looks for.
         extras: Entries of its `state_dict` that are neither parameters nor buffers, by name.
         hidden: Names of parameters and buffers that a hook leaves out of `state_dict`.
         entries: Stored values by name.
@@ -206,7 +206,7 @@ def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], s
 
 
 def _common_of(source: ModuleSource, lacking: set[str], shapes: Shapes, *, any_tensor: bool) -> dict[str, Any]:
-    """Return the common state's values for keys that aren't stored; also its tensors, if hooks may know other names."""
+    """Return the common state's values of lacking keys; with `any_tensor` also its tensors, for hooks that rename."""
     if not (lacking or any_tensor):
         return {}
 
@@ -268,7 +268,7 @@ def _refuse_missing(missing: Mapping[str, str], loading: _Loading, shapes: Shape
 
 
 def _unused(loading: _Loading, unexpected: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
-    """Return the keys of stored tensors that the module has no name for; or names that a hook has given them."""
+    """Return the sorted keys of stored tensors that have no name in the module, or whose name it doesn't take."""
     entries, moved = loading.entries, loading.walk.moved
     spare = {moved.get(name) or (entries[name].key if name in entries else name) for name in unexpected}
     tensors = {key for key, shape in shapes.items() if shape is not None}

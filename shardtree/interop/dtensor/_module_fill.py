@@ -190,7 +190,7 @@ def read_value(
         stored: Stored value of that name.
 
     Raises:
-        ShapeError: The stored dtype differs, and the value isn't converted, or would be without its scales.
+        ShapeError: The stored dtype differs, and the value isn't converted, or would be converted without its scales.
     """
     if stored.shape is None:
         return common[stored.key] if stored.common else source.tree[source.objects[stored.key]].data
@@ -219,7 +219,7 @@ def _refuse_without_scales(source: ModuleSource, key: str, dtype: torch.dtype) -
 
 
 def _replicated(module: torch.nn.Module, value: torch.Tensor) -> Any:
-    """Return a tensor on the mesh of a module's DTensors; unchanged if it has none, or several meshes."""
+    """Return a tensor replicated on the mesh of a module's DTensors; unchanged if there isn't exactly one mesh."""
     direct = [*filter(is_dtensor, module.parameters(recurse=False))]
     dtensors: Any = direct or filter(is_dtensor, module.parameters())
     meshes: set[Any] = {dtensor.device_mesh for dtensor in dtensors}

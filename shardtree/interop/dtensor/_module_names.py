@@ -108,7 +108,7 @@ class Named:
 
     Attributes:
         targets: Tensors by stored key; each memory once, under the first of its keys.
-        aliases: Tensors with several stored keys, by the further keys.
+        aliases: Tensors by each further stored key, if they have several.
         copies: Pairs of a filled tensor and a tensor in other memory that has the same stored key.
     """
 
@@ -155,7 +155,7 @@ def _sort_out(
 
 
 def _refuse_unlike(key: str, tensors: Tensors) -> None:
-    """Raise unless each rank can copy its part of one of two tensors to the other."""
+    """Raise unless each rank can copy its part of the first of two tensors into its part of the second."""
     kinds = []
     for tensor in tensors.values():
         local, cut = local_tensor(tensor), (getattr(tensor, name, None) for name in ("device_mesh", "placements"))
@@ -171,7 +171,7 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
 
 
 def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored keys of tensors that stay unfilled, by one of their names; any stored name fills a tensor.
+    """Return the stored keys of each tensor that is stored under none of its names, by one of these names.
 
     Args:
         tensors: The module's tensors by all of their names.
@@ -197,7 +197,7 @@ def has_elements(value: Any) -> bool:
 
 
 def overlapping(tensors: Tensors) -> list[str]:
-    """Return the keys of plain tensors that share a storage with another one."""
+    """Return the keys of plain tensors that share a storage with another plain tensor."""
     places: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if not hasattr(tensor, "placements") and tensor.numel() and not is_wrapper(tensor):

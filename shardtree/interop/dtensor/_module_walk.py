@@ -223,7 +223,7 @@ def load_by_override(module: torch.nn.Module, entries: Mapping[str, UnreadValue]
 
 
 def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a module's entries include values of a hook, or one element for a tensor without axes."""
+    """Return whether a module's entries include a hook's value, or a stored shape (1,) for a tensor without axes."""
     return any(
         not isinstance(entries[name], UnreadValue)
         or (entries[name].shape == (1,) and not is_lazy(tensor) and not tensor.dim())

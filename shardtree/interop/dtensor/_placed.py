@@ -63,7 +63,7 @@ def axis_names(device_mesh: Any) -> tuple[str, ...]:
 
 
 def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
-    """Return the mesh of all ranks that hold a tensor: its slice, and a first axis over all parallel slices.
+    """Return the mesh of all ranks that hold a tensor: its own mesh, behind a first axis over all parallel slices.
 
     Args:
         device_mesh: DeviceMesh of the tensor.
@@ -77,7 +77,7 @@ def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
 
 
 def root_of(device_mesh: Any) -> Any:
-    """Return the mesh that a sub-mesh is a slice of; any other mesh itself."""
+    """Return the root mesh, of which a sub-mesh is a slice; a mesh that isn't a sub-mesh is its own root."""
     if hasattr(device_mesh, "_get_root_mesh"):
         return device_mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # before torch 2.6 or so
@@ -192,8 +192,8 @@ def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:
 def as_fsdp2_cuts(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """Return the spec of FSDP2's actual shards, for the spec of its placements.
 
-    FSDP2 cuts the tensor-parallel shards further, but its placements describe that as an earlier cut, with interleaved
-    blocks. Where a size isn't divisible, the two can differ.
+    FSDP2 cuts the tensor-parallel shards further, but its placements describe this as an earlier cut, with interleaved
+    blocks. Where a size isn't divisible, the two cuts can differ.
 
     Examples:
         >>> spec = PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))
@@ -226,7 +226,8 @@ class ReadOptions:
         key: Function that returns the key of the tensor at a path.
         within: The DeviceMesh, or `Mesh`, whose ranks all hold the tree; or None.
         strided: Meaning of a `_StridedShard`.
-        replicated: Function of a key and a plain tensor that returns whether all these ranks hold the same; or None.
+        replicated: Function of a key and a plain tensor that returns whether all ranks of `within` hold the same; or
+            None.
     """
 
     key: KeyFunction

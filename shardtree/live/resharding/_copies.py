@@ -229,7 +229,7 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
 
 
 def _casts(plan: ReshardPlan, rows: Column) -> dict[int, tuple[torch.dtype, torch.dtype]]:
-    """Return the dtypes before and after of the tensors that given transfers cast, by number of the tensor."""
+    """Return the dtypes before and after the cast of each tensor that the transfers cast, by number of the tensor."""
     transfers = plan.transfers
     first = rows[transfers.hop[rows] == 0]  # at later hops data comes from target shards, which have the target's dtype
     key, at = np.unique(transfers.key[first], return_index=True)

@@ -32,7 +32,7 @@ MOST_CELLS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedCells:
-    """The wanted shards of all ranks, cut into cells; each shard wants a cell whole or not at all.
+    """The wanted shards of all ranks, cut into cells: boxes that each shard wants whole or not at all.
 
     Attributes:
         targets: The wanted shards; a shard that overlaps others but stays whole is made a tensor of its own.
@@ -48,7 +48,7 @@ class WantedCells:
 
 
 def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST_CELLS) -> WantedCells:
-    """Return the cells of shards: equal shards share theirs, and overlapping shards are cut along each other's edges.
+    """Return the cells of shards: equal shards have the same cells; overlapping ones are cut along each other's edges.
 
     Args:
         columns: Wanted shards of all ranks; shards without elements have no cell.
@@ -94,7 +94,7 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
 
 
 def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:
-    """Return shards with those at some places made tensors of their own, which share no elements with others."""
+    """Return shards in which each place of `alone`, a distinct box, is a tensor of its own and overlaps no other."""
     if not alone.size:
         return columns
     key = columns.key.copy()
@@ -126,8 +126,8 @@ class SharedReads:
         ranks: Number of ranks.
         targets: Wanted shards; a shard that overlaps others but isn't cut is made a tensor of its own.
         reads: Reads of all ranks, as shards of the same tensors, ordered by tensor and position.
-        row: Row in `targets` of the shard that contains each read: the first of its reader's shards that want it,
-            int64 (reads,).
+        row: Row in `targets` of the shard that contains each read: the reader's first shard that wants the read, int64
+            (reads,).
         first: First row of each rank in `targets`, int64 (ranks,).
         is_whole: Whether a read is its whole shard, bool (reads,).
         bytes_sent: Bytes that each rank sends to others, int64 (ranks,).
@@ -220,9 +220,10 @@ def plan_reads(
     """Return the reads of each rank; elements that several ranks want are read once for all of them.
 
     Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
-    end and cut into one range per rank, so that each rank reads as much as the others in total, with what it reads
-    alone or in other sets. Cuts lie between cells or at whole stripes: a rank's share is at most a stripe away from an
-    equal one. Ranks that want the same shards are described once, so the cost doesn't grow with the number of replicas.
+    end and cut into one range per rank. A rank that reads more alone or in other sets gets less here, so that all ranks
+    read about as much in total. Cuts lie between cells or at whole stripes: a rank's share is at most a stripe away
+    from an equal one. Ranks that want the same shards are described once, so the cost doesn't grow with the number of
+    replicas.
 
     Args:
         columns: Wanted shards of all ranks, with each rank's rows together.
@@ -295,7 +296,7 @@ def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, 
 
 
 def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
-    """Return the places that each set of several ranks holds, and those ranks, ascending; smaller sets first."""
+    """Return, for each set of several ranks, the places that all of them hold, and the ranks; smaller sets first."""
     sets = [*holder_sets(holders)]
     if all(each.size == 1 for each in alike):
         return [(places, np.concatenate([alike[each] for each in members])) for places, members in sets]

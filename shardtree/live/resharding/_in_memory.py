@@ -193,7 +193,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
 
 
 def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
-    """Return a factory that merges to itself with the merged tensor as its data; return any other leaf unchanged."""
+    """Return a factory whose merge returns the factory with the merged tensor as data; other leaves unchanged."""
     if (factory := factory_of(leaf)) is None:
         return leaf
     return replace(factory, merge_fn=lambda data: replace(leaf, data=merge_one(factory, data)))
@@ -255,7 +255,7 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
 
 
 def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], items: Iterator[ShardedObject], *, inner: bool) -> Any:
-    """Return the replacement of a leaf: the leaf with data, or below a factory the bare data, which it merges."""
+    """Return the leaf with data; for an `inner` leaf, which a factory built and will merge, return the data alone."""
     if isinstance(leaf, ShardedTensor):
         return next(data) if inner else with_data(leaf, next(data))
     if isinstance(leaf, ShardedObject):
@@ -361,7 +361,7 @@ def _copy_into_new(
 
 
 def first_sources(plan: ReshardPlan) -> dict[int, int]:
-    """Return the row of the first source shard of each target shard that receives elements from source shards."""
+    """Return the source row of each target shard's first transfer from a source shard, by the target shard's row."""
     # Rows are reversed, so that of several sources the first one stays in the dict.
     rows = np.flatnonzero(plan.transfers.hop == 0)[::-1]
     return dict(zip(plan.transfers.target[rows].tolist(), plan.transfers.source[rows].tolist(), strict=True))

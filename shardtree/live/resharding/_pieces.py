@@ -28,7 +28,7 @@ from ._transfers import Routes, renumber_keys
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPlaces:
-    """Distinct boxes, or flat ranges of boxes, that ranks hold, and the holders of each.
+    """Places, which are the distinct boxes or flat ranges of boxes that ranks hold, and the holders of each place.
 
     Attributes:
         shards: One shard of each place, with keys numbered as in the target.
@@ -84,7 +84,7 @@ def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
 
 
 def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
-    """Return the places of the tensors that the target wants, without those of no elements.
+    """Return the places of the source's shards whose keys the target wants; places without elements are left out.
 
     Args:
         source: Source shards of all ranks.
@@ -185,7 +185,7 @@ def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tupl
 
 
 def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> Pieces:
-    """Return pieces, with those at place -1 cut along the places of other replicas that hold them.
+    """Return the pieces; a piece at place -1 is cut along the places that have no main replica but hold parts of it.
 
     Args:
         places: Places of the source's shards.
@@ -239,7 +239,7 @@ def _in_mixed_groups(group: Column, target: Column) -> Column:
 
 
 def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: Column) -> tuple[Pieces, Column, Pieces]:
-    """Return the parts of pieces covered by boxes of their group, the first such box of each, and the other parts."""
+    """Return the parts of pieces that boxes of their group cover, the first box over each part, and the other parts."""
     left, right = overlapping_pairs(group, pieces.offset, pieces.shape, box_group, boxes.offset, boxes.shape)
     cuts = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
     row = left[cuts.pair]
@@ -317,7 +317,7 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
 
 
 def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[HeldLine]:
-    """Yield the pieces of each set of several holders, small sets first, ordered by place, then box, then receiver."""
+    """Yield the pieces that each set of several ranks holds, small sets first; pieces by place, box, then receiver."""
     is_used = np.zeros(len(places.main), dtype=np.bool_)
     is_used[pieces.place] = True
     holders = find_holders(np.repeat(np.arange(is_used.size), places.holders), places.holder, is_used)

@@ -162,7 +162,7 @@ class ReshardPlan:
     def lower_bound(self) -> int:
         """Fewest bytes that any plan moves: each element that a rank lacks in the source counts once for that rank.
 
-        They are counted in the target's dtypes.
+        Bytes are counted in the target's dtypes.
         """
         return least_bytes(self.source, self.target)
 

@@ -116,11 +116,11 @@ def _assign(intervals: Column, ranks: Column) -> Column:
 def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPlan:
     """Return a plan in which elements that several ranks lack leave the ranks that have them only once.
 
-    The elements that k ranks lack are divided among these k: each receives its part from the sources (hop 0), and
-    passes it on to the others (hop 1). So each receives as many bytes as before, a k-th of them from the sources, and
-    sends k - 1 times that k-th; a rank that sent a box to n of them sends n / k of it; and in total no more bytes move.
-    Elements that one rank wants move as before. Boxes that overlap and differ are cut, so that their common elements
-    are a box of their own. Parts are equal up to an index of an axis, or to `shortest_cut`.
+    The elements that k ranks lack are divided into k parts: each rank receives one part from the sources (hop 0), and
+    passes it on to the k - 1 others (hop 1). So each rank receives as many bytes as before, a k-th of them from the
+    sources, and sends its part k - 1 times. A source that sent a box to n of the k ranks sends n / k of the box. In
+    total no more bytes move. Elements that one rank wants move as before. Boxes that overlap and differ are cut, so
+    that their common elements are a box of their own. Parts are equal up to an index of an axis, or to `shortest_cut`.
 
     Args:
         plan: Plan without relays.
@@ -192,7 +192,8 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
 
     Args:
         pieces: Pieces that are divided into parts.
-        member: Equal pieces for each part, of all ranks that want it, int64 (parts, members).
+        member: Rows of the equal pieces that contain each part, one for each rank that wants it, int64 (parts,
+            members).
         parts: Parts of these pieces.
     """
     row = np.arange(len(member))

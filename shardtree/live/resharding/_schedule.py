@@ -47,7 +47,7 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
 
 
 def _waves(rank: Column, nbytes: Column) -> Column:
-    """Return the part, from 0 to 7, of its receiver's bytes in which each transfer begins; ranks are ascending."""
+    """Return in which eighth of its receiver's bytes, 0 to 7, each transfer begins; receivers' ranks are ascending."""
     end = np.cumsum(nbytes)
     begins = np.flatnonzero(np.diff(rank, prepend=-1))
     count = np.diff(begins, append=rank.size)
@@ -297,8 +297,9 @@ class RankPairs:
     def distance(self) -> Column:
         """Distance from sender to receiver when both are numbered round a circle, int64 (pairs,).
 
-        Relaying pairs have a separate circle. So pairs at one distance share no sender and no receiver; and if equally
-        many senders and receivers all have bytes for each other, as trainers for engines, each rank is in one of them.
+        Relaying pairs have a separate circle. So pairs at one distance share no sender and no receiver. If equally many
+        senders and receivers all have bytes for each other, as trainers for engines, the pairs at any one distance
+        include every rank.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):

@@ -80,7 +80,7 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
 
 
 def check_covered(columns: ShardColumns) -> None:
-    """Raise IntegrityError if no rank holds an element, or several main replicas do."""
+    """Raise IntegrityError if some element is held by no rank, or by several main replicas."""
     mains = select_rows(columns, np.flatnonzero(columns.main))
     overlaps = fault_problems(columns, doubled_faults(mains), "element")
     # If main replicas are missing a copy is enough, so gaps are looked for among all shards.

@@ -138,15 +138,15 @@ def plan_buffers(
 ) -> BufferPlan:
     """Return the plan of parameters in one contiguous buffer, with each rank's range of every bucket.
 
-    Parameters are consecutive, and never span two buckets. A bucket is closed after the parameter that brings it to
-    `bucket_size` elements or more.
+    Parameters are placed one after another, each within one bucket. A bucket is closed after the parameter that brings
+    it to `bucket_size` elements or more.
 
     Args:
         parameters: Parameters of the model on a rank, by name: a shape, a tensor, a ShardedTensor, or a
             ShardedTensorFactory with data. All dtypes must be equal; shapes have none.
         data_parallel: Number of ranks that share the buffer.
         bucket_size: Size at which a bucket is closed; None for one bucket.
-        align: Divisor of each parameter's start, counted from the beginning of the buffer.
+        align: Divisor of each parameter's start, which is counted from the beginning of the buffer.
         bucket_align: Divisor of each bucket's end, besides `data_parallel`.
         order: Names in the buffer's order; by default the order of `parameters`.
         alone: Names of parameters that get a bucket of their own.

@@ -25,9 +25,9 @@ def plan_lines(
     Args:
         parameters: Number of parameters.
         padding: Elements that belong to no parameter.
-        buckets: Start, stop, number of parameters, their elements, and the elements of one rank's slice, for each
-            bucket.
-        shares: Number of parameters with elements on a rank, and number of these elements, for each rank.
+        buckets: For each bucket: start, stop, number of parameters, number of their elements, and number of elements of
+            one rank's slice.
+        shares: For each rank: number of parameters with elements on the rank, and number of the elements.
 
     Examples:
         >>> for line in plan_lines(2, 1, [(0, 10, 2, 9, 5)], [(1, 5), (2, 4)]):
@@ -54,7 +54,8 @@ def place_lines(rows: Sequence[tuple[int, slice, slice]]) -> list[str]:
     """Return each rank's range of a parameter, up to 32 lines.
 
     Args:
-        rows: Rank, slice of the parameter, and slice of the rank's own slice of the bucket.
+        rows: For each rank: its number, the range as a slice of the parameter, and as a slice of the rank's part of the
+            bucket.
 
     Examples:
         >>> place_lines([(1, slice(0, 3), slice(1, 4))])
@@ -80,9 +81,9 @@ class BufferPlace:
 
     Attributes:
         name: Name of the parameter.
-        shape: Shape of the tensor that is flattened in row-major order.
+        shape: Shape of the parameter, which is flattened in row-major order.
         bucket: Index of the bucket that contains the parameter.
-        start: Offset of its first element in the buffer.
+        start: Offset of the parameter's first element in the buffer.
     """
 
     name: str
@@ -92,7 +93,7 @@ class BufferPlace:
 
     @property
     def stop(self) -> int:
-        """End of its elements in the buffer, exclusive."""
+        """End of the parameter's elements in the buffer, exclusive."""
         return self.start + prod(self.shape)
 
 
@@ -149,9 +150,9 @@ class BufferPlan:
         return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
 
     def ranges(self, rank: int) -> tuple[BufferRange, ...]:
-        """Return a rank's ranges, in the buffer's order; parameters with no elements on it are left out.
+        """Return a rank's ranges of parameters, in the buffer's order; parameters that it has no part of are left out.
 
-        A parameter without elements is an empty range on one rank, so that it is stored at all.
+        A parameter that has no elements at all is an empty range on one rank, so that it is stored.
 
         Args:
             rank: Data-parallel rank.
@@ -210,7 +211,7 @@ class BufferPlan:
         return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._rank_counts().tolist()))
 
     def _rank_counts(self) -> Column:
-        """Return the numbers of parameters with elements on each rank, and of these elements, int64 (ranks, 2)."""
+        """Return, for each rank, the numbers of its parameters and of their elements on it, int64 (ranks, 2)."""
         # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
         counts = np.zeros((self.data_parallel, 2), dtype=np.int64)
         for place in self.places:

@@ -19,7 +19,7 @@ from ._plan import BufferPlan, BufferRange, check_dtype, check_plan, checked_ran
 
 
 def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str, Any]:
-    """Return views of each parameter's range in a rank's slices; parameters without one are left out.
+    """Return a view of each parameter's range in a rank's slices; parameters without a range there are left out.
 
     Args:
         plan: Plan of the buffer.
@@ -59,7 +59,7 @@ def buffer_slices(
         plan: Plan of the buffer.
         rank: Data-parallel rank.
         tree: Range of each parameter with elements on the rank, by name: a 1-D tensor, or a shard with data.
-        dtype: Dtype of the slices and of the ranges in `tree`, of which a rank may have none.
+        dtype: Dtype of the slices, and of the ranges in `tree`, which may be empty on a rank.
         device: Device of the slices.
 
     Raises:
@@ -158,10 +158,10 @@ def flat_shards(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return a rank's slices as shards by name, whose data are views; parameters without elements there are left out.
+    """Return a rank's slices as shards by name; their data are views. Parameters without elements there are left out.
 
-    Each shard is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved,
-    and any layout can load it: other ranks' ranges, another number of ranks, or boxes.
+    Each shard is the parameter's shard or factory, with the range's data and `flattened_range`. So it can be saved, and
+    any layout can load it: other ranks' ranges, another number of ranks, or boxes.
 
     Args:
         plan: Plan of the buffer.
@@ -169,11 +169,11 @@ def flat_shards(
         slices: One tensor per bucket, of any dtype: main parameters, or one kind of state.
         parameters: Boxes or factories for which the buffer was planned, by name, perhaps with others.
         prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
-        replica_id: Function from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a
-            parameter, but ranges of their own, so the number that distinguished the copies must become 0. By default
-            that is the last of a tuple's numbers, as in Megatron-Core (pipeline, tensor, data parallel). A single
-            number other than 0 is ambiguous, and an error. If parameters are described without the data-parallel axis,
-            pass ``lambda replica: replica``.
+        replica_id: Function from a parameter's replica id to the replica id of its ranges. Data-parallel ranks hold
+            copies of a parameter, but ranges of their own, so the number that distinguishes the copies must become 0.
+            By default, that number is the last of a tuple, as in Megatron-Core (pipeline, tensor, data parallel). A
+            single number other than 0 is ambiguous, and an error. If parameters are described without the data-parallel
+            axis, pass ``lambda replica: replica``.
 
     Raises:
         MetadataError: There is no such rank, or a replica id has no data-parallel part.
@@ -211,7 +211,7 @@ def flat_targets(
         parameters: Boxes or factories for which the buffer was planned, by name, perhaps with others.
         dtype: Dtype of the state.
         prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
-        replica_id: Function from a parameter's replica id to that of its ranges, as for `flat_shards`.
+        replica_id: Function from a parameter's replica id to the replica id of its ranges, as for `flat_shards`.
 
     Raises:
         MetadataError: There is no such rank, or a replica id has no data-parallel part.
@@ -275,7 +275,7 @@ def _without_data_parallel(replica: ReplicaId) -> ReplicaId:
 def _check_replicas(
     parameters: Mapping[str, Parameter], ranges: Sequence[BufferRange], replica_id: ReplicaFunction | None
 ) -> None:
-    """Raise an error if it is unknown which part of a replica id is data parallel."""
+    """Raise an error if it is unknown which number of a replica id belongs to the data-parallel axis."""
     if replica_id is not None:
         return
     # In pure data parallelism the number should become 0; beside tensor parallelism it may have to stay. A wrong guess

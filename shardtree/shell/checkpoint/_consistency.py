@@ -1,4 +1,4 @@
-"""Layout descriptions that ranks exchange before a save or load, checks of them, and united common states."""
+"""Descriptions of layouts, which ranks exchange before a save or load; their checks; unions of common states."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
 
 
 def _with_used_keys(columns: ShardColumns) -> ShardColumns:
-    """Return columns without unused keys, which `select_rows` keeps."""
+    """Return columns without the keys that no row uses; `select_rows` keeps such keys."""
     is_used = np.bincount(columns.key, minlength=len(columns.keys)) > 0
     return replace(
         columns,
@@ -259,7 +259,7 @@ _MOST_ENTRIES = 10_000  # keeps metadata.json small; without the field, a load r
 def unions_field(unions: United) -> dict[str, Any]:
     """Return the field of metadata.json that records united dicts, as a dict.
 
-    It is empty if no dict was united, or if entries are too many or have no JSON form.
+    It is empty if no dict was united, or if there are too many entries, or one has no JSON form.
 
     Examples:
         >>> unions_field({("optim", "lr"): {"type"}}), unions_field({("optim",): {(1, 2)}}), unions_field({})

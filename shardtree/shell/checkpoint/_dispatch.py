@@ -75,8 +75,8 @@ def _latest(backend: str, strategies: Strategies | None) -> int:
 def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
     """Return the backends of a save's choices.
 
-    If the caller chose no backend for the common state, it is the shards' backend if that can save common states, and
-    otherwise the native format.
+    If the caller chose no backend for the common state, the common state gets the shards' backend, or the native format
+    if the shards' backend can't save common states.
 
     Raises:
         StrategyError: a choice is neither None, nor a name, a pair or a function.
@@ -92,7 +92,7 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
 
 
 def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | None) -> Backend | None:
-    """Return the backend of a save's objects: that of the shards or of the common state; None if neither can hold them.
+    """Return the backend of a save's objects: the shards' or the common state's; None if neither can hold objects.
 
     A format without a LOAD_OBJECTS row holds only tensors. The common state's format then holds the objects, if it has
     no PUBLISH row: the shards' format publishes.
@@ -114,7 +114,7 @@ def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | 
 
 
 def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies | None) -> bool:
-    """Return whether a checkpoint stores its objects in the format of the common state instead of that of the shards.
+    """Return whether a checkpoint stores its objects in the common state's format instead of the shards' format.
 
     Examples:
         >>> are_objects_beside(("huggingface", 1), ("safetensors", 1), None)

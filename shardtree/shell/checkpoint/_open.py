@@ -81,7 +81,7 @@ def with_opening(checkpoint: Checkpoint, opening: Opening, strategies: Strategie
 
 
 def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Strategies | None) -> FormatTraits:
-    """Return the combined traits of a checkpoint's two formats, that of its shards and that of its common state.
+    """Return the combined traits of a checkpoint's two formats: its shards' and its common state's.
 
     Args:
         fields: Fields of metadata.json.
@@ -134,7 +134,7 @@ def _fields_at(storage: Storage, strategies: Strategies | None) -> Fields | None
 def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
     """Return the fields from the first format that recognises a storage without metadata.json, or None.
 
-    Formats with an index of their own are tried first: a single safetensors file beside one may be an export.
+    Formats with an index of their own are tried first: a single safetensors file beside such an index may be an export.
     """
     # Folders of other programs (DCP, Hugging Face) have no metadata.json: formats recognise them by other files.
     with listed(storage, deep=False) as listing:
@@ -186,7 +186,7 @@ def is_checkpoint(checkpoint_dir: Directory, *, world: Any = None, strategies: S
 def by_rank_zero(world: Any, read: Callable[[], Read]) -> Read:
     """Return rank 0's result on every rank of a world; without a world, this process's own result.
 
-    On network storage, ranks may see a change at different times, so if all act on it, only one may look.
+    On network storage, ranks may see a change at different times. If all ranks act on a result, only one rank may look.
     """
     return read() if world is None else on_rank_zero(current_world(world), "read of a checkpoint", read)
 
@@ -321,7 +321,7 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
 def open_alone(
     directory: Directory | Checkpoint, world: World, options: LoadOptions, strategies: Strategies | None
 ) -> Checkpoint:
-    """Return the checkpoint from the view of this rank, before ranks communicate; its steps are `OPEN_STEPS`.
+    """Return the checkpoint as this rank sees it before ranks communicate; its steps are `OPEN_STEPS`.
 
     Only rank 0 reads the fields, since other ranks may see a change on network storage later. A checkpoint that is open
     with the same options isn't opened again, and keeps its parsed metadata.

@@ -1,9 +1,9 @@
 """Ranks' columns as compact messages; a part that ranks of a mesh have in common is sent only once.
 
 Ranks of a mesh hold parts of the same tensors, with equal shapes and different offsets. So columns are split into a
-table (keys, kinds, and the number of each shard's place) and a list of the distinct places (boxes and flat ranges). A
-regular layout has one place for each pair of shape and spec. If the tables of several ranks are equal bytes, one of
-these ranks sends them. No regularity is required: if every shard has its own flat range, each has its own place.
+table (keys, kinds, and the number of each shard's place) and a list of the distinct places (each a box and a flat
+range). A regular layout has one place for each pair of shape and spec. If the tables of several ranks are equal bytes,
+one of these ranks sends them. No regularity is required: if every shard has its own flat range, each has its own place.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
 
 
 def _places(columns: ShardColumns) -> tuple[Column, Column]:
-    """Return the number of each shard's place, and the first shard of each place."""
+    """Return the number of each shard's place (box and flat range), and the first shard of each place."""
     boxes = (*columns.offset.T, *columns.shape.T)
     number, _ = row_numbers((*boxes, columns.start, columns.stop, columns.main.astype(np.int64)))
     order = np.argsort(number, kind="stable")
@@ -107,7 +107,7 @@ class AlikeColumns:
     """Packed columns of many ranks, with equal columns of several ranks stored once.
 
     Attributes:
-        ranks: Ascending ranks with equal columns, by their packed columns.
+        ranks: The ascending ranks that have equal columns, by these columns in packed form.
         tables: Distinct tables of the columns, by hash.
     """
 
@@ -131,7 +131,7 @@ class AlikeColumns:
         self.ranks.setdefault(part, []).append(rank)
 
     def __iter__(self) -> Iterator[tuple[ShardColumns, list[int]]]:
-        """Yield (columns, ranks) of distinct columns, unpacked one at a time, with a running number as their rank."""
+        """Yield (columns, ranks) of distinct columns, unpacked one at a time; a running number is their rank."""
         parts = [replace(part, rank=number) for number, part in enumerate(self.ranks)]
         return zip(_unpack_each(parts), self.ranks.values(), strict=True)
 

@@ -176,9 +176,9 @@ def checks_all(length: int, verify: Verify) -> bool:
 class BlockHasher:
     """Hasher of a file's blocks, or of the blocks in some byte ranges, while the bytes are read or written.
 
-    `hashes` maps the number of each block that was seen whole to its hash. A block at the beginning or end of a range
-    that covers only part of it has no hash, unless the next range continues there. A block that was seen twice with
-    different bytes has the hash -1, which no block has.
+    `hashes` maps the number of each block that was seen whole to its hash. A block that a range
+    covers only in part has no hash, unless the next range continues there. A block that was seen twice with different
+    bytes has the hash -1, which no block has.
     """
 
     __slots__ = ("_at", "_file_length", "_open", "hashes")

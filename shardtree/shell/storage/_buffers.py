@@ -27,7 +27,7 @@ _HUGE_PAGE_BYTES = 4 * 1024 * 1024
 
 
 def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
-    """Return an uninitialised tensor, as ``torch.empty`` does, by default on the CPU; large ones there get huge pages.
+    """Return an uninitialised tensor, as ``torch.empty`` does, by default on the CPU; large CPU tensors get huge pages.
 
     Examples:
         >>> empty_tensor((2, 3), dtype=torch.bfloat16).shape
@@ -266,7 +266,7 @@ def copies_of(device: torch.device) -> DeviceCopies | None:
 
 
 def is_staged(tensor: torch.Tensor) -> bool:
-    """Return whether `copies_of` has functions for a tensor's device; faster than a call of it.
+    """Return whether `copies_of` has functions for a tensor's device; faster than calling `copies_of`.
 
     Examples:
         >>> is_staged(torch.empty(2))

@@ -116,7 +116,7 @@ class Capabilities:
 
     @classmethod
     def of(cls, storage: Storage, *names: str, **more: Any) -> Capabilities:
-        """Return the capabilities that a storage's methods of these names implement, and further fields by name."""
+        """Return capabilities that are a storage's methods of the given names, and the further fields in `more`."""
         return cls(**{name: getattr(storage, name) for name in names}, **more)
 
     def functions(self) -> dict[str, Function]:
@@ -189,7 +189,7 @@ def write_parts(
 
 
 def make_folder(storage: Storage, name: str = "", *, durable: bool = True) -> None:
-    """Make a folder and its parents; nothing where folders exist as soon as a file is in them."""
+    """Make a folder and its parents; does nothing where folders exist as soon as a file is in them."""
     if (make := can(storage).make_folder) is not None:
         make(name, durable=durable)
 
@@ -207,7 +207,7 @@ def is_folder(storage: Storage, name: str = "") -> bool:
 
 
 def remove_folder(storage: Storage, name: str) -> None:
-    """Remove an empty folder; nothing where a folder vanishes with its last file."""
+    """Remove an empty folder; does nothing where a folder vanishes with its last file."""
     if (remove := can(storage).remove_folder) is not None:
         remove(name)
 
@@ -333,7 +333,7 @@ def threads_of(storage: Storage, threads: int | None, requests: int = 16) -> int
 
 
 def abort_open_uploads(storage: Storage, is_left: Callable[[str, float], bool]) -> None:
-    """Abort uploads that interrupted saves have left open in a folder; nothing on storages without uploads.
+    """Abort uploads that interrupted saves have left open in a folder; does nothing on storages without uploads.
 
     Args:
         storage: Storage of the folder.

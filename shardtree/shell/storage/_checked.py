@@ -40,8 +40,8 @@ class StoredFile:
         name: Name in the checkpoint's storage.
         length: Length in bytes.
         hashes: Hashes of the file's blocks, uint64 (blocks,); None if the format has none.
-        ranges: Byte ranges with CRC32s, for formats that have these instead of block hashes; each run and piece lies
-            within one range.
+        ranges: Byte ranges with CRC32s, for formats that have these instead of block hashes; each contiguous or
+            strided part that a load reads lies within one range.
     """
 
     name: str
@@ -158,7 +158,7 @@ class ReadReport:
 
 
 def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list[int]:
-    """Return the numbers of byte ranges with a CRC32 that are small or read nearly whole, or all with `everything`."""
+    """Return the numbers of ranges with a CRC32: small ones and ranges read nearly whole, or all with `everything`."""
     enough = ranges.end - ranges.begin <= BLOCK_BYTES
     if runs.byte.size:
         enough = enough | (bytes_outside(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
@@ -244,7 +244,7 @@ class RangeHasher:
 
 
 def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
-    """Return the CRC32 of a byte range computed from those of its parts, or None if the parts don't tile it.
+    """Return the CRC32 of a byte range, computed from its parts' CRC32s, or None if the parts don't tile it.
 
     Args:
         hashes: Mapping from the first byte of a part to (one past its last byte, its CRC32).
@@ -302,7 +302,7 @@ def joined_crc32(left: int, right: int, length: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
-    """Return x to the power of 8 * `length`, modulo the polynomial; the highest bit is that of x^0."""
+    """Return x to the power of 8 * `length`, modulo the polynomial; the highest bit is the coefficient of x^0."""
     # Square and multiply: the length can have 40 bits, and a step per byte would take longer than reading the bytes.
     power, square = 1 << 31, 1 << 23
     while length:

@@ -73,7 +73,7 @@ def fetch_from_memory(
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ReadReport:
-    """Copy what a plan reads from files whose content is in memory, and return the number of bytes.
+    """Copy what a plan reads from files whose content is in memory, and return a report of the bytes read.
 
     Args:
         contents: The bytes of each file, by its number in the plan.

@@ -49,7 +49,7 @@ class LocalStorage:
 
     @property
     def refusals(self) -> Refusals:
-        """The file system's refusals: in this class, those to all calls but saves."""
+        """The file system's refusals of all requests but those of saves, which use `SavingStorage`."""
         return elsewhere
 
     @property
@@ -106,7 +106,7 @@ class LocalStorage:
         return LocalReader(_path(self.root, name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Replace a file's content atomically: write a temporary file beside it, and rename that over it."""
+        """Replace a file's content atomically: write a temporary file beside it, and rename it to the file's name."""
         folder, _, last = inside(name, self.root).rpartition("/")
         # The name is unique: if two processes replace the file at the same time, each renames its own file.
         temporary = "/".join(filter(None, (folder, temporary_name(last))))

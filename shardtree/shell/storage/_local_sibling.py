@@ -64,7 +64,7 @@ _ELSEWHERE = "Save to a new folder, then remove the old one."
 
 @dataclass(frozen=True, slots=True)
 class LocalSibling:
-    """A folder ``.<folder>.<name>`` beside another folder, to be replaced by the subfolder ``checkpoint``.
+    """A folder ``.<folder>.<name>`` beside another folder; its subfolder ``checkpoint`` is to replace the other folder.
 
     Args:
         root: Path of the folder to replace; if it is a link, the link stays and its target is replaced.
@@ -133,7 +133,7 @@ class LocalSibling:
         return max((time for time in times if time is not None), default=None)
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files, links and empty folders; the latter end in a slash."""
+        """Return the names of all old files, links and empty folders; names of empty folders end in a slash."""
         with self._storage_errors("list"):
             return tuple(sorted(_walk(self._old, "")))
 
@@ -157,7 +157,7 @@ class LocalSibling:
             raise StrategyError(error_text(heading, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder, and return those names that other files already have there."""
+        """Link old files into the new folder, and return the names that other files already have there."""
         # Files are linked rather than moved: the old folder stays complete until the exchange, and a file that a
         # program has open is the same file afterwards.
         conflicts, folders, new = [], set(), set[str]()

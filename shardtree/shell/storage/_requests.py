@@ -203,7 +203,7 @@ def _requests_of_file(
 
 
 def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
-    """Return the runs that overlap no other run, and the pieces with overlapping runs added, since these are copied."""
+    """Return the runs that overlap no other run, and the pieces, with all other runs added; pieces may overlap."""
     meets = runs.byte[1:] < np.maximum.accumulate(runs.byte + runs.length)[:-1]
     if not meets.any():
         return runs, pieces
@@ -220,7 +220,7 @@ def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
 def _checks_of(
     file: StoredFile, direct: Runs, pieces: Strided, runs: Runs, verify: Verify, cut: Cut
 ) -> tuple[Checks, Column, Column]:
-    """Return the checks of a file, and first byte and end of the spans that must be read whole because of them."""
+    """Return the checks of a file, and first byte and end of the spans that must be read whole for the checks."""
     if file.ranges is not None:
         numbers = [] if verify is None else ranges_to_check(file.ranges, runs, everything=verify == "all")
         ranges = file.ranges
@@ -242,7 +242,7 @@ def _checks_of(
 
 
 def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
-    """Return first byte and end of the read for each piece, widened to whole blocks where these are checked."""
+    """Return first byte and end of the read for each piece, widened to whole blocks where blocks are checked."""
     low, high = pieces.byte, last_byte(pieces)
     if check.blocks is None:
         return low, high

@@ -162,7 +162,7 @@ class Storage(Protocol):
 
 
 class Sibling(Protocol):
-    """A folder that a save makes beside a storage's own, and exchanges with it atomically.
+    """A folder that a save makes beside a storage's own folder; the two are exchanged atomically.
 
     Before the exchange it holds the new files, and afterwards the old ones. Errors are those of `Storage`.
     """
@@ -195,11 +195,11 @@ class Sibling(Protocol):
         """Raise if old files can't be linked into the new folder.
 
         Raises:
-            StrategyError: the file system doesn't support links, or forbids one of them.
+            StrategyError: the file system doesn't support links, or forbids a link.
         """
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder under the same names; return those that other files already have there.
+        """Link old files into the new folder under the same names; return names that other files already have there.
 
         Old files that were removed meanwhile are skipped.
         """

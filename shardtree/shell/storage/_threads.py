@@ -111,7 +111,7 @@ def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], 
 def _work_together(
     work: Callable[[], Result], others: int, pool: ThreadPoolExecutor, *, stop: Callable[[], None]
 ) -> list[Result]:
-    """Call a function in this thread, and in those threads of a pool that begin before this one is done."""
+    """Call a function in this thread, and in each thread of a pool that begins before this thread is done."""
     futures: list[Future[Result]] = []
     # During the interpreter's shutdown no thread can start: this thread does all the work.
     with suppress(RuntimeError):

@@ -63,7 +63,7 @@ class RequestTransport:
 
 
 def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTransport:
-    """Return the transport of a storage for requests of files, given by number."""
+    """Return the transport of requests for a storage's files; `files` has them by the numbers that requests use."""
     read_range = can(storage).read_range
     if read_range is None:
         # Copies out of the page cache are bound by memory bandwidth, so more threads would gain nothing.
@@ -79,7 +79,7 @@ def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTr
 
 
 def from_memory(contents: Mapping[int, Buffer]) -> RequestTransport:
-    """Return the transport of requests for files in memory, given by number."""
+    """Return the transport of requests for files in memory; `contents` has them by the numbers that requests use."""
 
     def arrivals(waiting: deque[Request]) -> Generator[tuple[Request, RequestSource], None, None]:
         for request in _remaining(waiting):
@@ -179,7 +179,7 @@ def _from_store(
 
 
 class _Gate:
-    """A limit on a load's requests in flight, doubled whenever none has ended for a while: slow links need many."""
+    """A limit on a load's requests in flight, doubled when no request has ended for a while: slow links need many."""
 
     def __init__(self, most: int) -> None:
         self._most, self._inside, self._last_end, self._condition = most, 0, monotonic(), threading.Condition()
@@ -226,7 +226,7 @@ _ALIGNMENT = 64  # bytes; torch requires aligned views, of items of up to 8 byte
 
 
 def cut_for_devices(cut: Cut) -> Cut:
-    """Return a cut for staged reads, with several requests per staging part, so that several threads share it."""
+    """Return a cut for staged reads, with several requests per staging part, so that several threads share a part."""
     return replace(cut, most_bytes=min(cut.most_bytes, limits.STAGED_BYTES // 4))
 
 
@@ -238,8 +238,8 @@ def read_to_devices(
 ) -> int:
     """Execute requests whose targets are partly on devices, and return the number of bytes read.
 
-    At most two staging parts are in the host's memory: one being read, and one being copied. All copies are done at the
-    end.
+    At most two staging parts are in the host's memory: one being read, and one being copied. All copies have ended
+    when the call returns.
 
     Args:
         read: Function that executes requests, given a byte view of each target in the host's memory.

@@ -22,7 +22,7 @@ class Wrapped:
 
     Attributes:
         inner: The storage that is wrapped.
-        inside: Subfolder of `inner` that this storage is; "" for all of it.
+        inside: Subfolder of `inner` that this storage stands for; "" for the whole of `inner`.
         capabilities: The wrapper's capabilities.
     """
 
@@ -76,7 +76,7 @@ def around(storage: Storage, wrap: Callable[[str, Function], Function | None], i
     Args:
         storage: Storage to wrap, the result's attribute ``inner``.
         wrap: Function from a method's name and the method to its replacement; None if the result lacks it.
-        inside: Subfolder of `storage` that the result is.
+        inside: Subfolder of `storage` that the result stands for.
 
     Examples:
         >>> from functools import partial

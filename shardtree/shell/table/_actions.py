@@ -140,7 +140,7 @@ class Resolve(Protocol):
 class SaveCommon(Protocol):
     """SAVE_COMMON: write the common tree and return fields of metadata.json; called on rank 0 only.
 
-    These replace the fields that the save has chosen, so that a backend can name another backend for the common state.
+    The returned fields replace the save's own fields, so that a backend can name another backend for the common state.
     """
 
     def __call__(self, pending: PendingSave, common: Any, /) -> Fields: ...

@@ -82,10 +82,10 @@ def check_objects_known(unique_keys: Sequence[str], are_there: Sequence[bool]) -
 
     Args:
         unique_keys: Unique keys of the requested objects.
-        are_there: Whether each of them is stored.
+        are_there: Whether each object is stored.
 
     Raises:
-        KeyMismatch: an object isn't stored; the error names all of these.
+        KeyMismatch: an object isn't stored; the error names all missing objects.
 
     Examples:
         >>> check_objects_known(["rng/shard_0_1"], [True])

@@ -168,9 +168,9 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
 
 
 def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
-    """Return the stamp of the checkpoint in a folder; () on storages whose requests may arrive late.
+    """Return the stamp of a folder's checkpoint: name, length and time of each deciding file.
 
-    On object stores, looks are slow, and no folders are exchanged.
+    It is () on object stores, whose requests may arrive late: looks are slow there, and no folders are exchanged.
 
     Formats without our metadata.json have no hash that identifies a save. Their files have fixed names, so that only
     lengths and times tell one save from another.
@@ -332,7 +332,7 @@ def checked_entry(name: str, data: bytes) -> dict[str, Any]:
 
 
 def checked_name(checkpoint: Checkpoint, field: str) -> str:
-    """Return the name of the file that `read_checked` reads, or metadata.json if that names no such file."""
+    """Return the name of the file that `read_checked` reads, or metadata.json's name if the field describes no file."""
     entry = checkpoint.fields.get(field)
     return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE
 
@@ -366,7 +366,7 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
 
 
 def fetch_checked(checkpoint: Checkpoint, *fields: str) -> Checkpoint:
-    """Return the checkpoint with files fetched concurrently, if reads are requests; errors are left to later reads."""
+    """Return the checkpoint, with files of fields read concurrently if reads are requests; unchanged after an error."""
     names = [field for field in fields if field in checkpoint.fields]
     if can(checkpoint.storage).content is not None:
         with suppress(CheckpointingException):

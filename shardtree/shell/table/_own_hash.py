@@ -11,7 +11,7 @@ from ..storage import digest
 
 
 def encode_metadata(fields: Mapping[str, Any]) -> bytes:
-    """Return metadata.json's bytes: canonical JSON of the fields, with a hash of the JSON without that hash.
+    """Return metadata.json's bytes: canonical JSON of the fields and of the hash of their JSON.
 
     Examples:
         >>> encode_metadata({"sharded_backend": "safetensors"})
@@ -22,9 +22,9 @@ def encode_metadata(fields: Mapping[str, Any]) -> bytes:
 
 
 def has_misnamed_digest(fields: Mapping[str, Any]) -> bool:
-    """Return whether a field holds the hash of all others under a name that differs from `digest` in one character.
+    """Return whether a field holds the hash of all other fields, but has a name one character off `digest`.
 
-    Otherwise, a flipped bit in that name would make the file look like one that never had a hash.
+    Without this test, a flipped bit in the name `digest` would make the file look as if it never had a hash.
 
     Examples:
         >>> import json

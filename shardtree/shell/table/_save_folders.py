@@ -64,7 +64,7 @@ _NO_UPLOAD_TAKES = 6 * 3600.0  # seconds; an upload of a single file is assumed 
 def abandoning(place: str) -> Iterator[None]:
     """Log errors of the block, which removes the files of a failed save, instead of raising them.
 
-    They must not hide the save's own error. A later save removes or overwrites the remaining files.
+    These errors must not hide the save's own error. A later save removes or overwrites the remaining files.
     """
     try:
         yield
@@ -146,8 +146,8 @@ def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) 
     Args:
         storage: Storage of the checkpoint's folder.
         folder: Name of this save's folder in it.
-        pauses: Seconds to wait between looks, as long as all other saves come later by name: these may withdraw by
-            themselves.
+        pauses: Seconds to wait between looks, as long as all other saves come later by name: such saves may
+            withdraw by themselves.
 
     Raises:
         StorageError: a process of this machine is running another save.

@@ -42,9 +42,9 @@ class FormatTraits:
 
     Attributes:
         decided_by: Patterns (as in `fnmatch`) of the names of the deciding files: these make a folder a checkpoint of
-            the format, and a change in one makes it another checkpoint. RECOGNIZE sees only folders that have one.
+            the format, and a change in one makes it another checkpoint. RECOGNIZE sees only folders with such a file.
         in_save_folder: Whether all files of a save are in the folder `pending.save_id`. Then file names never repeat:
-            an overwriting save writes beside the old one, and a file that is open for reading keeps its content.
+            an overwriting save writes beside the old files, and a file that is open for reading keeps its content.
         cuts_chunks: Condition under which reading part of a stored chunk costs only that part's bytes, so that ranks
             that read for each other may divide the chunk. "always"; "unchecked": if no checksums are compared, since
             these cover whole chunks; "never": chunks are decoded whole, or LOAD_SHARDED takes no flat ranges.

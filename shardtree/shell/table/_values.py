@@ -45,7 +45,7 @@ class LoadOptions:
             "always", "never", or "auto": if ranks are on several machines, the storage is an object store or a network
             file system, and the exchange saves at least 128 MiB per rank.
         allow_pickle: Whether pickled values may be unpickled, which can run any code.
-        types: Enum, dataclass and namedtuple classes of stored records, whose instances these become. For the common
+        types: Enum, dataclass and namedtuple classes; stored records of these classes become instances. For the common
             state that `load` returns, the target's namedtuple classes are added.
         object_rules: Rules that convert arrays of objects stored in another shape than the target of `load` has, by
             patterns of keys (``*`` matches one part between dots, ``**`` any number). The first matching pattern
@@ -55,7 +55,7 @@ class LoadOptions:
         threads: Number of threads that check files in `verify`; None for torch's number, up to a few.
         parameter_names: Names of an optimizer's parameters, for checkpoints that only number them, or whose
             values alone don't identify them: in the optimizer's order, as one sequence or one for each group.
-        shapes: Known global shapes by key, for `dcp_safetensors`; it is an error if the files make others.
+        shapes: Known global shapes by key, for `dcp_safetensors`; it is an error if the files yield other shapes.
 
     Examples:
         >>> LoadOptions(verify="all", exchange="never").allow_pickle
@@ -137,7 +137,7 @@ class SaveOptions:
             common state are always copied.
         durable: Whether everything is on the medium before the checkpoint is published. Otherwise a power failure soon
             after the save can leave a checkpoint with incomplete files; a crash of the process can't.
-        allow_pickle: Whether values that the format can't hold are pickled; loading them then needs it too.
+        allow_pickle: Whether values that the format can't hold are pickled; loading them then needs `allow_pickle` too.
         stale_after: Seconds without a change after which another machine's save counts as interrupted, so that its
             orphaned files are removed. A save of this machine counts as interrupted as soon as its process has ended.
         progress: Function that is called with the number of bytes written by this rank since its last call, by one
@@ -185,7 +185,7 @@ class Replaced:
 
     Attributes:
         storage: Storage of the folder: old files before the exchange, new files after it.
-        sibling: Folder beside it, which the save writes.
+        sibling: Folder beside that folder, which the save writes.
         stamp: Stamp of the old checkpoint.
     """
 
@@ -250,7 +250,7 @@ class AsyncRequest(Generic[T]):
     """A prepared save: an immutable value until `execute_sync` or an `AsyncCallsQueue` runs it.
 
     A queue runs exactly the request that was scheduled: adding a finalizer later returns a new request. Megatron-Core's
-    request only has functions that write and finalizers. Here, the commit needs the results of all ranks, which a
+    request has only finalizers and functions that write. Here, the commit needs the results of all ranks, which a
     finalizer doesn't get; hence `index` and `publish`, which are the two halves of the commit.
 
     Attributes:

@@ -207,8 +207,8 @@ def distributed(
 ) -> World:
     """Return the world of a process group.
 
-    Whatever the group's own backend and timeout, the first call makes a gloo group with the same members and this
-    timeout, which is kept: coordination never touches an accelerator's memory. Every member must call this. Ranks are
+    The first call makes a gloo group with the same members and this timeout, and keeps it, whatever the group's own
+    backend and timeout: coordination never touches an accelerator's memory. Every member must call this. Ranks are
     numbered as in the group.
 
     Args:
@@ -238,7 +238,7 @@ def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange
     Like all work on a device, it may continue after the call returns; work that is queued later waits for it.
 
     Args:
-        group: Process group with a backend for that type of device; every member must call the returned function.
+        group: Process group with a backend for devices of type `kind`; every member must call the returned function.
         kind: Type of the device that holds the buffers.
     """
     import torch.distributed as dist

@@ -50,7 +50,7 @@ _STEP = "_shardtree_step"
 
 
 class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(...)`
-    """Make the block a step of the enclosing phase, which then reports failures in it under the step's name.
+    """Make the block a step of the enclosing phase: failures in the block are reported under the step's name.
 
     Args:
         phase: Name of the step, one of the enclosing phase's `steps`.
@@ -123,7 +123,7 @@ def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str]
 
     Raises:
         WorldError: on every rank, if the ranks are in different phases or have different arguments; the error names
-            each rank's.
+            the phase or the arguments of each rank.
         RemoteError: on every rank, if fn failed on any; on a failing rank the cause is its own exception. It is the
             twin of the most specific class of `shardtree.errors` that all failing ranks' exceptions share:
             ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. In a world of one, fn's own exception is raised.

@@ -43,7 +43,7 @@ def _save_state(subject: Subject, place: Storage | None = None) -> Storage:
 
 
 def _without_writer(subject: Subject) -> Subject:
-    """Return a backend that saves by its own rows, if it has any."""
+    """Return a backend that saves by its own row instead of the caller's writer, if it has a row for saving."""
     # The caller's writer doesn't call a row that a test replaces, and may write the files of a second format too.
     return replace(subject, save=None) if subject.has(StrategyAction.SAVE_SHARDED) else subject
 
@@ -148,7 +148,7 @@ def _check_resolved(subject: Subject, ranks: int) -> None:
 
 
 def describing(subject: Subject) -> Iterator[Case]:
-    """Yield the traits themselves, and a comparison of a checkpoint's files with them."""
+    """Yield a case for the traits themselves, and one that compares a checkpoint's files with them."""
     yield Case("the traits", partial(_check_traits, subject))
     yield Case("a checkpoint's files", partial(_check_files, subject))
 

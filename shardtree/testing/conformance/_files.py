@@ -104,7 +104,7 @@ _ON_ONE = {"w": WHOLE, "b": WHOLE}  # one rank, since the order of several ranks
 
 
 def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
-    """Return a state, and the same with common values, which a format may refuse."""
+    """Return a state of tensors, and the same with common values; a format may refuse the common values."""
     tensors = {"w": numbers(SHAPE, first), "b": numbers(SHAPE, first + 30)}
     return GlobalState(tensors, {}, {}), GlobalState(tensors, {}, {"step": first, "betas": (0.9, 0.95)})
 

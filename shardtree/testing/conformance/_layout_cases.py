@@ -148,7 +148,7 @@ LARGE: Pairs = {
 
 
 def of_pairs(pairs: Pairs, count: int, subject: Subject) -> Iterator[Case]:
-    """Yield a case for each pair of layouts of one tensor; the first `count` ones may not be refused."""
+    """Yield a case for each pair of layouts of one tensor; the format may not refuse the first `count` cases."""
     for number, (name, (save_layout, load_layout)) in enumerate(pairs.items()):
         state = GlobalState({"w": numbers(save_layout.global_shape)}, {}, {})
         check = partial(check_reloaded, subject, state, {"w": save_layout}, {"w": load_layout})

@@ -124,7 +124,7 @@ def signatures(subject: Subject) -> Iterator[Case]:
 
 
 def partners(subject: Subject) -> Iterator[Case]:
-    """Yield a case for each row that needs another one."""
+    """Yield a case for each row that needs another row."""
     for action, actions in _NEEDS.items():
         if subject.has(action):
             yield Case(action.value, partial(_check_partners, subject, actions))

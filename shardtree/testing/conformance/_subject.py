@@ -40,7 +40,7 @@ ActionCheck = Callable[[Any, SaveTrees], None]
 
 
 class Refused(Exception):
-    """A backend refused a state that its format can't represent, with an error of ours and without a checkpoint."""
+    """A backend refused a state that its format can't represent: it raised one of our errors and left no checkpoint."""
 
 
 @dataclass(slots=True, eq=False)

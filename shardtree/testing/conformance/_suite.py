@@ -97,11 +97,11 @@ def check_strategy(
 ) -> StrategyReport:
     """Check that a backend keeps every promise that its rows make, and return a report.
 
-    Each row makes the promises of its action; an action that the caller added needs one in `promises`. While it saves,
-    a backend may refuse values that its format can't represent, with `UnsupportedValue` (or `StrategyError`,
-    `StorageError`), but must not change them. A few plain tensors must not be refused. Cases are plain and fixed,
-    simple ones first; if all of them pass, random states in random layouts are tried, and failures are shrunk. The same
-    cases run each time.
+    Each row makes the promises of its action; an action that the caller added needs a check in `promises`. While it
+    saves, a backend may refuse values that its format can't represent, with `UnsupportedValue` (or `StrategyError`,
+    `StorageError`), but must not change them. It must not refuse a few plain tensors. Cases are plain and fixed, simple
+    ones first; if all of them pass, random states in random layouts are tried, and failures are shrunk. The same cases
+    run each time.
 
     Args:
         backend: Name of the format.

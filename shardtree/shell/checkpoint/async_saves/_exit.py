@@ -175,10 +175,10 @@ _changing = Lock()  # simulated ranks are threads
 
 
 def watch(calls: Calls, timeout: float) -> None:
-    """Register a queue's calls to be committed before the process ends; if that fails, its exit status is 1.
+    """Register a queue's calls to be committed before the process ends; if a commit fails, the exit status is 1.
 
     Args:
-        calls: The queue's calls; those still in it at the end are committed then.
+        calls: The queue's calls; the calls that remain when the process ends are committed then.
         timeout: Time limit in seconds for these commits.
     """
     with _changing:
@@ -252,7 +252,7 @@ def _wait_for_writing(own: _Process) -> None:
 
 
 def _leading(calls: Calls) -> list[QueuedSave]:
-    """Return the leading calls of the same world, about which ranks communicate in one collective."""
+    """Return the leading calls that have the same world, so that ranks can compare them all in one collective."""
     world = calls[0].request.world
     return list(takewhile(lambda call: call.request.world is world, calls))
 

@@ -193,7 +193,7 @@ class AsyncCallsQueue:
                 still completed.
 
         Raises:
-            CheckpointingException: a save failed; the error is that of the first one, and all others are committed.
+            CheckpointingException: a save failed. The first failed save's error is raised; all others are committed.
         """
         self._check_user()
         check_idle(self._calls)

@@ -34,9 +34,9 @@ class _Source:
     """The source of a tensor's copy.
 
     Attributes:
-        elements: A contiguous range of memory, uint8 (bytes,), if the tensor's elements fill one; otherwise the tensor
+        elements: The tensor's memory, uint8 (bytes,), if its elements fill a contiguous range; otherwise the tensor
             itself, in a dtype that torch can copy.
-        is_range: Whether it is a contiguous range.
+        is_range: Whether `elements` is such a range of bytes.
     """
 
     elements: torch.Tensor
@@ -75,7 +75,7 @@ def snapshot_shards(shards: Sequence[ShardedTensor], memory: HostMemory = host_m
 
 
 def _as_tensor(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
-    """Return a view of copied bytes with the dtype, shape and strides of their tensor."""
+    """Return a view of copied bytes with the dtype, shape and strides of the tensor that they were copied from."""
     elements = copy.view(tensor.dtype)
     return elements.as_strided(tensor.shape, tensor.stride()) if source.is_range else elements.view(tensor.shape)
 
@@ -143,7 +143,7 @@ def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
 
 
 def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
-    """Return copies of sources in the host's memory, or on a device from which torch copies whole tensors."""
+    """Return copies of sources that are in the host's memory, or on a device from which torch copies whole tensors."""
     copies = _room(sources, memory.lend(_aligned_bytes(sources)))
     ranges = list[_Pair]()
     for name, source in sources.items():
@@ -156,7 +156,7 @@ def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_I
 
 
 def _copy_ranges(pairs: Sequence[_Pair]) -> None:
-    """Copy bytes by a few threads, each of which takes the next part when it has finished one.
+    """Copy bytes in a few threads; a thread that has finished a part takes the next one.
 
     Torch's own threads synchronise after every tensor, and would wait for a thread whose core another program uses.
     """

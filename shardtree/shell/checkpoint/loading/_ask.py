@@ -150,7 +150,7 @@ def resolve(
         checkpoint: The checkpoint with rank 0's fields, whose cache gets the results.
         sharded: The caller's choice for the shards.
         strategies: The dispatch table; None for the process's.
-        keys: Function that returns the keys of this rank's tensors, and whether all stored keys are listed too.
+        keys: Function that returns the keys of this rank's tensors, and whether the load also lists all stored keys.
     """
     world = checkpoint.world
     # Only rank 0's fields decide, so that all ranks take the same branch.
@@ -189,7 +189,7 @@ def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
 
 
 def keys_to_resolve(local: LocalLoad) -> tuple[Set[str], bool]:
-    """Return the keys of the tensors that a rank requests, and whether all stored tensors are listed too."""
+    """Return the keys of the tensors that a rank requests, and whether the load also lists all stored tensors."""
     # A strict mode that compares keys lists all stored tensors.
     keys = local.target.plain_keys.union(shard.key for shard in local.target.tensors)
     return keys, local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED

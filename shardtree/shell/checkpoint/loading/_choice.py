@@ -1,4 +1,4 @@
-"""The choice whether ranks read for each other: the caller's, or by the places of ranks and checkpoint."""
+"""The choice whether ranks read for each other: the caller makes it, or it depends on machines and storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReadPlace(NamedTuple):
 
 
 def place_of(storage: Storage, ranks: int) -> ReadPlace:
-    """Return the place from which this rank reads a storage; empty for a single rank, which needs none.
+    """Return the place from which this rank reads a storage; empty for a single rank, which has no choice to make.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -89,9 +89,9 @@ def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes
 
 
 def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
-    """Return the minimum number of bytes that an exchange saves all ranks: those of replicas other than main ones.
+    """Return the minimum number of bytes that an exchange saves all ranks: the bytes of all replicas but the main ones.
 
     Args:
-        columns: The shards of all ranks, in one part or several.
+        columns: The shards of all ranks, in one or several sets of columns.
     """
     return sum(int(part.nbytes[~part.main].sum()) for part in columns)

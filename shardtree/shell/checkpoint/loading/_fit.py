@@ -102,7 +102,7 @@ def find_without_scales(
     Args:
         stored: The checkpoint's contents.
         shards: The rank's shards.
-        kinds: The stored kinds of their keys.
+        kinds: The stored kinds (dtype and shape) of the shards' tensors, by key.
         plain: Patterns of keys of values that need no scales.
 
     Raises:
@@ -134,7 +134,7 @@ def unexpected_keys(stored: Stored, target: Target, unexpected: Collection[str])
 
 
 def in_common_state(stored: Stored, problems: Iterable[P], target: Target) -> tuple[P, ...]:
-    """Return problems, with a path for each missing tensor that the common state holds at its path or under its key.
+    """Return problems; if the common state holds a missing tensor, the tensor's problem gets the path in that state.
 
     Args:
         stored: The checkpoint's contents; if the common state can't be read, the problems are unchanged.

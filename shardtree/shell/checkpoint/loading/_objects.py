@@ -28,8 +28,8 @@ class ObjectsFit:
 
     Attributes:
         problems: The reasons why some objects can't be loaded.
-        arrays: The arrays that change their shape, as (key, target's shape).
-        cells: All stored cells of such arrays, without data.
+        arrays: The arrays of objects that change their shape, as (key, target's shape).
+        cells: All stored cells (single objects) of such arrays, without data.
         rules: The rules for such arrays, by key.
     """
 

@@ -48,7 +48,7 @@ _SHARDED = (ShardedTensor, ShardedObject)
 
 
 def leave_out(target: Target, tree: Any, unexpected: set[str], mode: StrictHandling) -> Target:
-    """Return the target without shards that aren't stored, and with its own values that may stay in their places.
+    """Return the target without shards that aren't stored, and with the own values that may stay in the result.
 
     Args:
         target: A rank's target, taken apart.
@@ -150,7 +150,7 @@ class Omissions:
         unfilled: Paths of the target's plain tensors for which nothing is stored.
         kept: Paths of the target's own values that are in the result, since nothing is stored for them.
         union_paths: Paths of all plain values of a common state that is the union of several ranks'.
-        unasked_bits: Packed flags of this rank, one for each of these paths that its part of the union lacks.
+        unasked_bits: Packed flags of this rank, one for each of `union_paths`: whether its part of the union lacks it.
     """
 
     left_out: tuple[str, ...] = ()

@@ -23,10 +23,10 @@ from ._targets import Kinds, Target
 
 
 def asking_whole(target: Target, kinds: Kinds) -> Target:
-    """Return a target with each plain tensor whose path is a stored key replaced by a shard, the whole stored tensor.
+    """Return a target in which each plain tensor whose path is a stored key is a shard that requests the whole tensor.
 
-    If both have a single element, the result has the target's shape: both () and (1,) are common for an optimizer's
-    step.
+    If the plain and the stored tensor have a single element, the result has the target's shape: both () and (1,) are
+    common for an optimizer's step.
 
     Args:
         target: A rank's target, taken apart.
@@ -58,7 +58,7 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
 
 
 def _in_shapes(rebuild: Callable[[Sequence[Any]], Any], shapes: dict[int, torch.Size], leaves: Sequence[Any]) -> Any:
-    """Return the rebuilt tree, with the loaded tensors of the given numbers viewed in the given shapes."""
+    """Return the rebuilt tree, with some loaded tensors viewed in other shapes, by the number of the leaf."""
     values = (
         leaf.view(shapes[number]) if number in shapes and isinstance(leaf, torch.Tensor) else leaf
         for number, leaf in enumerate(leaves)

@@ -46,7 +46,7 @@ Shards = Sequence[ShardedTensor]
 
 
 def by_dtype(shards: Shards, kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """Return the shards that are stored in their own dtype, or in an unknown one, and the others."""
+    """Return the shards that are stored in their own or an unknown dtype, and the shards stored in another dtype."""
     # Shards are compared by identity, since shards of one key in a target may have different dtypes.
     others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
     ids = set(map(id, others))
@@ -59,12 +59,12 @@ def stored_shard(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
 
 
 def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count: int = 0) -> list[list[ShardedTensor]]:
-    """Return the groups that a rank reads at once: shards stored in their own dtype, then each round of converted ones.
+    """Return the groups that a rank reads at once: shards stored in their own dtype, then rounds of shards to convert.
 
     Args:
         shards: The rank's shards.
         kinds: The stored kinds, by key.
-        rounds: The round of each converted shard, int64; None if the rank reads by itself.
+        rounds: The number of the round in which each converted shard is read, int64; None if the rank reads by itself.
         count: The minimum number of rounds.
     """
     alike, others = by_dtype(shards, kinds)
@@ -158,7 +158,7 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
 
 
 def _is_read_to_device(reading: Reading, shard: ShardedTensor) -> bool:
-    """Return whether a shard whose target is on a device is read there in parts, which excludes converted shards."""
+    """Return whether a shard whose target is on a device is read there in parts; converted shards aren't."""
     is_alike = shard.key not in reading.kinds or reading.kinds[shard.key].dtype == shard.dtype
     return is_alike and reading.fills_devices
 
@@ -209,7 +209,7 @@ def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
 
 
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
-    """Return the data of each object; rules compute that of arrays that change their shape."""
+    """Return the data of each object; rules compute the data of arrays that change their shape."""
     fit = reading.objects
     if not fit.arrays:
         return _read_items(reading, objects) if objects else []

@@ -62,7 +62,7 @@ def with_memory(
 ) -> ShardedTensor:
     """Return a checked shard with contiguous memory to fill, on the CPU or another device.
 
-    The memory is the target's own tensor only if that is donated and fits. If a shape mismatch is allowed, the memory
+    The memory is the target's own tensor only if it is donated and fits. If a shape mismatch is allowed, the memory
     is initialised with the target's elements, or zeros, since not all of it may be filled.
 
     Args:
@@ -126,7 +126,7 @@ def with_memories(
 
 
 def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *, donate: bool) -> set[int]:
-    """Check shards before memory is allocated, and return the numbers of those whose own tensors are filled in place.
+    """Check shards before memory is allocated, and return the numbers of shards whose own tensors are filled in place.
 
     Args:
         pairs: The target's shards with their tensors; None for shards without one.
@@ -258,7 +258,7 @@ class Target:
         return set(map(trees.path_key, self.plain.values()))
 
     def keys_among(self, checkpoint_keys: Set[str]) -> set[str]:
-        """Return all requested keys; those of plain tensors count only if they are stored."""
+        """Return all requested keys; keys of plain tensors count only if they are stored."""
         return self.keys | (self.plain_keys & checkpoint_keys)
 
 

@@ -45,10 +45,10 @@ class FormatSteps:
     """The formats' steps of a save, on one rank.
 
     Attributes:
-        requests: Requests that write the shards: that of the tensors' format, then that of the objects' format if it is
-            another one.
+        requests: Requests that write the shards: the request of the tensors' format, and the request of the objects'
+            format if the two formats differ.
         save_common: Function that writes the common state, and returns its fields.
-        publish: Function from all fields that makes the folder a checkpoint; None if metadata.json does.
+        publish: Function that makes the folder a checkpoint, given all fields; None if writing metadata.json does this.
         recognizes: Whether the shards' format recognises folders without a metadata.json.
     """
 
@@ -87,8 +87,8 @@ def steps_of_formats(
         pending: The save, with the common state.
         writes: The tensors and objects that this rank writes.
         formats: The formats, with their backends.
-        unions: The keys that all ranks have, by the path of each dict of the common state in which ranks have different
-            keys.
+        unions: For each dict of the common state in which ranks have different keys, by its path: the keys that all
+            ranks have.
 
     Raises:
         StrategyError: a format can't save.

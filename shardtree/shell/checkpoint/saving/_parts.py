@@ -189,7 +189,7 @@ def _has_data(shard: ShardedTensor) -> bool:
 
 
 def _kind(data: Any) -> str:
-    """Return the kind of data that is neither a dense nor a lazy tensor; empty for these two."""
+    """Return the kind of data that is neither a dense nor a lazy tensor; empty for a dense or lazy tensor."""
     if isinstance(data, torch.Tensor):
         return "" if data.layout is torch.strided and not data.is_nested else f"{data.layout} tensor"
     return "" if isinstance(data, LazyTensor) else type(data).__name__
@@ -232,7 +232,7 @@ def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> Tree
         hashes: Hashes of the parts that are compared, by rank.
 
     Raises:
-        IntegrityError: no union is requested, or ranks have different values, or shards and values, under one key.
+        IntegrityError: no union is requested, or under one key ranks have different values, or values and shards.
     """
     # Whole states are sent only if their hashes differ, and equal states only once.
     first, common = [hashes.index(value) for value in hashes], save.parts.common

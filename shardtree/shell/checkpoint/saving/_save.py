@@ -56,7 +56,7 @@ def save(
        the common state. Ranks learn of a failure in the next step.
     2. Meet: ranks describe their shards to each other, and rank 0 makes the save's own folder, in `checkpoint_dir` or
        beside it. One collective, two for many ranks.
-    3. Compare: common states if their hashes differ, which `options` may unite; with `check_replicas`, fingerprints of
+    3. Compare: common states if their hashes differ (`options` may unite them); with `check_replicas`, fingerprints of
        replicas. Usually no collective.
     4. Plan: check that shards tile their tensors, assign replicas to ranks, lay out this rank's files; an asynchronous
        save copies its tensors, unless `options` exclude it. Nothing is written. One collective.
@@ -166,7 +166,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
 
     Args:
         save: The arguments of `save`.
-        parts: Function that returns this rank's tree, taken apart, or raises the error of that.
+        parts: Function that returns this rank's tree, taken apart, or raises the error of taking it apart.
         undo: Stack that gets callbacks which remove the folder that rank 0 makes.
     """
     world = save.world
@@ -227,7 +227,7 @@ def compare_common(save: Save, tree: Any) -> Save:
         tree: This rank's tree.
 
     Raises:
-        IntegrityError: common states differ; for a union, under the same keys.
+        IntegrityError: common states differ, or, if a union is requested, have different values under one key.
     """
     hashes = [description.common for description in save.descriptions]
     if len(set(hashes)) < 2:
@@ -236,7 +236,7 @@ def compare_common(save: Save, tree: Any) -> Save:
 
 
 def check_replicas(save: Save) -> None:
-    """Raise if replicas differ; one all-gather if they don't.
+    """Raise if replicas differ; one all-gather if they are equal.
 
     Raises:
         IntegrityError: shards don't fit together, or replicas differ.

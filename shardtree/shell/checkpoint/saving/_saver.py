@@ -56,7 +56,7 @@ class Saver:
         formats: The formats of the shards and of the common state.
         steps: The formats' steps of the save.
         claim: Claim that marks this save as alive; on rank 0 only.
-        folder: The destination's own folder, if this save made it; on rank 0 only.
+        folder: The destination's own folder, unless a sibling replaces it; on rank 0 only.
         has_run: Whether `write` was called before.
         has_written: Whether `write` has begun to write, and its files haven't been removed since.
         common: Function that waits for a concurrent write of the common state and returns its fields; None if there is
@@ -264,7 +264,7 @@ def _abandon_all(requests: Sequence[AsyncRequest[Any]]) -> None:
 
 @contextmanager
 def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
-    """Exclude other saves during the block; raise if one has begun since rank 0 abandoned this one."""
+    """Exclude other saves during the block; raise if another save began after rank 0 abandoned this one."""
     with nullcontext() if pending.world.rank == 0 else locked(pending.storage):
         if not is_claimed(pending.save_id):
             check_alone(pending.storage, pending.save_id)

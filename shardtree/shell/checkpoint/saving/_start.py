@@ -164,7 +164,7 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
 
 
 def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
-    """Return a function for the result of a look at a storage; a look that takes a request begins now, in a thread."""
+    """Return a function that returns the result of `look`; if `look` takes a request, it begins now, in a thread."""
     return look if can(storage).entries is None else Task(look).result
 
 
@@ -206,7 +206,7 @@ def pending_here(save: Save) -> PendingSave:
 
 
 def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tuple[Claim, NewFolder | None]:
-    """Make a save's folder, and return its claim and the destination's own folder if that is new; on rank 0.
+    """Make a save's folder; return its claim and the destination's folder (None if a sibling replaces it); on rank 0.
 
     Rank 0 syncs the destination's folder after its own writes, since all other ranks would wait for a sync here.
 

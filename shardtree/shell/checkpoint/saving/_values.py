@@ -28,8 +28,8 @@ class TreeParts:
         tensors: The tensor shards, factories applied.
         objects: The sharded objects.
         common: Everything else, with holes in place of shards and nonpersistent objects.
-        unions: The keys that all ranks have, by the path of each dict in which ranks have different keys; empty unless
-            the common state is the union of ranks' states.
+        unions: For each dict in which ranks have different keys, by its path: the keys that all ranks have; empty
+            unless the common state is the union of ranks' states.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -52,13 +52,13 @@ class Save:
         overwrite: Whether an existing checkpoint may be replaced.
         layout: All ranks' shards, if the caller passed them.
         is_async: Whether the request is returned instead of run.
-        parts: This rank's tree, taken apart; step 3 may exchange the common state.
+        parts: This rank's tree, taken apart; step 3 may replace the common state by the union.
         known: The caller's layout, matched with this rank's shards.
         descriptions: All ranks' descriptions of their shards, by rank; empty if ranks don't compare them.
         start: The state of the destination that rank 0 found.
         pending: The save that rank 0 has begun; None on other ranks until step 4.
         claim: Claim that marks this save as alive; on rank 0 only.
-        folder: The destination's own folder, if this save made it; on rank 0 only.
+        folder: The destination's own folder, unless a sibling replaces it; on rank 0 only.
     """
 
     world: World

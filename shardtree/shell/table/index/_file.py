@@ -200,7 +200,7 @@ def unsound_index(what: str, found: str) -> CorruptCheckpoint:
 
 
 def index_problem(index: Index) -> str | None:
-    """Return a description of an index's first problem, or None; then loads can be planned without further checks.
+    """Return a description of an index's first problem; None if loads can be planned without further checks.
 
     Formats check themselves whether all blocks have the hashes that they need.
     """
@@ -216,7 +216,7 @@ def index_problem(index: Index) -> str | None:
 
 
 def _in_parts(check: Callable[[slice], str | None], rows: int) -> str | None:
-    """Check all rows in parts, and return the first problem, or None if there is none."""
+    """Check all rows, a limited number at a time, and return the first problem, or None if there is none."""
     problems = in_threads(check, (slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)))
     return next(filter(None, problems), None)
 

@@ -109,7 +109,7 @@ def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
 
 
 def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, FileRun] | None:
-    """Return file and byte range of a requested box if it is a single run of a fitting stored chunk, or else None.
+    """Return file and byte range of a requested box if it is contiguous in one chunk of a fitting tensor, or else None.
 
     Args:
         index: Index of the stored tensors.
@@ -201,7 +201,7 @@ def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
 
 
 class _Newest:
-    """The index of a checkpoint that the last read used, and the function that looks tensors up in it."""
+    """The index that the last read used, and the function that looks tensors up in it."""
 
     __slots__ = ("find", "index")
 

@@ -58,7 +58,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     Attributes:
         index: Index on which loads are planned.
         on_files: Function that returns the index with the files of the folder, if `index` has virtual files; None if
-            not.
+            it has none.
         untaken: Reasons why stored values can't be loaded and aren't listed, by key or name.
         refused: Function from a load's shards to the reasons why some can't be loaded, by key; None if the reasons
             don't depend on the shards.
@@ -130,7 +130,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
 
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
-        """Return the kinds of those tensors that are stored, by key."""
+        """Return the kinds of the stored tensors among the given keys, by key."""
         numbers = self.index.find_keys(keys)
         number_of = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
         return dict(zip(number_of, self.index.kinds(list(number_of.values())), strict=True))

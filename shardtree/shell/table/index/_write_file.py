@@ -20,7 +20,7 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) ->
 
     Raises:
         StorageError: the file can't be written, or a value isn't a buffer.
-        StrategyError: the name is not one that the clean-up removes.
+        StrategyError: the clean-up wouldn't remove a file of this name.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

@@ -217,6 +217,6 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
-    """Return whether several threads can write such data at once, without a large copy or a device's stream in each."""
+    """Return whether several threads can write such shards, without a large copy or a device's stream in each."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= limits.COPIED_BYTES)
