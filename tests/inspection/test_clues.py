@@ -87,7 +87,7 @@ def nameless_safetensors(path: Path) -> Path:
 
 PLACES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "orbax": (orbax_arrays, ORBAX, "StandardCheckpointer().restore"),
-    "orbax's process": (lambda path: orbax_arrays(path) / "ocdbt.process_0", ORBAX, "of the folder with _METADATA"),
+    "orbax's process": (lambda path: orbax_arrays(path) / "ocdbt.process_0", ORBAX, "reads the folder with _METADATA"),
     "orbax without OCDBT": (without_ocdbt, ORBAX, "StandardCheckpointer().restore"),
     "orbax's step": (lambda path: orbax_run(path) / "20", ORBAX, "StandardCheckpointer().restore"),
     "orbax's run": (orbax_run, f"a run of another program; '100' in it is {ORBAX}", "StandardCheckpointer"),
@@ -103,8 +103,8 @@ PLACES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "HDF5": (lambda path: written(path, b"\x89HDF\r\n\x1a\n"), "arrays in HDF5", "h5py reads them"),
     "npz": (npz, "NumPy arrays", "safetensors.numpy.save_file(dict(numpy.load(file))"),
     "npy": (npy, "a NumPy array", "numpy.load"),
-    "torch": (lambda path: torch_file(path, zipped=True), "pickled weights", "torch.load reads"),
-    "old torch": (lambda path: torch_file(path, zipped=False), "pickled weights", "torch.load reads"),
+    "torch": (lambda path: torch_file(path, zipped=True), "pickled weights", "read it with torch.load"),
+    "old torch": (lambda path: torch_file(path, zipped=False), "pickled weights", "read it with torch.load"),
     "tar": (tar, "a tar archive", "Unpack it"),
     "safetensors": (nameless_safetensors, "a safetensors file with another suffix", "ends in .safetensors"),
 }
