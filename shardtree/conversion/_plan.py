@@ -212,7 +212,7 @@ def _counts_function(layout: Cutting, tensors: Sequence[ShardedTensor]) -> Calla
     if callable(layout):
         return layout
     if not isinstance(layout, Mapping) or not all(isinstance(pattern, str) for pattern in layout):
-        expected = "a function from a shard, or a dict from patterns of keys, to counts of pieces"
+        expected = "a dict from key patterns to counts of pieces, or a function that returns such counts for a shard"
         raise ShapeError(error_text("convert: wrong layout", found=repr(layout)[:200], expected=expected))
     rows, keys = (
         [(key_matcher([pattern]), counts) for pattern, counts in layout.items()],

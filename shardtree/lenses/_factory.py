@@ -217,7 +217,7 @@ def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any
     if shapes != boxes:
         what, fix = (
             f"factory of {key!r}: the tree to merge has other shapes than the built one",
-            "Merge the tree that was loaded into the built one.",
+            "Pass the built tree to the load as its target, and merge what the load returns.",
         )
         raise ShapeError(error_text(what, found=_shapes_text(shapes), expected=_shapes_text(boxes), fix=fix))
     return form.merge(parts)

@@ -199,7 +199,7 @@ def resume_problems(
 
 
 def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Trained, list[tuple[JobState, JobState]]]:
-    """Train and save; return the run, and pairs of states before and after a step from slightly changed weights."""
+    """Train and save; return the run, and (before, after) states of single steps that begin at changed weights."""
     results = run(_ranks(layout), partial(_train, job, layout, place))
     ranks, nudges = zip(*results, strict=True)
     states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}

@@ -177,7 +177,7 @@ class Moves(Sequence[Move]):
         return slice(bisect_left(self._tops, low), bisect_right(self._lows, high))
 
     def find(self, reads: Iterable[Move]) -> tuple[list[Move], list[Move]]:
-        """Return reads of the destination as moves from the roots of the writes, and the reads of places never written.
+        """Return reads of the destination as moves from what the writes read, and the reads of places never written.
 
         This is composition: a read's `at` side addresses the destination, as a write's `to` side does.
 

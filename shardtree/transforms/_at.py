@@ -225,7 +225,9 @@ def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[
     places = [paths[id(node)] for node in nodes]
     nested = [render_path(place) for place in places if place and place_above(place[:-1], places) is not None]
     if nested:
-        raise TreeError(error_text(f"{doing}: nodes in other chosen nodes", offenders=nested, fix="Choose the outer."))
+        raise TreeError(
+            error_text(f"{doing}: nodes in other chosen nodes", offenders=nested, fix="Choose the outer ones.")
+        )
     return places, several
 
 

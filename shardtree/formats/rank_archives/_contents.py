@@ -122,7 +122,7 @@ class Tensors:
         numbers: Field of `Contents`.
         compared: Field of `Contents`.
         refused: Field of `Contents`.
-        copies: Field of `Contents`, but also of tensors whose copies are known to be equal.
+        copies: Field of `Contents`; here it also has tensors whose copies are known to be equal.
         told: Value of each number and the place of its file, by key.
     """
 

@@ -208,7 +208,7 @@ def true_boxes(entry: TensorEntry) -> ChunkBoxes:
 
 
 def _cell(stored_shape: Ints, shape: Ints) -> Ints:
-    """Return the shape of one cell of a grid."""
+    """Return the shape of a cell of a tensor that is stored as (cells along each axis..., elements of a cell)."""
     fits = len(stored_shape) == len(shape) + 1 and all(
         count > 0 and size % count == 0 for size, count in zip(shape, stored_shape, strict=False)
     )

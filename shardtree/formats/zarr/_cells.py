@@ -39,7 +39,9 @@ class ChunkPieces:
 
 
 def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
-    """Return the pieces of chunks of one shape.
+    """Return the boxes of chunks of one shape that lie in the tensor and are contiguous in their chunk.
+
+    An `element` of the result is the index of a box's first element in its chunk.
 
     Args:
         offset: Offset of each chunk in the tensor, int64 (chunks, axes).

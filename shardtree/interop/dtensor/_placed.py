@@ -63,7 +63,7 @@ def axis_names(device_mesh: Any) -> tuple[str, ...]:
 
 
 def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
-    """Return the mesh of all ranks that hold a tensor: its own mesh, behind a first axis over all parallel slices.
+    """Return the mesh of all ranks that hold a tensor: a first axis over the root mesh's slices, then its own axes.
 
     Args:
         device_mesh: DeviceMesh of the tensor.

@@ -47,7 +47,7 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
 
 
 def _waves(rank: Column, nbytes: Column) -> Column:
-    """Return in which eighth of its receiver's bytes, 0 to 7, each transfer begins; receivers' ranks are ascending."""
+    """Return each transfer's wave, the eighth (0 to 7) of its receiver's bytes in which it begins; `rank` ascends."""
     end = np.cumsum(nbytes)
     begins = np.flatnonzero(np.diff(rank, prepend=-1))
     count = np.diff(begins, append=rank.size)
