@@ -182,7 +182,8 @@ def _overlaps(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator
     boxes = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
     for number in shared_groups(chunks.key[boxes.shard], boxes.offset, boxes.shape).tolist():
         key = text_at(stored.index.key_text, stored.index.key_start, number)
-        yield Damage("", f"stored chunks of {key!r} overlap", keys=(key,))
+        file = stored.index.file(int(chunks.file[np.searchsorted(chunks.key, number)]))
+        yield Damage(file.name, f"stored chunks of {key!r} overlap", keys=(key,))
 
 
 def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Unchecked, ...]:

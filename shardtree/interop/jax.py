@@ -128,14 +128,12 @@ def _abstract_parts(key: str, array: jax.ShapeDtypeStruct) -> list[tuple[jax.Dev
     Raises:
         UnsupportedValue: The array has no sharding, or is a random key, whose data have another shape.
     """
-    if array.sharding is None or jax.numpy.issubdtype(array.dtype, prng_key):
-        what, fix = (
-            f"from_jax: abstract array without a sharding: {key!r}",
-            "Make it by jax.ShapeDtypeStruct(sharding=...).",
-        )
-        if array.sharding is not None:
-            what, fix = f"from_jax: abstract random key: {key!r}", "Pass the key itself, or its data's abstract array."
-        raise UnsupportedValue(error_text(what, found=str(array), fix=fix))
+    if jax.numpy.issubdtype(array.dtype, prng_key):
+        what, fix = f"abstract random key: {key!r}", "Pass the key itself, or the abstract array of its data."
+        raise UnsupportedValue(error_text(what, found=array, fix=fix))
+    if array.sharding is None:
+        what, fix = f"abstract array without a sharding: {key!r}", "Pass jax.ShapeDtypeStruct(..., sharding=...)."
+        raise UnsupportedValue(error_text(what, found=array, fix=fix))
     copies, parts = Counter[str](), []
     for device, index in array.sharding.devices_indices_map(tuple(array.shape)).items():
         if device.process_index == jax.process_index():

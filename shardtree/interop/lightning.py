@@ -109,7 +109,8 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: Place) -> None:
         """Remove a checkpoint, beginning with the file that identifies it: a killed removal leaves no broken one."""
-        parent, _, name = (str(path) if "://" in str(path) else str(Path(path).absolute())).rstrip("/").rpartition("/")
+        place = str(path) if "://" in str(path) else str(Path(path).absolute())
+        parent, _, name = place.rstrip("/").rpartition("/")
         storage = storage_at(parent or "/")
         if is_link(storage, name):  # ModelCheckpoint(save_last="link") links a checkpoint; the link alone is removed
             storage.remove(name)

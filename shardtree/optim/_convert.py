@@ -305,7 +305,8 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     doing = "optim_state_by_id"
     check_dict(doing, "id_to_name", id_to_name, _MAP, str)
     ids = {name: number for number, name in id_to_name.items()}
-    # torch's `load_state_dict` ignores the ids and goes by order, so another order would mix up states silently.
+    # torch's `load_state_dict` ignores the ids and goes by order, so another order would mix up states silently:
+    # https://github.com/pytorch/pytorch/issues/1489
     new = _relabel(doing, optim_state_dict, ids, by_name=True)
     order: list[Any] = members(new["param_groups"])
     if order != sorted(id_to_name):

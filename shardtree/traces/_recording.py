@@ -58,7 +58,7 @@ class RecordingMode(Cells):
         with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
             is_reshaping = self._is_reshaping(func, tensors)
-            record = None if is_reshaping else self._way(func, args, kwargs, tensors)
+            record = None if is_reshaping else self._recorder(func, args, kwargs, tensors)
             if record is not None:
                 return record(func, args, kwargs)
         # The lock isn't held here: the operation may take long, or wait for another thread.
@@ -85,13 +85,13 @@ class RecordingMode(Cells):
         self._note_versions(tensors[:1], tensors[:1])
         return True
 
-    def _way(
+    def _recorder(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Callable[..., Any] | None:
         """Return the method that records an operation; None if torch just executes it."""
         if self._is_traced(func, tensors) and not self._is_of_constants(func, tensors):
             return self._record_traced
-        if self._is_model_s(func, args):
+        if self._fills_model(func, args):
             return self._record_fill
         return self._record_change if self._models_among(func, args, kwargs) else None
 
@@ -137,7 +137,7 @@ class RecordingMode(Cells):
             self.refuse_meta(_NAMES.get(operator_name(func), operator_name(func)))
         return result
 
-    def _is_model_s(self, func: Any, args: tuple[Any, ...]) -> bool:
+    def _fills_model(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Return whether an operation fills a tensor that the code didn't create, whose memory must not change."""
         if operator_name(func) not in _WRITES or not is_ordinary(args[0]):
             return False

@@ -85,4 +85,4 @@ def test_chunks_that_overlap_are_damage() -> None:
     with pytest.raises(IntegrityError, match="stored chunks overlap"):
         st.load_plain_tensors(storage, strategies=table)
     (damage,) = st.verify(storage, strategies=table)
-    assert damage.keys == ("w",) and "overlap" in damage.what
+    assert damage.keys == ("w",) and damage.file == "f" and "overlap" in damage.what

@@ -184,6 +184,10 @@ def test_state_dicts_come_back_in_their_form(tmp_path: Path) -> None:
         plug.load_checkpoint(tmp_path / "a", map_location={"cuda:0": "cpu"})
 
 
+def killed(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_removal_takes_first_what_makes_a_folder_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,9 +196,6 @@ def test_a_removal_takes_first_what_makes_a_folder_a_checkpoint(
     link.symlink_to(folder)
     plug.remove_checkpoint(link)
     assert st.is_checkpoint(folder, world=one_process()) and not link.is_symlink()
-
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr("fsspec.implementations.local.LocalFileSystem.rm", killed)
@@ -208,9 +209,6 @@ def test_a_removal_takes_first_what_makes_a_folder_a_checkpoint(
 def test_a_removal_behind_a_url_takes_first_what_makes_it_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     plug, url = ShardtreeIO(save_options=QUICK), f"memory://{uuid4().hex}/a"
     plug.save_checkpoint({"epoch": 1}, url)
-
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr("fsspec.implementations.memory.MemoryFileSystem.rm", killed)

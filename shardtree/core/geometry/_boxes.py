@@ -243,7 +243,7 @@ def intersect(
 
 
 # Distinct values and rows are found by sorting: since 2.4 NumPy's `unique` hashes, which is a hundred times slower for
-# a million integers.
+# a million integers: https://github.com/numpy/numpy/issues/31969
 
 _ROOM = 2**62
 

@@ -69,7 +69,10 @@ def _same_plain(left: Any, right: Any) -> bool:
 
 
 def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Return what a container or function consists of beside its parts, and the parts; None for any other value."""
+    """Return (identity, parts) of a container or function; None for any other value.
+
+    Two values are the same if their parts are, and their identities, such as a dict's keys or a function's code.
+    """
     further = getattr(value, "__dict__", None) or None  # attributes set on a function or on a subclass's instance
     if isinstance(value, FunctionType):
         captured = [_captured(cell) for cell in value.__closure__ or ()]

@@ -180,7 +180,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class WrittenRecord:
-    """What the directory at the archive's end says about a written record.
+    """Entry of a written record in the directory at the archive's end.
 
     Attributes:
         name: Name in the archive.

@@ -263,7 +263,7 @@ def remove_interrupted(storage: Storage, folder: str) -> None:
 
 
 def _was_left(folder: str, name: str, age: float) -> bool:
-    """Return whether an open upload is left from a save: of its folder, or of a fixed name beside it and old enough."""
+    """Return whether an open upload is left from a save: in its folder, or of a fixed name; in a subfolder, if old."""
     # Deeper names may belong to another checkpoint in a subfolder, whose save may be running.
     return name.startswith(f"{folder}/") or (
         _FIXED_NAME.fullmatch(name) is not None and ("/" not in name or age > _NO_UPLOAD_TAKES)

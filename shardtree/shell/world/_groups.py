@@ -73,7 +73,8 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
     from torch.distributed.distributed_c10d import _get_default_store
 
     # gloo's own class is used because every rank of the job must call `torch.distributed.new_group`, or, with
-    # `use_local_synchronization`, the call hangs if ranks belong to different numbers of groups.
+    # `use_local_synchronization`, the call hangs if ranks belong to different numbers of groups:
+    # https://github.com/pytorch/pytorch/issues/173608
     ranks = dist.get_process_group_ranks(group)
     # The members make their groups in the same order, so their counters agree. The name contains the counter, since
     # keys that an earlier group left in the store would confuse a new group.
