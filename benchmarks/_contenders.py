@@ -12,7 +12,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import safetensors.torch
 import torch
@@ -325,9 +325,8 @@ def loading(name: str, verify: Verify) -> dict[tuple[str, str], Load]:
         }[operation]
 
     def load(mine: Work, folder: Path, *, operation: str) -> Tensors:
-        return st.load(
-            tree(mine, operation), folder, donate=operation != LOAD_NEW, options=st.LoadOptions(verify=verify)
-        )
+        targets, options = tree(mine, operation), st.LoadOptions(verify=verify)
+        return cast(Tensors, st.load(targets, folder, donate=operation != LOAD_NEW, options=options))
 
     return {(operation, name): partial(load, operation=operation) for operation in (LOAD, LOAD_NEW, LOAD_COLUMNS)}
 
@@ -446,7 +445,7 @@ def _torch_save(mine: Work, folder: Path) -> None:
 
 
 def _torch_tensors(mine: Work, folder: Path, *, mmap: bool) -> Tensors:
-    return torch.load(folder / f"{mine.rank}.pt", mmap=mmap, weights_only=True)
+    return cast(Tensors, torch.load(folder / f"{mine.rank}.pt", mmap=mmap, weights_only=True))
 
 
 def _torch_columns(mine: Work, folder: Path, *, mmap: bool) -> Iterator[Tensors]:

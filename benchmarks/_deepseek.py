@@ -101,7 +101,7 @@ def make_folder(folder: Path, shapes: Shapes, files: int) -> None:
             groups.append({})
         groups[-1][key] = shape
         size += 2 * prod(shape)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         weight_map |= dict.fromkeys(group, name)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import islice, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -255,10 +255,21 @@ class OneOfMany(World):
         self._begin = time.process_time()
         return value
 
-    def _never(self, *_: Any) -> Any:
-        raise NotImplementedError("no save or load that is measured here does it")
+    def barrier(self) -> None:
+        """Raise: no save or load that is measured here does it, nor any of the following."""
+        raise NotImplementedError
 
-    barrier = all_to_all = send = recv = _never
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        """Raise."""
+        raise NotImplementedError
+
+    def send(self, value: Any, to: int) -> None:
+        """Raise."""
+        raise NotImplementedError
+
+    def recv(self, source: int) -> Any:
+        """Raise."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -298,7 +309,7 @@ def _descriptions(
     mine = next(each for each in unpack("", own) if isinstance(each, LayoutDescription))
     for rank in range(1, case.ranks):
         objects = object_columns([rng_state(rank, case.ranks)], rank)
-        held = replace(mine.columns, rank=rank) if case.known else packed()[rank]
+        held = replace(cast(PackedColumns, mine.columns), rank=rank) if case.known else packed()[rank]
         yield pack("", message(brief(LayoutDescription(held, objects, mine.common, mine.layout), case.ranks)))
 
 

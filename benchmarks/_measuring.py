@@ -339,17 +339,17 @@ def _panel(panel: Panel, colours: dict[str, str]) -> Iterator[str]:
         yield f'<path d="M0 {y:.1f}H{_WIDTH}" stroke="#757d87" stroke-opacity=".35"/>'
         yield f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} {escape(panel.y)}</text>'
     for x in xs:
-        at = _WIDTH * (log10(x) - left) / (right - left)
-        yield f'<text x="{at:.1f}" y="{_HEIGHT + 16}" text-anchor="middle">{x:,.0f}</text>'
+        across = _WIDTH * (log10(x) - left) / (right - left)
+        yield f'<text x="{across:.1f}" y="{_HEIGHT + 16}" text-anchor="middle">{x:,.0f}</text>'
     yield f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 30}" text-anchor="middle">{escape(panel.x)}</text>'
     for curve in panel.curves:
-        at = [
+        points = [
             (_WIDTH * (log10(x) - left) / (right - left), _HEIGHT * (high - log10(y)) / (high - low))
             for x, y in curve.points
         ]
-        line = "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
+        line = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         yield f'<path d="M{line}" fill="none" stroke="{colours[curve.name]}" stroke-width="2"/>'
-        for (x, y), (_, value) in zip(at, curve.points, strict=True):
+        for (x, y), (_, value) in zip(points, curve.points, strict=True):
             dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colours[curve.name]}">'
             yield f"{dot}<title>{escape(curve.name)}: {value:.3g} {escape(panel.y)}</title></circle>"
 

@@ -110,7 +110,7 @@ def _dtensors(mine: Work) -> Tensors:
 
 def _dcp(mine: Work, folder: Path, *, rows: Rows, **options: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     saving = dcp.async_save(rows(mine), storage_writer=dcp.FileSystemWriter(folder, sync_files=True), **options)
-    written = getattr(saving, "upload_completion", saving)
+    written: Any = getattr(saving, "upload_completion", saving)
     # A thread commits too.
     return partial(written.result, timeout=LONGEST_WAIT), _nothing
 
@@ -281,7 +281,8 @@ def _seconds(do: Callable[[], object]) -> float:
 @cache
 def _own_group() -> dist.ProcessGroup:
     """Return a group that no save in the background talks in meanwhile, as DCP's thread does in the default one."""
-    return dist.new_group()
+    group: dist.ProcessGroup = dist.new_group()
+    return group
 
 
 def _meet() -> None:
@@ -313,9 +314,9 @@ def bars_of(found: Measured, ranks: int) -> list[Bar]:
     for what, seconds in _TOLD.items():
         for name, taken in peers.items():
             if taken and not (name == OURS_UNCOPIED and what in (_STEP, _BLOCKED)):
-                times = [list(map(seconds, each)) for each in (ours, taken)]
+                mine, its = list(map(seconds, ours)), list(map(seconds, taken))
                 most = 1.0 if what == _BLOCKED else None
-                made.append(_bar(f"async save, {_processes(ranks)}: {what}", name, *times, most))
+                made.append(_bar(f"async save, {_processes(ranks)}: {what}", name, mine, its, most))
     return made
 
 

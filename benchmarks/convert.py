@@ -98,7 +98,7 @@ WINDOW = 16 * MIB  # of the plain copy
 TO, BACK = ("torch_dist", 1), ("huggingface", 1)
 ENDS = Config(layers=1, dense_layers=1)  # a layer, and the one that predicts two tokens ahead
 MOST_MIB = 2048.0
-FAST = {"verify": False, "save_options": st.SaveOptions(durable=False)}
+FAST: dict[str, Any] = {"verify": False, "save_options": st.SaveOptions(durable=False)}
 
 
 def bars(settings: Settings) -> list[Bar]:
@@ -116,9 +116,10 @@ def bars(settings: Settings) -> list[Bar]:
 
 
 def _compared(
-    operation: str, beside: str, ours: Callable[[], float], other: Callable[[], float], rounds: int, most: float
+    operation: str, beside: str, jobs: tuple[Callable[[], float], Callable[[], float]], rounds: int, most: float
 ) -> Bar:
     """Return the bar of two jobs that return their seconds, in alternating rounds after one that warms them up."""
+    ours, other = jobs
     ours(), other()
     pairs = [(ours(), other()) for _ in range(rounds)]
     seconds = [median(column) for column in zip(*pairs, strict=True)]
@@ -134,8 +135,8 @@ def _two_processes(folder: Path, size: int, rounds: int) -> Bar:
     zeros = torch.zeros(1, 1024).expand(rows, 1024)  # what is saved may be as much as there is memory
     shards = [st.ShardedTensor.from_rank_offsets(f"w{n}", zeros) for n in range(256)]
     st.save(shards, source, options=st.SaveOptions(durable=False))
-    by = [partial(_seconds_of_processes, processes, source, size) for processes in (2, 1)]
-    found = _compared(f"float32 to bfloat16, {size / 1e9:.2g} GB, 2 processes", "1 process", *by, rounds, 1 / 1.7)
+    jobs = partial(_seconds_of_processes, 2, source, size), partial(_seconds_of_processes, 1, source, size)
+    found = _compared(f"float32 to bfloat16, {size / 1e9:.2g} GB, 2 processes", "1 process", jobs, rounds, 1 / 1.7)
     shutil.rmtree(source)
     return found
 
@@ -171,7 +172,7 @@ def _beside_a_copy(folder: Path, size: int, rounds: int) -> Bar:
     ]
     st.save(shards, source, sharded_strategy=BACK, common_strategy=BACK, options=st.SaveOptions(durable=False))
     jobs = (partial(_stream, source, size), partial(copy_seconds, source, size))
-    found = _compared(f"huggingface to torch_dist, {size / 1e9:.2g} GB", "a copy by hand", *jobs, rounds, 1 / 0.9)
+    found = _compared(f"huggingface to torch_dist, {size / 1e9:.2g} GB", "a copy by hand", jobs, rounds, 1 / 0.9)
     shutil.rmtree(source)
     return found
 
@@ -231,12 +232,15 @@ def _large_model(folder: Path, config: Config, part: int, rounds: int) -> list[B
     amount = f"{len(plan.batches):,} batches"
     memory = peak(partial(_begun, tiny, source, min(part, 2**30)), folder).own / MIB
     # More than a memory holds comes from the medium, and so do these parts of it.
-    jobs = [partial(_cold, job, source, part) for job in (partial(_stream, layout=TRAINING), copy_seconds)]
+    jobs = (
+        partial(_cold, partial(_stream, layout=TRAINING), source, part),
+        partial(_cold, copy_seconds, source, part),
+    )
     return [
         Bar(f"{of}: open", "", opened, None, opened, None),
         Bar(f"{of}: plan, to torch_dist", "", seconds, None, seconds, None, note=amount),
         Bar(f"{of}: memory of all that", "", memory, None, memory, MOST_MIB, "MiB"),
-        _compared(f"{of}: stream {part / 1e9:.2g} GB of it", "a copy by hand", *jobs, rounds, 1 / 0.9),
+        _compared(f"{of}: stream {part / 1e9:.2g} GB of it", "a copy by hand", jobs, rounds, 1 / 0.9),
     ]
 
 
@@ -293,7 +297,7 @@ def _there_and_back(folder: Path, config: Config, most: int) -> list[Bar]:
 def _trips(source: Path, folder: Path, most: int, rank: int, ranks: int) -> Action:
     def action() -> int:
         begin = time.perf_counter()
-        options = {"max_bytes_in_flight": most, "save_options": st.SaveOptions(durable=False)}
+        options: dict[str, Any] = {"max_bytes_in_flight": most, "save_options": st.SaveOptions(durable=False)}
         with _sink(folder) as first, _sink(folder) as second:
             there = st.convert(source, first, backend=TO, layout=TRAINING, leave_out=["common"], **options)
             middle = time.perf_counter()
@@ -334,10 +338,10 @@ def _beside_scripts(folder: Path, size: int, rounds: int) -> list[Bar]:
     what, bars = f"float32 to bfloat16, huggingface, {size / 1e9:.3g} GB", []
     for ours, *others in (("convert", "safetensors", "torch"), ("convert, not read back", "safetensors", "torch")):
         for other in others:
-            times = [median(seconds[each]) for each in (ours, other)]
+            taken, its = median(seconds[ours]), median(seconds[other])
             pairs = zip(seconds[ours], seconds[other], strict=True)
             bars += [
-                Bar(f"{what}: {ours}", other, *times, median(one / two for one, two in pairs), None),
+                Bar(f"{what}: {ours}", other, taken, its, median(one / two for one, two in pairs), None),
                 Bar(f"{what}: {ours}", other, memory[ours], memory[other], memory[ours] / memory[other], None, "MiB"),
             ]
     return bars
@@ -347,7 +351,8 @@ def _write_weights(folder: Path, size: int) -> None:
     """Write tensors of which no two are equal, four to a file of up to 512 MB."""
     files = -(-size // (512 * 10**6))
     rows = size // files // FILE_TENSORS // 4 // 4096
-    tensor, placed = torch.randn(rows, 4096), {}
+    tensor = torch.randn(rows, 4096)
+    placed: dict[str, str] = {}
     for number in range(files):
         tensors = {f"layers.{number}.{each}": tensor + number + each / 8 for each in range(FILE_TENSORS)}
         name = f"model-{number + 1:05}-of-{files:05}.safetensors"

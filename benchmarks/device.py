@@ -180,7 +180,8 @@ def _loads(
         _wait(device)
         return loaded
 
-    by_hand(), load()
+    by_hand()
+    load()
     return [_bar(measured({BY_HAND: by_hand, LOAD: load}), LOAD, BY_HAND)]
 
 
@@ -211,7 +212,8 @@ def _move(rank: int, folder: str, size: int, rounds: int, tries: int, results: A
         st.redistribute(rows, columns, donate=True)
         torch.cuda.synchronize()
 
-    all_to_all(), moved()
+    all_to_all()
+    moved()
     seconds = in_turns({ALL_TO_ALL: all_to_all, MOVED: moved}, rounds=rounds, tries=tries)
     if rank == 0:
         results.put(seconds)

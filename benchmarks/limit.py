@@ -25,9 +25,10 @@ from statistics import median
 import torch
 
 import shardtree as st
+from shardtree.shell.storage import Verify
 
 from ._contenders import LOAD as OURS_LOAD
-from ._contenders import Work, loading, raw_hashing, raw_loading, raw_saving, saving, work
+from ._contenders import Load, Work, loading, raw_hashing, raw_loading, raw_saving, saving, work
 from ._measuring import Bar, Settings, print_bars, run
 
 SAVE, SAVE_UNHASHED, LOAD, LOAD_UNCHECKED, VERIFY = "save", "save, no hashes", "load", "load, unchecked", "verify"
@@ -121,11 +122,16 @@ def _saves(job: Work) -> Iterator[tuple[str, Ways]]:
 
 
 def _loads(job: Work, ours: Path, raw: Path) -> Iterator[tuple[str, Ways]]:
-    for operation, verify in ((LOAD, "whole"), (LOAD_UNCHECKED, None)):
+    checks: dict[str, Verify] = {LOAD: "whole", LOAD_UNCHECKED: None}
+    for operation, verify in checks.items():
         load = loading("ours", verify)[OURS_LOAD, "ours"]
         raw_load = raw_loading(hashes=verify is not None)
-        yield operation, {"ours": lambda _, load=load: load(job, ours), "raw": lambda _, load=raw_load: load(job, raw)}
-    yield VERIFY, {"ours": lambda _: st.verify(ours, report=str), "raw": lambda _: raw_hashing(job, raw)}
+        yield operation, {"ours": partial(_load, load, job, ours), "raw": partial(_load, raw_load, job, raw)}
+    yield VERIFY, {"ours": lambda _: st.verify(ours, report=lambda _: None), "raw": lambda _: raw_hashing(job, raw)}
+
+
+def _load(load: Load, job: Work, folder: Path, _: Path) -> object:
+    return load(job, folder)
 
 
 def _fastest(ways: Ways, folder: Path, tries: int) -> dict[str, Taken]:
@@ -166,8 +172,8 @@ def _ratios(measured: Sequence[Round], nbytes: Sequence[int]) -> Iterator[Bar]:
             pairs = [*zip(ours, raw, strict=True)]
             slopes = median((own[most] - own[least]) / (other[most] - other[least]) for own, other in pairs)
             whole = median(own[most] / other[most] for own, other in pairs)
-            sides = [median(one[most] for one in side) for side in (ours, raw)]
-            yield Bar(f"{operation}, {unit}", RAW[operation], *sides, slopes, bar, note=f"{whole:.3g} in all")
+            taken, its = median(one[most] for one in ours), median(one[most] for one in raw)
+            yield Bar(f"{operation}, {unit}", RAW[operation], taken, its, slopes, bar, note=f"{whole:.3g} in all")
 
 
 def _fixed_costs(folder: Path, count: int) -> Iterator[Bar]:

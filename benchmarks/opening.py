@@ -15,12 +15,13 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any, cast
 
 import numpy as np
 import safetensors.torch
@@ -36,7 +37,7 @@ import shardtree as st
 from shardtree.core.codec import HeaderEntry, encode_header
 from shardtree.formats.torch_dist._metadata_write import WrittenContents, encode_index_file
 from shardtree.layouts import ShardColumns, TensorKind
-from shardtree.shell.storage import BLOCK_BYTES, digest
+from shardtree.shell.storage import BLOCK_BYTES, Verify, digest
 from shardtree.shell.table import decode_metadata, encode_metadata
 from shardtree.shell.table.index import build_index, encode_index
 from shardtree.storage import StoredFile
@@ -73,12 +74,16 @@ def key_bars(settings: Settings, folder: Path) -> list[Bar]:
     return _key_rows(f"{keys:,} keys", in_turns(actions, rounds=rounds, tries=tries))
 
 
-def _key_actions(ours: Path, theirs: Path) -> dict[str, Callable[[], Iterable[object]]]:
+def _kinds(tensors: Mapping[str, Any]) -> list[object]:
+    return [(key, tensor.global_shape, tensor.dtype) for key, tensor in tensors.items()]
+
+
+def _key_actions(ours: Path, theirs: Path) -> dict[str, Callable[[], Iterable[Any]]]:
     return {
         HEADER: lambda: _header(theirs),
         NAMES: lambda: _names(theirs),
-        ITEMS: lambda: [(key, one.global_shape, one.dtype) for key, one in st.open_checkpoint(ours).items()],
-        METADATA: lambda: [(key, one.global_shape, one.dtype) for key, one in st.load_tensors_metadata(ours).items()],
+        ITEMS: lambda: _kinds(st.open_checkpoint(ours)),
+        METADATA: lambda: _kinds(st.load_tensors_metadata(ours)),
         LISTED: partial(_listed, ours),
     }
 
@@ -128,7 +133,10 @@ def chunk_bars(settings: Settings, folder: Path) -> list[Bar]:
         tree = st.open_checkpoint(place)
         _check("chunks", len(tree.metadata.index.chunk_key), chunks)  # type: ignore[attr-defined]
         _check("tensors", len(list(tree)), tensors)
-        actions = {"open": partial(st.open_checkpoint, place), "open, list": partial(_listed, place)}
+        actions: dict[str, Callable[[], object]] = {
+            "open": partial(st.open_checkpoint, place),
+            "open, list": partial(_listed, place),
+        }
         seconds = in_turns(actions, rounds=rounds, tries=tries)
         what, bars = f"{chunks:,} chunks of {tensors:,} tensors", (("open", MOST_SECONDS), ("open, list", None))
         for name, bar in bars:
@@ -255,7 +263,7 @@ def model_bars(settings: Settings, folder: Path) -> list[Bar]:
 
 def write_model(folder: Path, tensors: int, files: int) -> None:
     """Write a Hugging Face model of so many tensors, in files that are holes."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(files):
         name = f"model-{number + 1:05}-of-{files:05}.safetensors"
         keys = [f"model.layers.{number}.experts.{expert}.weight" for expert in range(tensors // files)]
@@ -280,7 +288,7 @@ ROWS, COLUMNS = 65_536, 4_096  # of float32: 1 GiB
 RAW, DCP = "raw preadv into a new tensor", "DCP"
 UNCHECKED, CHECKED = "verify=None", "default"
 NATIVE = "our format"
-VERIFY: dict[str, st.Verify] = {UNCHECKED: None, CHECKED: "whole"}
+VERIFY: dict[str, Verify] = {UNCHECKED: None, CHECKED: "whole"}
 
 _SMALL_BYTES, _MEDIUM_BYTES = 64 * 1024, 1024 * 1024
 
@@ -312,7 +320,7 @@ def _block_bars(settings: Settings, folder: Path, tensor: torch.Tensor) -> list[
     }
     for rows, blocks in counted:
         raw = partial(_raw_block, _place_of(folder, tensor), tensor.shape[1], rows)
-        reads: dict[str, ReadRows] = {RAW: raw} | {name: partial(_block, lazy, rows) for name, lazy in opened.items()}
+        reads: dict[str, ReadRows] = {RAW: raw, **{name: partial(_block, lazy, rows) for name, lazy in opened.items()}}
         for read in reads.values():
             _check_elements(read(7), tensor[7 : 7 + rows])
         # New places each time: what was read a moment ago would come out of the processor's cache.
@@ -406,12 +414,14 @@ def _load_dcp(folder: Path, sharded: DTensor) -> torch.Tensor:
     return state["w"].to_local()
 
 
-def _load(folder: Path, target: torch.Tensor, number: int, verify: st.Verify) -> torch.Tensor:
+def _load(folder: Path, target: torch.Tensor, number: int, verify: Verify) -> torch.Tensor:
     shard = st.ShardedTensor.from_rank_offsets("w", target, (0, number, CUTS))
     # The other ranks' rows are nobody's here, so that shards don't tile the tensor.
-    keywords = {"donate": True, "validate_access_integrity": False, "world": one_process()}
-    loaded: torch.Tensor = st.load({"w": shard}, folder, options=st.LoadOptions(verify=verify), **keywords)["w"]
-    return loaded
+    options, only_mine = st.LoadOptions(verify=verify), one_process()
+    loaded = st.load(
+        {"w": shard}, folder, donate=True, validate_access_integrity=False, options=options, world=only_mine
+    )
+    return cast(torch.Tensor, loaded["w"])
 
 
 def _check_elements(found: torch.Tensor, expected: torch.Tensor) -> None:

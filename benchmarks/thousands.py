@@ -221,7 +221,7 @@ def _prepared_peer(case: Case, folder: Path, rank: int, ranks: int) -> Action:
 def bars(settings: Settings) -> list[Bar]:
     """Return the bars of the largest case, once in each way in which ranks agree."""
     ranks, tensors = (8, 800) if settings.quick else (RANKS[-1], TENSORS[-1])
-    found = []
+    found: list[Bar] = []
     for flags in KINDS:
         case = Case(ranks, tensors, **flags)
         found += _bars(case, measured(case, quick=settings.quick))
